@@ -17,7 +17,7 @@ from modeling.log_probs import token_log_probs
 from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS
 from precision.inner_dtypes import KERNEL, LOSS_SUM, NORM, RESIDUAL, ROTARY, ROUTER, SOFTMAX, InnerDtypes
-from precision.manifest import Manifest, Rule, load_manifest
+from precision.manifest import Manifest, load_manifest
 from precision.observe import ROOT, Observation
 from precision.regions import Regions
 from tests.support.models.architectures import CASES, Case
@@ -180,15 +180,6 @@ def test_a_norms_statistic_in_16_bits_is_named(path: str, statistic: str) -> Non
     assert lower(observed(model, promised)) == [(NORM, "bf16", [name])]
 
 
-def test_norms_of_all_layers_are_all_named() -> None:
-    model, _ = sound("qwen3", "sdpa", "cast")
-    norms: dict[str, Any] = {name: module for name, module in model.named_modules() if name.endswith("norm")}
-    for norm in norms.values():
-        norm.forward = coarse_norm(norm, STATISTICS["all"])
-    [(what, computed, named)] = lower(observed(model))
-    assert (what, computed, set(named)) == (NORM, "bf16", set(norms))
-
-
 def test_a_norm_that_a_manifest_puts_into_16_bits_keeps_its_promise(tmp_path: Path) -> None:
     rule = '{"module_class": "*Norm", "compute": "bf16", "reason": "a trial"}'
     (tmp_path / "m.json").write_text(f'{{"default": "bf16", "rules": [{rule}]}}', encoding="utf-8")
@@ -300,13 +291,6 @@ def test_a_router_below_its_path_is_named() -> None:
     gate: Any = model.get_submodule(gates[1])
     gate.forward = functools.partial(type(gate).forward, gate)  # as the code around it computes
     assert lower(observed(model, promised)) == [(ROUTER, "bf16", [gates[1]])]
-
-
-def test_a_router_that_a_manifest_puts_into_16_bits_keeps_its_promise() -> None:
-    model = small_model("mixtral").train()
-    regions = Regions(model, Manifest("bf16", (Rule("bf16", "a trial", "*.gate", "*"),), Path("m.json")))
-    report = observed(model, regions.dtypes)
-    assert report["computed"][ROUTER] == {"bf16": 2} and report["lower"] == []
 
 
 def positions_in_bf16(rotary: Any) -> None:
