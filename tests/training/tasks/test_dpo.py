@@ -12,7 +12,6 @@ from tests.support.rows.chats import write_base, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases as cases
 from tests.training.tasks.sft_cases import base_of
-from training import references
 
 STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
 
@@ -82,16 +81,6 @@ def test_dora_starts_from_its_base_but_for_rounding(pair: ProcessGroup, folder: 
         assert found["metrics"] | STARTED == found["metrics"]
     assert abs(margin) < {"fp32": 1e-9, "bf16": 2e-3, "fp16": 5e-4}[compute]
     assert found["loss"] == pytest.approx(math.log(2), abs=2e-3)
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_dora_starts_from_itself_exactly_where_its_reference_is_precomputed(
-    pair: ProcessGroup, folder: Path, compute: str
-) -> None:
-    given = ("adapter={kind: dora, r: 4, alpha: 8}", "preference.reference=precomputed")
-    found, _ = pair.run(cases.first_step, folder=folder, stage=2, compute=compute, overrides=given)
-    assert found["metrics"] | STARTED == found["metrics"]
 
 
 LOSSES: dict[str, dict[str, Any]] = {
@@ -172,12 +161,6 @@ def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: P
     )
     assert "under the start weights took" in other["notes"][0]
     assert other["metrics"] | STARTED == other["metrics"]
-
-
-def test_how_much_of_the_reference_is_computed_is_said(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(references, "SECONDS_BETWEEN_LINES", 0.0)
-    assert list(references._told(iter("ab"), 2, 64)) == ["a", "b"]
-    assert capsys.readouterr().out.splitlines()[1] == "reference: 1 of 2 micro-batches of 64 tokens"
 
 
 def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(
