@@ -122,19 +122,6 @@ def test_accelerate_on_two_machines_trains_as_one(machines, folder, unbroken):
     assert trace(folder, "accelerate_2") == unbroken
 
 
-def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, folder):
-    """ZeRO-3 in BF16, which neither the run config nor the command line says."""
-    named = ("deepspeed.config=", "precision.compute=")
-    words = [word for word in job(folder, "accelerate_3") if not word.startswith(named)]
-    printed = on_both(machines, folder, LAUNCHERS["accelerate_3"], words)
-    (started,) = events(folder, "accelerate_3", "run_start")
-    assert (started["world_size"], started["zero_stage"], started["compute"]) == (2, 3, "bf16")
-    assert "resume   " in printed[0] and "resume   " not in printed[1]  # rank 0 is where it was said to be
-    typed = ["deepspeed.config=ds_configs/zero3_bf16.json", "precision.compute=bf16"]
-    launches.finish(launches.command("torchrun", folder, "one_host_3", *typed))
-    assert trace(folder, "accelerate_3") == trace(folder, "one_host_3")
-
-
 def test_the_command_a_run_prints_starts_it_again(machines, folder):
     """On both machines, as printed, with the other's rank on the second."""
     printed = on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "again"))

@@ -285,12 +285,6 @@ def test_repeated_rollbacks_leave_out_more_each_time() -> None:
             rollback_skip(used, since)
 
 
-def test_applying_a_step_against_the_verdict_is_an_error() -> None:
-    guard = Guard(GuardSection())
-    with pytest.raises(ValueError, match="step 1 was applied although the verdict was SKIP"):
-        guard.note(NAN_LOSS, guard.judge(NAN_LOSS), applied=True)
-
-
 SECTIONS = st.builds(
     GuardSection,
     max_consecutive_skips=st.integers(1, 6),
@@ -371,11 +365,3 @@ def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(section, before, after
         assert resumed.guard.lr_factor == unbroken.guard.lr_factor
         assert resumed.guard.take_due_demotions() == unbroken.guard.take_due_demotions()
     assert resumed.guard.state_dict() == unbroken.guard.state_dict()
-
-
-def test_a_checkpoint_from_before_a_reaction_existed_has_used_none_of_its_budget() -> None:
-    guard = Guard(plan(*EVERYTHING))
-    state = guard.state_dict()
-    del state["used"]["promote"]
-    guard.load_state_dict(state | {"used": {**state["used"], "rollback": 1}})
-    assert guard.used == {"skip": 0, "cut_lr": 0, "promote": 0, "rollback": 1}

@@ -8,10 +8,6 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from config.command_line import read_command_line
-from config.launcher import as_launched
-from launch.plan.layout import layout_of
-from launch.plan.model import read_shape
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import planned
@@ -51,17 +47,6 @@ def total(sent: dict[str, float]) -> float:
 
 def tokens_of(sent: dict[str, float]) -> float:
     return sum(size for name, size in sent.items() if name.startswith("all_to_all"))
-
-
-def test_traffic_is_the_zero_papers() -> None:
-    """Eight ranks, with no parameter kept gathered."""
-    resolved = read_command_line(BIG, as_launched(8))
-    layout = layout_of(resolved, world=8, on_cpu=False)
-    shape = read_shape(resolved.config, layout)
-    for stage, elements in ((0, 2), (3, 3)):
-        zero = layout.zero | {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 0}
-        moved = traffic(shape, replace(layout, stage=stage, accumulation=1, reduced=2, zero=zero))
-        assert moved.sent == pytest.approx(2 * elements * shape.parameters * 7 / 8)
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])

@@ -176,16 +176,6 @@ def test_a_replay_says_which_step_came_out_differently(folder, finished):
     assert "recorded: grad_norm" in output and "not reproduced" in output
 
 
-@pytest.mark.slow
-def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):
-    overrides = ["faults=[{kind: nan_gradient, step: 3}]", "guard.reactions=[cut_lr]", "guard.cut_lr_steps=2"]
-    finish(command("python", folder, "cut", *overrides))
-    applied = [event for event in events(folder, "cut", "step") if event["applied"]]
-    scheduled = [event["lr"] for event in unbroken]
-    factors = [event["lr"] / rate for event, rate in zip(applied, scheduled, strict=False)]
-    assert factors == pytest.approx([1, 1, 0.5, 0.5, 1])
-
-
 def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
     manifest = folder / "mixed.json"
     rule = {"match": "*.layers.1.mlp.up_proj", "compute": "bf16", "reason": "a test"}

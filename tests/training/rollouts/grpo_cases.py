@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks import sft_cases
-from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
@@ -149,13 +148,6 @@ def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> 
     return trained_plainly(model, recorded, backward)
 
 
-def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> float:
-    """The largest distance of the bound over this many sound steps, which are applied."""
-    with session(resolve(folder, **options), world=world) as opened:
-        found = [sft_cases.step(opened)["metrics"]["gap/of_bound"] for _ in range(count)]
-        return max(found)
-
-
 def examples(world: World, *, folder: Path) -> list[str]:
     """The answers that two evaluations show, and a third reading, which is empty."""
     with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
@@ -183,11 +175,6 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
             opened.engine.step(health, 0.05)
             found.append({"metrics": health.metrics, "verdict": judgement.verdict.name, "reason": judgement.reason})
         return {"steps": found}
-
-
-def refused(world: World, *, folder: Path, **options: Any) -> str:
-    """Why the session does not open."""
-    return why_refused(resolve(folder, **options), world)
 
 
 def _never_synced(opened: Session) -> None:

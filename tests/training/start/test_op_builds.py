@@ -139,13 +139,6 @@ def test_each_environment_builds_in_a_folder_of_its_own(tmp_path, monkeypatch):
     assert op_builds.extensions_folder() == newer  # as for every process that this one starts
 
 
-def test_a_folder_that_may_not_be_written_is_used_as_it_is(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
-    with op_builds.exclusive_build(OP, print):
-        assert op_builds.extensions_folder() == tmp_path / "file"
-
-
 def test_without_a_compiler_the_line_names_the_setting_and_what_to_install(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))

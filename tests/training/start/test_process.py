@@ -51,10 +51,6 @@ def ask(place: Path, *, user: int | None = None, **variables: str) -> list[str]:
         return answer.read().splitlines()
 
 
-def test_a_home_that_can_be_written_stays_as_it_is(place: Path) -> None:
-    assert ask(place, HOME=str(place)) == ["None", f"None {place}"]
-
-
 def test_a_home_that_cannot_be_written_keeps_its_credentials_and_loses_its_caches(place: Path) -> None:
     home = place / "home"
     home.mkdir(mode=0o755)

@@ -1,7 +1,6 @@
 """Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, corrupts and refuses requests."""
 
 import hashlib
-import os
 import random
 import re
 import stat
@@ -18,7 +17,7 @@ from config.secrets import refuse_secrets
 from tests.support.servers.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
 from training.checkpoint.manifest import FORMAT, Damaged, Unusable
 from training.checkpoint.seal import sealed
-from training.checkpoint.store.errors import StoreError, without_secrets
+from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 
 PART = SMALLEST_PART
@@ -153,16 +152,6 @@ def test_large_files_go_in_parts(s3: S3Server, tmp_path: Path) -> None:
     assert store.retries == 0
 
 
-@pytest.mark.parametrize("size", [1, PART, 4 * PART, 4 * PART + 1, 5 * PART, 11 * PART + 7])
-def test_more_parts_than_are_under_way_at_once(s3: S3Server, tmp_path: Path, size: int) -> None:
-    path, sha256 = made(tmp_path, size=size)
-    store = store_of(s3)
-    store.upload(path, "large", sha256=sha256, size=size)
-    store.download("large", tmp_path / "back", sha256=sha256, size=size)
-    assert (tmp_path / "back").read_bytes() == path.read_bytes()
-    assert store.retries == 0
-
-
 def test_a_part_that_fails_is_sent_again_alone(s3: S3Server, tmp_path: Path) -> None:
     """As the client is set up by default: three tries of each request."""
     path, sha256 = made(tmp_path, size=3 * PART)
@@ -219,44 +208,6 @@ def test_what_was_corrupted_on_the_way_is_sent_again(s3: S3Server, tmp_path: Pat
     s3.proxy.fail("PUT .*LATEST", "corrupt")
     store.name_latest(3)
     assert store.read_text("LATEST") == "step-3\n"
-
-
-def test_what_changes_in_the_store_before_it_is_read_back_is_sent_again(s3: S3Server, tmp_path: Path) -> None:
-    path, sha256 = made(tmp_path, size=1000)
-    key, left = "demo/checkpoints/one", [2]
-
-    class Meddled(Store):
-        def _require(self, name: str, sha256: str, size: int) -> None:
-            if left[0]:
-                left[0] -= 1
-                s3.direct.put_object(Bucket="runs", Key=key, Body=path.read_bytes()[: 999 + left[0]] + b"!" * left[0])
-                if left[0]:
-                    assert len(s3.content("runs", key)) != size
-            super()._require(name, sha256, size)
-
-    options = {"endpoint_url": s3.proxy.url, "config_kwargs": ONCE}
-    store = Meddled("s3://runs/demo/checkpoints", options, first_wait=0.001)
-    store.upload(path, "one", sha256=sha256, size=1000)
-    assert store.retries == 2
-    assert s3.content("runs", key) == path.read_bytes()
-
-
-def test_what_never_arrives_whole_is_reported(s3: S3Server, tmp_path: Path) -> None:
-    path, sha256 = made(tmp_path, size=1000)
-    fault = s3.proxy.fail("PUT .*/one", "corrupt", times=99)
-    with pytest.raises(
-        StoreError, match=r"checkpoints/one: cannot upload after 4 tries: reads back with SHA-256 \w{12}"
-    ):
-        store_of(s3).upload(path, "one", sha256=sha256, size=1000)
-    assert fault.seen == 4
-
-
-def test_a_file_that_rotted_on_the_local_disk_is_not_sent_again_and_again(s3: S3Server, tmp_path: Path) -> None:
-    path, sha256 = made(tmp_path, size=1000)
-    path.write_bytes(bytes(1000))
-    with pytest.raises(StoreError, match="changed since it was written, so it is not uploaded"):
-        store_of(s3).upload(path, "one", sha256=sha256, size=1000)
-    assert s3.proxy.count("PUT") == 1
 
 
 def test_tries_and_waits_are_bounded(s3: S3Server) -> None:
@@ -323,13 +274,6 @@ def test_a_store_that_is_not_there_and_missing_credentials(monkeypatch: pytest.M
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with pytest.raises(UserError, match=r"cannot upload: .*credentials.*keep credentials in the environment"):
         Store("s3://runs/demo", options).require_usable()
-
-
-def test_an_url_that_no_file_system_takes() -> None:
-    with pytest.raises(
-        UserError, match="checkpoint.dir = nonsense://runs with its storage_options: Protocol not known: nonsense"
-    ):
-        Store("nonsense://runs")
 
 
 def cut_off(s3: S3Server, after: int) -> None:
@@ -411,9 +355,6 @@ def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -
     store.upload_text("step-4/manifest.json", sealed(manifest).replace('"bytes": 5', '"bytes": 6'))
     with pytest.raises(Damaged, match="does not have the SHA-256"):
         store.manifest(4)
-    store.upload_text("step-4/manifest.json", sealed(manifest)[:-40])
-    with pytest.raises(Damaged, match="is not a complete manifest"):
-        store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest | {"format": 99}))
     with pytest.raises(Unusable, match="format 99"):
         store.manifest(4)
@@ -467,15 +408,8 @@ def test_a_download_is_whole_or_not_there(s3: S3Server, tmp_path: Path) -> None:
     ("options", "key"),
     [
         ({"key": "AKIA1234"}, "checkpoint.storage_options.key"),
-        ({"secret": "hush"}, "checkpoint.storage_options.secret"),
-        ({"token": "hush"}, "checkpoint.storage_options.token"),
-        ({"password": "hush"}, "checkpoint.storage_options.password"),
         ({"client_kwargs": {"aws_secret_access_key": "hush"}}, "storage_options.client_kwargs.aws_secret_access_key"),
-        ({"client_kwargs": {"aws_access_key_id": "hush"}}, "client_kwargs.aws_access_key_id"),
         ({"s3_additional_kwargs": {"SSECustomerKey": "hush"}}, "s3_additional_kwargs.SSECustomerKey"),
-        ({"account_key": "hush"}, "account_key"),
-        ({"connection_string": "hush"}, "connection_string"),
-        ({"sas_token": "hush"}, "sas_token"),
         ({"token": {"private_key": "hush"}}, "token.private_key"),
         ({"client_kwargs": [{"api-key": "hush"}]}, "client_kwargs.api-key"),
         ({"endpoint_url": "https://user:hush@store.example"}, "endpoint_url"),
@@ -495,10 +429,3 @@ def test_what_is_no_secret_is_not_refused() -> None:
     refuse_secrets("s3://runs/demo", {"profile": "train", "key": None, "anon": False})
     with pytest.raises(UserError, match="checkpoint.dir: holds a user or password"):
         refuse_secrets("ftp://user:hush@host/runs", {})
-
-
-def test_errors_are_described_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-value")
-    text = "GET https://u:hush@s3.example/a?X-Amz-Signature=beef session-token-value"
-    assert without_secrets(text) == "GET https://s3.example/a <AWS_SESSION_TOKEN>"
-    assert os.environ["AWS_SESSION_TOKEN"] not in without_secrets(text)
