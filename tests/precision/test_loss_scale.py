@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -161,25 +160,6 @@ def test_a_static_scale_never_moves_and_counts_its_overflows() -> None:
         policy.update(overflow)
         seen.append((policy.scale, policy.consecutive_overflows, policy.at_minimum, policy.reason))
     assert seen == [(1000.0, n, False, None) for n in (1, 2, 0, 1)]
-
-
-def test_the_story_of_a_burst() -> None:
-    """Written by hand: two halvings, the third overflow escalates, a doubled window restores, then growth as before."""
-    section = LossScaleSection(policy="adaptive", initial=1024.0, window=2, escalate_after=3, escalate_within=10)
-    policy = AdaptivePolicy(section)
-    scales = [updated(policy, [overflow]).scale for overflow in [*[True] * 3, *[False] * 8]]
-    assert scales == [512, 256, 64, 64, 64, 64, 128, 128, 256, 256, 512]
-
-
-@pytest.mark.parametrize(
-    ("policy", "initial", "largest"),
-    [("deepspeed", 65536.0, math.inf), ("adaptive", 4096.0, 2.0**24), ("static", 65536.0, math.inf)],
-)
-def test_each_policy_has_its_own_defaults(policy: str, initial: float, largest: float) -> None:
-    section = LossScaleSection(policy=policy)  # type: ignore[arg-type]
-    made = make_policy(section)
-    assert (made.name, made.scale) == (policy, initial)
-    assert section.largest_scale == largest
 
 
 def test_the_state_of_another_policy_brings_its_scale_and_nothing_else() -> None:

@@ -4,7 +4,6 @@ The jobs need TRL, which `make trl` installs into a folder of its own.
 """
 
 import json
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,6 @@ from lab.benchmark.rows import _sample, write_rows
 from tests.support.rows.chats import write_base
 from training.session import batch_shape
 from training.tasks.task import prepare
-
-NAMES = {"sft": "mantissa,trainer,trl", "dpo": "mantissa,trl"}
 
 
 def rows(folder: Path) -> None:
@@ -117,29 +114,3 @@ def test_work_that_only_mantissa_has_is_refused(task, override, said, folder, tm
     code = benchmark.main(["--contestants", "mantissa", "--out", str(tmp_path), *given])
     line = capsys.readouterr().err
     assert code == 2 and line.startswith("error: ") and line.count("\n") == 1 and said in line
-
-
-@pytest.mark.slow
-@pytest.mark.trl
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed; make trl")
-@pytest.mark.parametrize(
-    ("task", "stage", "overrides"),
-    [
-        ("sft", 2, ()),
-        ("sft", 3, ()),
-        ("sft", 2, ("adapter.kind=lora", "optimizer.learning_rate=3e-3")),
-        ("dpo", 2, ()),
-        ("dpo", 2, ("adapter.kind=none", "adapter.r=16", "adapter.alpha=32", "optimizer.learning_rate=1e-4")),
-    ],
-)
-def test_they_train_the_same(task: str, stage: int, overrides: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    options = ["--contestants", NAMES[task], "--rounds", "1", "--steps", "6", "--warm-up", "2", "--processes", "2"]
-    given = arguments(folder, task, f"deepspeed.stage={stage}", *overrides)
-    assert benchmark.main([*options, "--out", str(tmp_path), *given]) == benchmark.ALL_HOLD
-    found = json.loads((tmp_path / "benchmark.json").read_text(encoding="utf-8"))
-    assert list(found["contestants"]) == NAMES[task].split(",") and found["flops_per_token"] is None
-    losses = json.loads((tmp_path / "results/mantissa-1.json").read_text(encoding="utf-8"))["losses"]
-    assert abs(losses[-1] - losses[0]) > 1e-3, "they learn"
-    for name, mine in found["contestants"].items():
-        assert mine["loss_difference"] < 2e-6, name
-        assert mine["memory_bytes"] > 0 and mine["ratio"]["tokens_per_second"]["median"] > 0

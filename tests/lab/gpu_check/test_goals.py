@@ -57,23 +57,6 @@ def test_contestants_whose_losses_differ_and_those_that_failed_reach_no_goal() -
     )
 
 
-def test_bounds_from_above_words_and_what_is_so_or_not() -> None:
-    dtypes = {f"mantissa-{name}": row(rate) for name, rate in (("bf16", 4.0), ("fp32", 2.0), ("fp16", 3.9))}
-    dtypes["mantissa-fp32"]["memory GiB"] = 12.0
-    found = outcomes(4, {"dtypes": done(dtypes)})
-    assert found["BF16 over FP32 (TF32 off), tokens/s"] == ("2", "holds")
-    assert found["BF16 over FP32, memory"] == ("0.8333", "**missed**")
-    assert outcomes(1, {"replay": done({"named the right module": True, "reproduced": False})}) == {
-        "a planted NaN: is its module named?": ("yes", "holds"),
-        "is its step reproduced by replay?": ("no", "**missed**"),
-        "does a killed run resume as two runs agree?": ("resume was not run", "not measured"),
-    }
-    offload = {"largest": 80, "80 layers": {"parameters": 4_930_000_000, "tokens/s": 1234.5}}
-    found = outcomes(5, {"offload": done(offload), "on-device": done({"largest": None})})
-    assert found["largest model with ZeRO-3 and CPU offload"] == ("4.93 billion parameters, 1,234 tokens/s", "stated")
-    assert found["largest model on the device alone"][1] == "not measured"
-
-
 @pytest.mark.parametrize(
     ("equal", "before", "after", "outcome"),
     [

@@ -133,29 +133,6 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
 
 
-def test_the_newest_checkpoint_that_is_due_is_taken_by_links(tmp_path):
-    plan = plan_of(tmp_path, "canary.check_every=6", "canary.device_hours=1")
-    journal = Journal.read(plan.folder, "it")
-    journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint), device_hours=0.5)
-    for step in (9, 12, 15):
-        (plan.run_folder / f"checkpoints/step-{step}").mkdir(parents=True)
-        (plan.run_folder / f"checkpoints/step-{step}/manifest.json").write_text("{}", encoding="utf-8")
-    (plan.run_folder / "checkpoints/step-18").mkdir()  # not whole yet
-    (plan.run_folder / "config.yaml").write_text("{}", encoding="utf-8")
-    whole = RunMonitor(plan, journal)
-    assert whole._newest(last=False) == 15
-    pinned = whole._pin(15)
-    assert pinned is not None and whole._pin(21) is None
-    source = plan.run_folder / "checkpoints/step-15/manifest.json"
-    assert (pinned / "manifest.json").stat().st_ino == source.stat().st_ino
-    journal.add("check", 12, "held", judged=str(pinned), device_hours=0.4)
-    later = RunMonitor(plan, Journal.read(plan.folder, "it"))  # started again
-    assert later._newest(last=False) is None and later._newest(last=True) == 15
-    journal.add("check", 12, "more", device_hours=0.2)
-    assert later._newest(last=True) == 15 and RunMonitor(plan, journal)._newest(last=True) is None
-    assert [event["event"] for event in journal.events][-1] == "budget"
-
-
 def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
     journal = Journal.read(tmp_path / "c", "it")
     journal.add("gate", 6, "parity", verdict="parity")

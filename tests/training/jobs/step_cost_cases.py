@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,6 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.corruption.checks import Checks
 from training.distributed import World
-from training.loop import save_now
 from training.parts import Parts
 from training.progress import Progress
 from training.step import train_step
@@ -215,59 +214,6 @@ def lines_of_a_step(world: World, *, layers: int, stage: int, before: int) -> in
         with lines_of_python() as lines:
             train_step(parts, progress)
     return lines.total()
-
-
-def calls_beside_the_model(world: World, *, layers: int) -> tuple[int, int]:
-    """On the manifest path, of a step after three others: how many regions, and how many of Mantissa's functions run.
-
-    Those of the forward and backward passes are left out: every region has a forward of its own there.
-    """
-    calls, passing = 0, False
-
-    def watch_passes(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal passing
-        passing = event != "return"
-        return watch_passes
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal calls
-        code = frame.f_code
-        if code.co_name == "forward_backward":
-            return watch_passes(frame, event, argument)
-        calls += not passing and code.co_filename.startswith(_OURS) and not code.co_name.startswith("<")
-        return None
-
-    manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
-    overrides = (layers_of(layers), "precision.path=manifest", manifest)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        parts_of(world, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
-    ):
-        progress = Progress()
-        for _ in range(3):
-            progress, _, _ = train_step(parts, progress)
-        sys.settrace(trace)
-        try:
-            train_step(parts, progress)
-        finally:
-            sys.settrace(None)
-        assert parts.engine.regions is not None
-        return len(parts.engine.regions.dtypes), calls
-
-
-def files_of_checkpoints(world: World, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
-    """Bytes of each file of the checkpoints after so many steps; the guard looks back 16 steps."""
-    found = []
-    with parts_of(world, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
-        progress = Progress()
-        while progress.step < max(at):
-            progress, _, _ = train_step(parts, progress)
-            if progress.step in at:
-                assert save_now(parts, progress) is None
-                saved = Path(folder) / f"step-{progress.step}"
-                files = [path for path in saved.rglob("*") if path.is_file()] if world.is_main else []
-                found.append({str(path.relative_to(saved)): path.stat().st_size for path in files})
-    return found
 
 
 def files_of_a_step(world: World) -> tuple[int, int]:

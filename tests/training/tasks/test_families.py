@@ -33,23 +33,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return made
 
 
-@pytest.mark.one_in(10)
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize(("packing", "stages"), [("best_fit", (3, 2)), ("none", (1, 0))])
-def test_chats_train_all_weights(pair: ProcessGroup, folder: Path, packing: str, stages: tuple[int, ...]) -> None:
-    exact = None
+def test_chats(pair: ProcessGroup, folder: Path, packing: str, stages: tuple[int, ...], adapter: bool) -> None:
+    exact, given = None, (f"data.packing={packing}", *((LORA,) if adapter else ()))
     for stage in stages:
-        found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=(f"data.packing={packing}",))
-        exact = exact or sft_cases.oracle(folder, [step["rows"] for step in found["steps"]])
-        require_equal(found, exact)
-
-
-@pytest.mark.slow
-def test_chats_train_an_adapter(pair: ProcessGroup, folder: Path) -> None:
-    exact = None
-    for stage in (3, 2):
-        found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=(LORA,))
+        found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
         if exact is None:
-            model = sft_cases.base_of(folder, GIVEN, found["before"])
+            model = sft_cases.base_of(folder, GIVEN, found["before"]) if adapter else None
             exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
         require_equal(found, exact)
 
