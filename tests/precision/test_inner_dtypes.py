@@ -259,28 +259,6 @@ def test_on_the_cast_path_the_residual_stream_is_not_below_the_weights() -> None
     assert lower(seen.inner.report(stream="fp16")) == lower(seen.inner.report()) == [(RESIDUAL, "bf16", blocks)]
 
 
-def test_branches_that_are_summed_before_the_stream_are_none_of_it() -> None:
-    """GPT-NeoX adds attention and MLP, in BF16 under a manifest, and the sum to the stream, in FP32."""
-    model, promised = sound("gpt_neox", "sdpa", "manifest")
-    report = observed(model, promised)
-    assert report["computed"][RESIDUAL] == {"fp32": 2}
-    assert report["lower"] == report["unobserved"] == []
-
-
-def test_a_block_that_adds_nothing_itself_is_said() -> None:
-    """Bloom's attention and MLP add what the block gave them."""
-    model, _ = sound("bloom", "eager", "cast", n_layer=2, n_head=2)
-    report = observed(model)
-    assert RESIDUAL not in report["computed"] and report["lower"] == []
-    assert report["unobserved"] == [
-        {
-            "what": RESIDUAL,
-            "why": "nothing was added to what the block gets in its own forward",
-            "modules": ["transformer.h.0", "transformer.h.1"],
-        }
-    ]
-
-
 def test_a_router_below_its_path_is_named() -> None:
     """FP32 is promised by `precision.routers`, and by a manifest without a rule for it."""
     model, _ = sound("mixtral", "sdpa", "cast")

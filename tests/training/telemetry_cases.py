@@ -12,7 +12,6 @@ import torch
 from config.errors import UserError
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
-from precision.statistics import to_plain
 from tests.support.models.gradient_oracle import gradient_statistics
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
@@ -115,7 +114,7 @@ def _oracle(engine: Any) -> dict[str, dict[str, float]]:
         computes = engine.compute if engine.regions is None else engine.regions.dtypes.get(module, "fp32")
         if computes == "fp8":
             computes = engine.regions.manifest.default
-        found |= to_plain(gradient_statistics(whole, DTYPES[computes], scale=engine.loss_scale))
+        found |= gradient_statistics(whole, DTYPES[computes], scale=engine.loss_scale)
     return found
 
 

@@ -2,17 +2,15 @@
 
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from config.errors import UserError
-from lab.benchmark.command import DEFAULT_CONTESTANTS, read_bounds
-from lab.benchmark.contestants import choose, skip_unsupported
+from lab.benchmark.command import read_bounds
+from lab.benchmark.contestants import skip_unsupported
 from lab.benchmark.peers.titan_terms import (
     require_llama,
-    unavailable_reason,
     unsupported_reason,
 )
 from lab.benchmark.spec import Spec
@@ -76,13 +74,3 @@ def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_p
         read_bounds(["mantissa/torchtitan=1"], chosen, skipped)
     with pytest.raises(UserError, match="none of them can train this"):
         skip_unsupported(["torchtitan"], spec)
-
-
-def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:
-    reason = unavailable_reason()
-    chosen, skipped = choose(f"{DEFAULT_CONTESTANTS},torchtitan-compile")
-    if find_spec("torchtitan") is None:
-        assert "torchtitan" in str(reason) and "make titan" in str(reason)
-    assert ("torchtitan" in chosen) == (reason is None)
-    assert skipped.get("torchtitan") == skipped.get("torchtitan-compile") == reason
-    assert chosen[:4] == ["mantissa", "bare", "accelerate", "trainer"]

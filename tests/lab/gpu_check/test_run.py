@@ -3,9 +3,7 @@
 import dataclasses
 import json
 import os
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +12,6 @@ from typing import Any
 
 import psutil
 
-from config.cli import REPOSITORY
 from lab.gpu_check.bench import Bench, ItemFailed
 from lab.gpu_check.command import TF32_SWITCHES, settle_environment
 from lab.gpu_check.items import PARTS, Item, Part
@@ -206,37 +203,6 @@ def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> 
     found = {each.name: check.result(7, each) for each in part.items}
     assert {result["status"] for result in found.values()} == {"done"}
     assert found["shared-0"]["figures"] == {"loss": 1.0} and found["alone"]["figures"] == {"tokens/s": 5.0}
-
-
-def check_that_hangs(folder: Path) -> None:
-    """One item, whose job sleeps, and one that waits for its turn."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started in the background
-
-    def hangs(bench: Bench) -> dict[str, Any]:
-        program = [str(folder / "sleeps.py")]
-        launch(program, processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
-        raise ItemFailed("its job has ended")
-
-    items = dataclasses.replace(item("hangs", hangs), timed=False), item("next", works)
-    list(run_part(check_in(folder), 7, Part("a part", items), {}, ends=time.monotonic() + 500))
-
-
-def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
-    """Runs in a process of its own, since it kills whatever that one has started."""
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    test = f"from pathlib import Path; from {__name__} import *; check_that_hangs(Path({str(tmp_path)!r}))"
-    check = subprocess.Popen([sys.executable, "-c", test], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
-    log = tmp_path / "work/7-hangs/logs/hangs.log"
-    try:
-        wait_until(lambda: log.exists() and log.read_text().count("started") == 2)
-        jobs = psutil.Process(check.pid).children(recursive=True)
-        check.send_signal(signal.SIGINT)
-        _, said = check.communicate(timeout=30)
-    finally:
-        kill(check)
-    assert check.returncode and "KeyboardInterrupt" in said
-    assert len(jobs) == 2 and not any(runs(job.pid) for job in jobs)
-    assert not list(tmp_path.glob("7-*.json"))
 
 
 def test_what_a_killed_check_left_running_is_ended_and_nothing_else(tmp_path, monkeypatch) -> None:

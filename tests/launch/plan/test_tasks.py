@@ -38,7 +38,7 @@ from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import DEMO, planned
-from tests.launch.plan.test_memory import FAMILIES, MODEL, hugging_face
+from tests.launch.plan.test_memory import FAMILIES, hugging_face
 from tests.support.models.small_run import changed_json
 from tests.support.rows.chats import write_base
 
@@ -331,15 +331,6 @@ def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_pat
     more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
     more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
     assert_peak(pair, on_base(base, *more, "checkpoint.every_steps=0"), 512, within)
-
-
-@pytest.mark.slow
-def test_the_peak_of_muon_in_fp32_is_what_tensors_take(pair, tmp_path) -> None:
-    """The model is new: a folder's file would count, in which a parameter alone in its group still lies."""
-    changed = changed_json(tmp_path, "zero2_fp32", reduce_bucket_size=1_000_000)
-    more = [changed, "precision.compute=fp32", "optimizer.name=muon"]
-    more += ["data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2", "checkpoint.every_steps=0"]
-    assert_peak(pair, [MODEL, "model.activation_checkpointing=none", *more], 512, 0.1)
 
 
 CODED = "adapter={{kind: lora, r: 8, base: {}}}"

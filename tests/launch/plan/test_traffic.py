@@ -108,18 +108,17 @@ def test_what_ranks_that_share_experts_send(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-@pytest.mark.parametrize(("stage", "compute", "accumulation"), STAGES)
-def test_what_four_ranks_send_that_share_experts_by_two(
-    four, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str
+@pytest.mark.parametrize(
+    ("stage", "compute", "accumulation", "checkpointing", "shared"),
+    [
+        *((*stage, checkpointing, 2) for stage in STAGES for checkpointing in ("full", "none")),
+        *((stage, "bf16", 2, "full", 4) for stage in (1, 2, 3)),
+    ],
+)
+def test_what_four_ranks_send_that_share_experts(
+    four, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str, shared: int
 ) -> None:
-    _check_experts(four, tmp_path, stage, compute, accumulation, checkpointing, ranks=4, shared=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_four_ranks_send_that_share_experts_by_four(four, tmp_path, stage: int) -> None:
-    _check_experts(four, tmp_path, stage, "bf16", 2, "full", ranks=4, shared=4)
+    _check_experts(four, tmp_path, stage, compute, accumulation, checkpointing, ranks=4, shared=shared)
 
 
 def _check_experts(group, folder, stage, compute, accumulation, checkpointing, *, ranks, shared) -> None:

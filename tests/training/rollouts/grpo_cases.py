@@ -201,35 +201,6 @@ def _other_temperature(opened: Session) -> None:
     sampler._section = replace(sampler._section, temperature=0.7 * sampler._section.temperature)
 
 
-def _nucleus(opened: Session) -> None:
-    """A sampler that draws from the likeliest tokens that have 0.9, and reports their renormalised probabilities."""
-    original = torch.log_softmax
-
-    def cut(values: torch.Tensor, dim: int) -> torch.Tensor:
-        found = original(values, dim)
-        ordered, order = found.exp().sort(descending=True)
-        kept = torch.zeros_like(found, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < 0.9)
-        return original(found.masked_fill(~kept, -torch.inf), dim)
-
-    from training.rollouts import transformers_sampler
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return cut if name == "log_softmax" else getattr(torch, name)
-
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-
-    def patched(requests: Any) -> Any:
-        transformers_sampler.torch = Torch()  # type: ignore[assignment]
-        try:
-            return drawn(requests)
-        finally:
-            transformers_sampler.torch = torch
-
-    sampler._drawn = patched
-
-
 def _adapter_never_delivered(opened: Session) -> None:
     sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
     sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
@@ -254,7 +225,6 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "one tensor not synced": _one_left_out,
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
-    "top-p on one side": _nucleus,
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
     "off by one": _shifted_by_one,

@@ -170,17 +170,6 @@ def _width(folder: Path) -> int:
     return int(np.load(folder / "train-ids.npy", mmap_mode="r").shape[-1])
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_half_precision_is_compared_with_fp32_under_the_same_teacher(
-    pair: ProcessGroup, folder: Path, compute: str
-) -> None:
-    overrides = overrides_of(folder, temperature=2.0)
-    for step in pair.run(sft_cases.parity_steps, folder=folder, steps=2, compute=compute, overrides=overrides)[0]:
-        assert step["applied"]
-        assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.02 if compute == "bf16" else 1e-5)
-
-
 def test_the_probe_and_telemetry_have_the_teacher(pair: ProcessGroup, folder: Path) -> None:
     """Gradients in BF16 against an FP32 pass of the same batch, under the same teacher."""
     found = pair.run(sft_cases.telemetry, folder=folder, compute="bf16", overrides=overrides_of(folder))[0]
