@@ -51,7 +51,8 @@ def test_compiled_blocks_train_as_the_blocks_do(
 ) -> None:
     overrides = [f"model.activation_checkpointing={mode}", "model.config.attention_dropout=0.2"]
     for found in pair.run(cases.parity, seconds=300, stage=stage, compute=compute, overrides=overrides):
-        assert found["compiled_calls"] == CALLS and found["own_calls"] == 0 and found["kept"] <= 1.0
+        assert found["compiled_calls"] == CALLS and found["own_calls"] == 0
+        assert mode == "none" or found["kept"] <= 1.0
         assert found["loss"] < bounds[0] and found["norm"] < bounds[1] and found["masters"] < bounds[2]
         for figure in ("loss", "norm") if compute != "fp32" else ():
             assert found[f"compiled {figure} from FP32"] < NO_WORSE * found[f"plain {figure} from FP32"]
