@@ -136,7 +136,11 @@ def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: P
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
-    "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
+    "dropout in the old log-probs": (
+        "model.config={attention_dropout: 0.3}",
+        "precision.loss_scale.initial=256",
+        *LORA,
+    ),
 }
 
 
