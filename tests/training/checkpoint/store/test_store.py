@@ -210,6 +210,14 @@ def test_what_was_corrupted_on_the_way_is_sent_again(s3: S3Server, tmp_path: Pat
     assert store.read_text("LATEST") == "step-3\n"
 
 
+def test_a_file_that_rotted_on_the_local_disk_is_not_sent_again_and_again(s3: S3Server, tmp_path: Path) -> None:
+    path, sha256 = made(tmp_path, size=1000)
+    path.write_bytes(bytes(1000))
+    with pytest.raises(StoreError, match="changed since it was written, so it is not uploaded"):
+        store_of(s3).upload(path, "one", sha256=sha256, size=1000)
+    assert s3.proxy.count("PUT") == 1
+
+
 def test_tries_and_waits_are_bounded(s3: S3Server) -> None:
     store = store_of(s3, attempts=6, first_wait=0.05, longest_wait=0.1)
     assert store.read_text("LATEST") is None
