@@ -72,21 +72,3 @@ def test_what_is_not_committed_is_not_recorded(tmp_path: Path, monkeypatch) -> N
     monkeypatch.setattr(suites, "environment", lambda extra: FACTS | {"git": None})
     with pytest.raises(UserError, match="commit"):
         suites.run_suites(tmp_path, tmp_path / "tested.md", None, again=False)
-
-
-def test_the_row_of_the_same_versions_is_replaced(tmp_path: Path, monkeypatch) -> None:
-    page = tmp_path / "compatibility.md"
-    said = {"demo": "step 450: validation loss 4.0959, perplexity 60", "tests": "", "cells": ""}
-
-    def run(command: list[str], log: Path) -> Result:
-        log.write_text(said[log.stem])
-        return Result(3, 0, 1)
-
-    monkeypatch.setattr(suites, "run", run)
-    for torch in ("2.13.0", "2.11.0", "2.13.0"):
-        facts = FACTS | {"versions": FACTS["versions"] | {"torch": torch}}
-        monkeypatch.setattr(suites, "environment", lambda extra, facts=facts: facts)
-        assert suites.check_versions(tmp_path, page) == DONE
-    rows = [line for line in page.read_text().splitlines() if line.startswith("| 3.")]
-    assert [row.split(" | ")[1] for row in rows] == ["2.11.0", "2.13.0"]
-    assert "| validation 4.0959 | 3 passed, 0 failed, 1 skipped | 4 of 4 as expected |" in rows[0]

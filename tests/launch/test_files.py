@@ -3,8 +3,6 @@
 import argparse
 import re
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from config.cli import CONFIG_ERROR, REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
 from launch.hosts import read_hostfile
-from tests.support.jobs.launches import finish
 
 ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))
 DEEPSPEED = REPOSITORY / "launch/deepspeed"
@@ -86,12 +83,6 @@ def test_the_command_in_a_file_trains_what_the_name_of_the_file_says(path):
         assert torchrun.nproc_per_node == ("2" if "cpu" in path.stem else "8")
 
 
-@pytest.mark.parametrize("path", [path for path in ACCELERATE if "cpu" not in path.stem], ids=lambda path: path.stem)
-def test_the_number_of_processes_is_never_guessed(path):
-    with pytest.raises(ValueError, match="manually pass in `--num_processes`"):
-        by_accelerate(["--config_file", str(path), "train.py"])
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_stage_that_the_run_does_not_train_with_is_refused(capsys, stage):
     """The option that Accelerate's users type, without a file."""
@@ -124,23 +115,3 @@ def test_a_precision_in_the_file_must_be_the_run_s(tmp_path, capsys):
 def test_the_hostfile_is_read_alike_by_the_launcher_and_the_doctor():
     lines = (DEEPSPEED / "hostfile.example").read_text().splitlines()
     assert dict(_parse_hostfile(lines)) == read_hostfile(DEEPSPEED / "hostfile.example")
-
-
-def test_the_environment_file_is_nothing_but_variables():
-    """The launcher puts each line into a shell command as it is: after a comment nothing would run."""
-    for line in (DEEPSPEED / "environment.example").read_text().splitlines():
-        assert re.fullmatch(r"[A-Z_]+=[\w@%+:,./-]+", line), line
-
-
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="not installed: ssh")
-def test_ssh_gives_up_a_machine_that_is_gone():
-    command = ["ssh", "-G", "-F", str(DEEPSPEED / "ssh_config.example"), "worker-0"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert {"serveraliveinterval 5", "serveralivecountmax 3", "batchmode yes", "connecttimeout 10"} <= set(said)
-
-
-def test_the_launcher_refuses_a_hostfile_that_is_not_there_when_told_the_number_of_machines(tmp_path):
-    """--num_nodes asks for several machines; without this check the job would start on this one alone."""
-    runner = ["python", "-m", "deepspeed.launcher.runner", "--hostfile", str(tmp_path / "hosts")]
-    output = finish([*runner, "--num_nodes", "2", "train.py"], exit_code=1)
-    assert "no extra nodes available via hostfile" in output

@@ -179,14 +179,3 @@ def test_a_supervised_job_whose_rank_1_was_killed_goes_on(folder, unbroken, laun
     starts = events(folder, launcher, "run_start")
     assert [(event["world_size"], event["resumed_from"] is not None) for event in starts] == [(2, False), (2, True)]
     assert last_attempts(folder, launcher) == unbroken
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_job_whose_rank_0_was_killed(folder, unbroken):
-    line = real(folder, "elastic", "torchrun", f"SIGKILL:0:3:{folder}/elastic.mark")
-    lines, code = finish([line[0], "--max-restarts", "1", *line[1:]])
-    output = "".join(text for _, text in lines)
-    assert code == 0, output
-    assert re.search(NAMED.format(0, 1), output)
-    assert [event["resumed_from"] is not None for event in events(folder, "elastic", "run_start")] == [False, True]
-    assert last_attempts(folder, "elastic") == unbroken

@@ -4,7 +4,6 @@ The machines are Linux namespaces with an sshd each: see tests/support/machines/
 """
 
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.launcher import deepspeed_program
 from tests.support.jobs import launches
-from tests.support.jobs.launches import BIN, events, trace, wait_until
+from tests.support.jobs.launches import BIN, events, trace
 from tests.support.machines.machines import SKIP, Machine, two_machines
 
 REASON = SKIP or ("" if shutil.which("pdsh") else "not installed: pdsh; apt-get install pdsh")
@@ -122,19 +121,6 @@ def test_accelerate_on_two_machines_trains_as_one(machines, folder, unbroken):
     assert trace(folder, "accelerate_2") == unbroken
 
 
-def test_accelerate_on_two_machines_trains_with_the_json_of_its_file(machines, folder):
-    """ZeRO-3 in BF16, which neither the run config nor the command line says."""
-    named = ("deepspeed.config=", "precision.compute=")
-    words = [word for word in job(folder, "accelerate_3") if not word.startswith(named)]
-    printed = on_both(machines, folder, LAUNCHERS["accelerate_3"], words)
-    (started,) = events(folder, "accelerate_3", "run_start")
-    assert (started["world_size"], started["zero_stage"], started["compute"]) == (2, 3, "bf16")
-    assert "resume   " in printed[0] and "resume   " not in printed[1]  # rank 0 is where it was said to be
-    typed = ["deepspeed.config=ds_configs/zero3_bf16.json", "precision.compute=bf16"]
-    launches.finish(launches.command("torchrun", folder, "one_host_3", *typed))
-    assert trace(folder, "accelerate_3") == trace(folder, "one_host_3")
-
-
 def test_the_command_a_run_prints_starts_it_again(machines, folder):
     """On both machines, as printed, with the other's rank on the second."""
     printed = on_both(machines, folder, LAUNCHERS["accelerate_2"], job(folder, "again"))
@@ -144,20 +130,3 @@ def test_the_command_a_run_prints_starts_it_again(machines, folder):
     finish([on(machine, folder, [*words[:at], str(rank), *words[at + 1 :], "run.steps=8"]) for rank, machine in both])
     assert [event["world_size"] for event in events(folder, "again", "run_start")] == [2, 2]
     assert [step["step"] for step in trace(folder, "again")] == [*range(1, 9)]
-
-
-def test_a_cut_cable_does_not_hold_the_launcher(machines, folder, monkeypatch):
-    """Without ssh_config.example's two lines the launcher waits for ssh, and ssh for the other machine."""
-    alive = re.findall(r"ServerAlive\w+ \d+", (REPOSITORY / "launch/deepspeed/ssh_config.example").read_text())
-    assert len(alive) == 2
-    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", " ".join(f"-o {line.replace(' ', '=')}" for line in alive))
-    endless = ["run.steps=100000", "checkpoint.every_steps=0", "evaluate.every_steps=0", "run.timeout_minutes=0.5"]
-    started = by_hostfile(machines, folder, *job(folder, "cut", *endless))
-    wait_until(lambda: (folder / "runs/cut/events.jsonl").is_file() and events(folder, "cut", "step"), seconds=240)
-    machines["left"].run("ip", "link", "set", "eth0", "down")
-    try:
-        output, _ = started.communicate(timeout=150)
-    finally:
-        machines["left"].run("ip", "link", "set", "eth0", "up")
-    assert started.returncode != 0
-    assert "pdsh@left: right: ssh exited with exit code 255" in output

@@ -2,7 +2,7 @@
 
 import pytest
 
-from precision.corruption import Flip, different_bits, judge_reexecution, majority, odd_ranks
+from precision.corruption import different_bits, judge_reexecution, majority, odd_ranks
 
 
 def test_the_bits_of_two_values_that_differ() -> None:
@@ -47,10 +47,3 @@ def test_what_a_step_says_that_was_run_again(case: str) -> None:
     usual = {"suspicious": False, "changed": [0] * 3, "healthy": True, "disagreed": [0] * 3, "named": [0] * 3}
     found = judge_reexecution(**(usual | told))
     assert (found.kind, found.ranks) == (kind, ranks), found.why
-
-
-def test_a_finding_in_words() -> None:
-    flip = Flip("copies", (1,), "lm_head.weight", "weight", 7, bits=(14,))
-    assert flip.text == "weight of lm_head.weight on rank 1 (value 7, bit 14) differs from the other ranks' value"
-    both = Flip("copies", (0, 1, 2), "a", "buffer", 7, bits=(1, 4)).text
-    assert "one of ranks 0, 1 and 2" in both and "bits 1, 4" in both

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config.errors import UserError
 from config.schema import Fp8Section
 from precision import fp8_reference
-from precision.fp8 import BLOCK, FORMATS, FlushMeter, kernel_problem, linear_fp8, no_kernel, quantise, rounded, scale_of
+from precision.fp8 import FORMATS, FlushMeter, kernel_problem, linear_fp8, no_kernel, rounded, scale_of
 from precision.manifest import Manifest, Rule, load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
@@ -128,15 +128,6 @@ def test_a_scale_is_written_as_its_bits() -> None:
     assert scales.tolist() == [2.0 ** max(exponent - 8, -126) for exponent in range(-126, 128)]
 
 
-def test_blocks_have_scales_of_their_own_and_the_last_may_be_shorter() -> None:
-    values = torch.randn(3, 2 * BLOCK + 5, generator=torch.Generator().manual_seed(0)).exp()
-    found = rounded(values, -1, E4M3, "block32")
-    for start in range(0, values.shape[1], BLOCK):
-        part = slice(start, start + BLOCK)
-        assert torch.equal(found[:, part], rounded(values[:, part], -1, E4M3, "row"))
-    assert torch.equal(rounded(values.t(), 0, E4M3, "block32"), found.t())
-
-
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("scaling", ["row", "block32", "tensor"])
 def test_a_value_that_is_not_finite_is_not_hidden(scaling: Any, special: float) -> None:
@@ -147,61 +138,6 @@ def test_a_value_that_is_not_finite_is_not_hidden(scaling: Any, special: float) 
     lost = output.isnan().all(dim=1)
     assert lost.tolist() == ([True] * 4 if scaling == "tensor" else [False, False, True, False])
     assert output[~lost].isfinite().all()
-
-
-def test_the_product_is_that_of_torchs_scaled_matmul() -> None:
-    generator = torch.Generator().manual_seed(1)
-    inputs, weight = torch.randn(48, 96, generator=generator), torch.randn(32, 96, generator=generator)
-    (rows, by), (columns, and_by) = quantise(inputs, None, E4M3), quantise(weight, None, E4M3)
-    theirs = torch._scaled_mm(rows, columns.t(), scale_a=by, scale_b=and_by, out_dtype=torch.float32)
-    ours = linear_fp8(inputs, weight, None, ambient=torch.float32, section=Fp8Section(scaling="tensor"))
-    assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("weight_gradient", ["ambient", "fp8"])
-@pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("scaling", ["row", "block32"])
-def test_gradients_are_products_of_the_rounded_operands(scaling: Any, gradient: Any, weight_gradient: Any) -> None:
-    """Computed in FP64, from operands that another function rounded, each over the dimension that is summed."""
-    generator = torch.Generator().manual_seed(2)
-    inputs = torch.randn(2, 7, 40, generator=generator).requires_grad_()
-    weight = torch.randn(24, 40, generator=generator).requires_grad_()
-    bias = torch.randn(24, generator=generator).requires_grad_()
-    arriving = torch.randn(2, 7, 24, generator=generator)
-    section = Fp8Section(scaling=scaling, gradient=gradient, weight_gradient=weight_gradient)
-    output = linear_fp8(inputs, weight, bias, ambient=torch.float32, section=section)
-    output.backward(arriving)
-    x, w, g = inputs.detach().flatten(0, 1), weight.detach(), arriving.flatten(0, 1)
-
-    def q(values: torch.Tensor, kind: str) -> torch.Tensor:
-        size = values.shape[-1] if scaling == "row" else BLOCK
-        return torch.stack(
-            [torch.tensor([v for part in row.split(size) for v in in_fractions(part, kind)]) for row in values]
-        ).double()
-
-    near = {"rtol": 0.0, "atol": 2e-5}
-    torch.testing.assert_close(output.detach().flatten(0, 1).double(), q(x, "e4m3") @ q(w, "e4m3").t() + bias, **near)
-    torch.testing.assert_close(inputs.grad.flatten(0, 1).double(), q(g, gradient) @ q(w.t(), "e4m3").t(), **near)
-    expected = q(g.t(), gradient) @ q(x.t(), "e4m3").t() if weight_gradient == "fp8" else g.double().t() @ x.double()
-    torch.testing.assert_close(weight.grad.double(), expected, **near)
-    torch.testing.assert_close(bias.grad, g.sum(0))
-
-
-def test_the_gradient_does_not_depend_on_the_cut_into_micro_batches() -> None:
-    generator = torch.Generator().manual_seed(1)
-    first, second = (torch.randn(64, 64, generator=generator) for _ in range(2))
-    data = torch.randn(64, 64, generator=generator)
-    found = []
-    for parts in (1, 4, 16):
-        weights = [first.clone().requires_grad_(), second.clone().requires_grad_()]
-        for part in data.chunk(parts):
-            hidden = part
-            for weight in weights:
-                hidden = linear_fp8(hidden, weight, None, ambient=torch.float32, section=Fp8Section()).tanh()
-            hidden.square().sum().backward()
-        found.append(torch.cat([weight.grad.flatten() for weight in weights]))
-    for other in found[1:]:
-        assert float((other - found[0]).norm() / found[0].norm()) < 1e-6
 
 
 def manifest(default: Any = "bf16", *rules: Rule) -> Manifest:
@@ -348,17 +284,3 @@ def test_the_share_of_each_operand_that_becomes_zero_is_counted() -> None:
     output.backward(torch.tensor([[1.0, 1e-9], [1.0, 1.0]]))
     nothing = {"input": 0.0, "weight": 0.0, "gradient": 0.0}
     assert meter.shares(meter.counts) == {"a": nothing, "b": {"input": 1 / 7, "weight": 0.0, "gradient": 1 / 4}}
-
-
-def test_an_outlier_costs_those_precision_that_share_its_scale() -> None:
-    values = torch.randn(64, 128, generator=torch.Generator().manual_seed(4))
-    values[3] *= 1e6
-
-    def error(scaling: str) -> float:
-        others = torch.arange(64) != 3
-        found = rounded(values, -1, E4M3, scaling)
-        return float((found - values)[others].norm() / values[others].norm())
-
-    assert error("row") == pytest.approx(0.027, abs=0.001)
-    assert error("block32") == pytest.approx(0.027, abs=0.001)
-    assert error("tensor") > 0.5

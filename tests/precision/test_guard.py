@@ -80,10 +80,6 @@ def ratio(value: float) -> Step:
     return replace(HEALTHY, update_ratio=value)
 
 
-def test_a_healthy_step_is_a_step_without_words() -> None:
-    assert Run(GuardSection()).attempt(HEALTHY) == Judgement(Verdict.STEP)
-
-
 @pytest.mark.parametrize("health", [NAN_LOSS, BROKEN_GRADIENT, replace(HEALTHY, loss=math.inf)])
 def test_what_is_not_finite_is_skipped_with_its_numbers(health: Step) -> None:
     judgement = Run(GuardSection()).attempt(health)
@@ -150,12 +146,6 @@ def test_without_budgets_or_a_checkpoint_skips_in_a_row_end_the_run_at_the_limit
     assert last.reason.startswith("3 steps in a row were skipped (guard.max_consecutive_skips = 3)")
     assert "skip would not help" in last.reason and "rollback has no checkpoint" in last.reason
     assert "abort" not in last.reason
-
-
-def test_an_applied_step_ends_the_count_of_skips() -> None:
-    run = Run(GuardSection(max_consecutive_skips=3))
-    for _ in range(5):
-        assert run.verdicts(NAN_LOSS, 2) + run.verdicts(HEALTHY, 1) == ["SKIP", "SKIP", "STEP"]
 
 
 def test_an_optimizer_that_keeps_refusing_healthy_steps_is_noticed() -> None:
@@ -295,12 +285,6 @@ def test_repeated_rollbacks_leave_out_more_each_time() -> None:
             rollback_skip(used, since)
 
 
-def test_applying_a_step_against_the_verdict_is_an_error() -> None:
-    guard = Guard(GuardSection())
-    with pytest.raises(ValueError, match="step 1 was applied although the verdict was SKIP"):
-        guard.note(NAN_LOSS, guard.judge(NAN_LOSS), applied=True)
-
-
 SECTIONS = st.builds(
     GuardSection,
     max_consecutive_skips=st.integers(1, 6),
@@ -381,22 +365,3 @@ def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(section, before, after
         assert resumed.guard.lr_factor == unbroken.guard.lr_factor
         assert resumed.guard.take_due_demotions() == unbroken.guard.take_due_demotions()
     assert resumed.guard.state_dict() == unbroken.guard.state_dict()
-
-
-@settings(max_examples=100, deadline=None)
-@given(section=SECTIONS, healths=st.lists(BAD | GOOD, max_size=60))
-def test_judging_is_the_same_on_every_rank_and_changes_nothing(section: GuardSection, healths: list[Step]) -> None:
-    here, there = Run(section), Run(section)
-    for health in healths:
-        state = here.guard.state_dict()
-        assert health.judged(here.guard) == health.judged(here.guard)
-        assert here.guard.state_dict() == state
-        assert here.attempt(health) == there.attempt(health)
-
-
-def test_a_checkpoint_from_before_a_reaction_existed_has_used_none_of_its_budget() -> None:
-    guard = Guard(plan(*EVERYTHING))
-    state = guard.state_dict()
-    del state["used"]["promote"]
-    guard.load_state_dict(state | {"used": {**state["used"], "rollback": 1}})
-    assert guard.used == {"skip": 0, "cut_lr": 0, "promote": 0, "rollback": 1}

@@ -5,12 +5,11 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema import LossScaleSection
-from precision.loss_scale import LARGEST_BACKOFF, AdaptivePolicy, DeepSpeedPolicy, StaticPolicy, make_policy
+from precision.loss_scale import AdaptivePolicy, DeepSpeedPolicy, StaticPolicy, make_policy
 
 # Storms and calms: uniform random bits would hardly ever let a window pass.
 PATTERNS = st.lists(st.tuples(st.booleans(), st.integers(1, 12)), min_size=1, max_size=14).map(
@@ -116,33 +115,6 @@ def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(s
 
 
 @settings(max_examples=200, deadline=None)
-@given(section=adaptive_sections(), pattern=PATTERNS)
-def test_away_from_the_limits_the_ratios_are_powers_of_the_factor(section, pattern) -> None:
-    policy = AdaptivePolicy(section)
-    for overflow in pattern:
-        before = policy.scale
-        policy.update(overflow)
-        if policy.scale in (section.minimum, section.maximum):
-            continue
-        ratio = before / policy.scale
-        assert ratio == (1 / section.factor if ratio < 1 else ratio)
-        assert ratio <= max(section.factor, LARGEST_BACKOFF)
-        powers = [1.0, section.factor, section.factor**2, section.factor**4, LARGEST_BACKOFF]
-        assert ratio < 1 or ratio in powers
-
-
-@settings(max_examples=200, deadline=None)
-@given(section=adaptive_sections(), pattern=PATTERNS)
-def test_one_clean_window_restores_backoff_window_and_hysteresis(section, pattern) -> None:
-    policy = updated(AdaptivePolicy(section), [*pattern, True])
-    longest = policy.window
-    assert updated(policy, [False] * (longest - 1)).window == longest
-    policy.update(False)
-    assert (policy.backoff, policy.window) == (section.factor, section.window)
-    assert policy.hysteresis == section.hysteresis
-
-
-@settings(max_examples=200, deadline=None)
 @given(section=sections(), pattern=PATTERNS, data=st.data())
 def test_the_state_survives_json_at_any_step(section, pattern, data) -> None:
     cut = data.draw(st.integers(0, len(pattern)))
@@ -188,47 +160,6 @@ def test_a_static_scale_never_moves_and_counts_its_overflows() -> None:
         policy.update(overflow)
         seen.append((policy.scale, policy.consecutive_overflows, policy.at_minimum, policy.reason))
     assert seen == [(1000.0, n, False, None) for n in (1, 2, 0, 1)]
-
-
-def overflows_until_minimum(policy: Any) -> int:
-    """Overflows in a row that bring the scale down to its minimum; the one after them is reported."""
-    for count in range(100):
-        policy.update(True)
-        if policy.at_minimum:
-            return count
-    raise AssertionError("the minimum is never reported")
-
-
-def test_a_storm_reaches_the_bottom_in_seven_overflows_where_halving_takes_sixteen() -> None:
-    keys = {"initial": 65536.0, "hysteresis": 1}
-    assert overflows_until_minimum(AdaptivePolicy(LossScaleSection(policy="adaptive", **keys))) == 7
-    assert overflows_until_minimum(DeepSpeedPolicy(LossScaleSection(**keys))) == 16
-
-
-def test_the_story_of_a_burst() -> None:
-    """Written by hand: two halvings, the third overflow escalates, a doubled window restores, then growth as before."""
-    section = LossScaleSection(policy="adaptive", initial=1024.0, window=2, escalate_after=3, escalate_within=10)
-    policy = AdaptivePolicy(section)
-    scales = [updated(policy, [overflow]).scale for overflow in [*[True] * 3, *[False] * 8]]
-    assert scales == [512, 256, 64, 64, 64, 64, 128, 128, 256, 256, 512]
-
-
-def test_overflows_far_apart_are_no_burst() -> None:
-    section = LossScaleSection(policy="adaptive", window=1000, escalate_after=2, escalate_within=5)
-    apart, close = (updated(AdaptivePolicy(section), [True, *[False] * calm, True]) for calm in (4, 3))
-    assert (apart.scale, apart.escalation) == (1024.0, 0)
-    assert (close.scale, close.escalation) == (512.0, 1)
-
-
-@pytest.mark.parametrize(
-    ("policy", "initial", "largest"),
-    [("deepspeed", 65536.0, math.inf), ("adaptive", 4096.0, 2.0**24), ("static", 65536.0, math.inf)],
-)
-def test_each_policy_has_its_own_defaults(policy: str, initial: float, largest: float) -> None:
-    section = LossScaleSection(policy=policy)  # type: ignore[arg-type]
-    made = make_policy(section)
-    assert (made.name, made.scale) == (policy, initial)
-    assert section.largest_scale == largest
 
 
 def test_the_state_of_another_policy_brings_its_scale_and_nothing_else() -> None:

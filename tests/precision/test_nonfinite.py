@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
-from precision.findings import LOSS, Finding, check_parameters, describe
+from precision.findings import LOSS, Finding, check_parameters
 from precision.nonfinite import Inspector
 from tests.support.models.small_models import VOCABULARY, small_model
 
@@ -392,19 +392,3 @@ def test_nothing_stays_installed_even_after_an_exception():
         run(model, inspector)
     assert hooks(model) == 0
     assert [finding.module for finding in inspector.findings] == ["model.layers.1"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_describe_counts_what_a_plain_loop_counts(dtype):
-    generator = torch.Generator().manual_seed(3)
-    for special in ([], [INF], [NAN], [INF, NAN], [-INF, NAN, NAN]):
-        values = torch.randn(31, generator=generator).to(dtype)
-        for place, value in enumerate(special):
-            values[7 * place] = value
-        finite = [abs(x) for x in values.tolist() if math.isfinite(x)]
-        kind, name = "inf" if any(map(math.isinf, special)) else "nan", str(dtype).removeprefix("torch.")
-        assert describe(values) == ((kind, len(special), max(finite), name) if special else None)
-    assert describe(torch.full((3,), NAN)) == ("nan", 3, None, "float32")
-    assert describe(torch.arange(3)) is None and describe(torch.empty(0)) is None
-    sparse = torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([INF]), (3,))
-    assert describe(sparse) == ("inf", 1, None, "float32")

@@ -2,7 +2,6 @@
 
 import random
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +74,7 @@ def minimum_raises(world: World, *, examples: int) -> list[tuple[int | None, int
     return found
 
 
-def _through_state(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
-    fresh = LossScaler(section)
-    fresh.load_state_dict(scaler.state_dict())
-    return fresh
-
-
-def _through_checkpoint(scaler: LossScaler, section: LossScaleSection) -> LossScaler:
+def _through_checkpoint(scaler: LossScaler) -> LossScaler:
     """As ZeRO's files carry it: pickled by DeepSpeed, read back by the reader that runs no code."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "optim_states.pt"
@@ -89,9 +82,8 @@ def _through_checkpoint(scaler: LossScaler, section: LossScaleSection) -> LossSc
         return PLAIN.read(path)["loss_scaler"]
 
 
-def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -> list[tuple[list, list]]:
+def resumed_traces(world: World, *, examples: int, policy: str) -> list[tuple[list, list]]:
     """(unbroken trace, trace of a scaler whose state was moved to another one at a random step)."""
-    carry: Callable[[LossScaler, LossScaleSection], LossScaler] = _through_checkpoint if pickled else _through_state
     draw, found = random.Random(1), []
     for _ in range(examples):
         section, pattern = _random_case(draw, policy=policy)
@@ -100,7 +92,7 @@ def resumed_traces(world: World, *, examples: int, policy: str, pickled: bool) -
         whole, pieces = [], []
         for index, overflow in enumerate(pattern):
             if index == cut:
-                broken = carry(broken, section)
+                broken = _through_checkpoint(broken)
             for scaler, trace in ((unbroken, whole), (broken, pieces)):
                 scaler.update_scale(overflow)
                 change = scaler.apply_change()
@@ -118,17 +110,6 @@ def story(world: World) -> list[tuple[Any, ...]]:
         during = scaler.cur_scale
         change = scaler.apply_change()
         rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.policy.at_minimum))
-    return rows
-
-
-def static_story(world: World) -> list[tuple[Any, ...]]:
-    """(scale, overflows in a row, at the minimum, change) of a static scaler that meets overflows."""
-    scaler = LossScaler(LossScaleSection(policy="static", initial=1000.0))
-    rows = []
-    for overflow in (False, True, True, False):
-        scaler.update_scale(overflow)
-        change = scaler.apply_change()
-        rows.append((scaler.cur_scale, scaler.policy.consecutive_overflows, scaler.policy.at_minimum, change))
     return rows
 
 

@@ -64,16 +64,6 @@ def heavy_tailed(folder: Path, name: str, shape: dict[str, Any], *, family: str 
     model.save_pretrained(folder / name)
 
 
-def of_smollm2(folder: str) -> list[str]:
-    """Overrides of a job that trains the first 12 layers of SmolLM2-135M, whose vocabulary of 49,152 makes it chunk its
-    loss by itself."""
-    return [
-        *(f"model.name_or_path={folder}", "model.config={num_hidden_layers: 12}", "data.tokenizer=model"),
-        *("data.sequence_length=96", "model.loss=auto", "model.loss_chunk_tokens=1344"),
-        *("batch.global_size=4", "optimizer.learning_rate=1e-4"),
-    ]
-
-
 def write_text(folder: Path) -> None:
     """A text of a few thousand letters."""
     (folder / "text").mkdir()

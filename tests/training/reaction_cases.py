@@ -128,18 +128,3 @@ def disagreement(world: World, *, stage: int, what: str) -> str:
         except RanksDisagree as error:
             return str(error)
     return ""
-
-
-def manifest_steps_plain(world: World, *, stage: int, folder: str, manifest: dict) -> list[float]:
-    """The losses of six steps under a manifest."""
-    path = Path(folder) / f"plain-{world.rank}.json"
-    path.write_text(json.dumps(manifest))
-    overrides = ["precision.path=manifest", f"precision.manifest={path}"]
-    resolved = resolve(world, stage=stage, compute="fp32", overrides=overrides)
-    losses = []
-    with engine_of(world, resolved) as engine:
-        for step in range(1, 7):
-            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
-            engine.step(health, 0.001)
-            losses.append(health.loss)
-    return losses

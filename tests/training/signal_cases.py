@@ -14,7 +14,7 @@ from tracking.compare.surviving import read_events
 from training.distributed import World
 from training.progress import Progress
 from training.step import train_step
-from training.telemetry import FIGURES, Telemetry
+from training.telemetry import Telemetry
 
 BETAS, EPS, CLIPPING, STEPS = (0.5, 0.9), 1e-8, 0.5, 4
 
@@ -41,22 +41,6 @@ def figures(world: World, *, stage: int, compute: str) -> dict[str, Any]:
             found = telemetry.finish(applied=update.applied, clip=update.clip_coefficient)
     known = world.from_main(oracle.figures() if world.rank == 0 else None)
     return {"found": found, "oracle": known, "clip": update.clip_coefficient}
-
-
-def single_figures(world: World) -> dict[str, set[str]]:
-    """The fields of a step that have values when a figure alone is measured, by figure."""
-    fields = {"attention": "attentions", "channels": "channels", "adam": "adam"}
-    found = {}
-    with engine_of(world, resolve(world, stage=2, compute="fp32", micro=2)) as engine:
-        for step, figure in enumerate(FIGURES, 1):
-            telemetry, batch = Telemetry(engine, probe=False, figures=(figure,)), batch_of(world, 2, seed=step)
-            with telemetry.watching(batch):
-                outcome = engine.forward_backward(batch, step=step)
-            health = engine.health(outcome)
-            telemetry.measure()
-            event = telemetry.finish(applied=engine.step(health, 0.01).applied)
-            found[figure] = {name for name, field in fields.items() if event[field]}
-    return found
 
 
 class _Oracle:
@@ -119,17 +103,11 @@ class _Oracle:
                 return torch.cat([pairs.real, pairs.imag], dim=-1)
 
             logits = torch.einsum("bhqd,bhkd->bhqk", turned(module.q_proj), turned(module.k_proj)) / width**0.5
-            shares: list[list[float]] = [[] for _ in range(heads)]
-            largest = -float("inf")
-            for head in range(heads):
-                for row in range(length):
-                    seen = logits[:, head, row, : row + 1]
-                    largest = max(largest, float(seen.max()))
-                    if row:
-                        entropy = torch.distributions.Categorical(logits=seen).entropy()
-                        shares[head] += (entropy / torch.log(torch.tensor(row + 1.0))).tolist()
-            means = [sum(values) / len(values) for values in shares]
-            self._attention[name] = {"logit": largest, "entropy": sum(means) / heads, "lowest_entropy": min(means)}
+            seen = torch.ones(length, length, dtype=torch.bool).tril()
+            entropy = torch.distributions.Categorical(logits=logits.masked_fill(~seen, -1e300)).entropy()
+            means = (entropy[..., 1:] / torch.arange(2, length + 1).double().log()).mean((0, 2))
+            figures = {"logit": logits[..., seen].max(), "entropy": means.mean(), "lowest_entropy": means.min()}
+            self._attention[name] = {figure: float(value) for figure, value in figures.items()}
 
         return look
 

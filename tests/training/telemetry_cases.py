@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from config.errors import UserError
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
-from precision.statistics import to_plain
 from tests.support.models.gradient_oracle import gradient_statistics
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
 from training.distributed import World
@@ -69,25 +67,6 @@ def measured(
     }
 
 
-@dataclass(frozen=True)
-class Gathered(World):
-    """A world whose sums and maxima are taken from every rank's values, by torch on each rank."""
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place sum over ranks."""
-        return values.copy_(self.gather(values.double().reshape(-1)).sum(0).view_as(values))
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest value over ranks."""
-        return self.gather(values).amax(0)
-
-
-def like_gathered(world: World, **arguments: Any) -> list[dict[str, Any]]:
-    """The event of one measured step: by all-reduce, and from the gathered values of all ranks."""
-    gathered = Gathered(**{field.name: getattr(world, field.name) for field in fields(world)})
-    return [measured(one, **arguments)["telemetry"] for one in (world, gathered)]
-
-
 def maxima(world: World) -> tuple[list[float], list[float]]:
     """The largest of two ranks' values of every kind, all pairs of them, and what they are by torch."""
     kinds = [0.0, -0.0, 5e-324, -5e-324, 1.5, -1.5, 1e308, -1e308, math.inf, -math.inf, math.nan, -math.nan]
@@ -135,7 +114,7 @@ def _oracle(engine: Any) -> dict[str, dict[str, float]]:
         computes = engine.compute if engine.regions is None else engine.regions.dtypes.get(module, "fp32")
         if computes == "fp8":
             computes = engine.regions.manifest.default
-        found |= to_plain(gradient_statistics(whole, DTYPES[computes], scale=engine.loss_scale))
+        found |= gradient_statistics(whole, DTYPES[computes], scale=engine.loss_scale)
     return found
 
 

@@ -34,10 +34,6 @@ def test_the_figures_are_those_of_the_whole_batch_in_fp64(pair, stage, compute):
         assert found["embedding_share"] == pytest.approx(oracle["embedding_share"], rel=near)
 
 
-def test_a_figure_can_be_measured_alone(pair):
-    assert pair.run(signal_cases.single_figures)[0] == {name: {name} for name in ("attention", "channels", "adam")}
-
-
 def _judge(beta2: float | None = 0.9, clipping: float = 0.0, **section: Any) -> EarlyWarnings:
     return EarlyWarnings(
         WarningsSection(**section), beta2=beta2, clipping=clipping, in_fp16=lambda name: name == "half"

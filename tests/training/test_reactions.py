@@ -99,11 +99,3 @@ def test_ranks_that_disagree_stop_the_run_and_are_named(pair, stage):
         assert message == "the count of applied steps differs between ranks: rank 0 has 7.0, rank 1 has 8.0"
     for message in pair.run(reaction_cases.disagreement, stage=stage, what="nothing"):
         assert message == ""
-
-
-def test_a_manifest_of_fp32_is_fp32(pair, tmp_path):
-    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
-    for stage in (0, 1, 2, 3):
-        arguments = {"stage": stage, "folder": str(tmp_path), "manifest": {"default": "fp32", "rules": []}}
-        for result in pair.run(reaction_cases.manifest_steps_plain, **arguments):
-            assert result == pytest.approx([row["loss"] for row in expected], abs=1e-6)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
 import torch.distributed as dist
 
 from config.cli import REPOSITORY
@@ -52,19 +51,6 @@ def watched(stages: Stages) -> Iterator[None]:
     finally:
         for owner, name, function in before:
             setattr(owner, name, function)
-
-
-def known_collectives(world: World) -> dict[str, Any]:
-    """Bytes counted for one call of each collective, with known sizes."""
-    stages = Stages(world.device, warm_up=0, steps=1)
-    with watched(stages):
-        dist.all_reduce(torch.ones(100))
-        dist.broadcast(torch.ones(10, dtype=torch.float64), src=0)
-        dist.all_gather_into_tensor(torch.empty(40), torch.ones(20))
-        dist.all_gather([torch.empty(5), torch.empty(5)], tensor=torch.ones(5))
-        stages.step_done()
-        dist.all_reduce(torch.ones(1000))
-    return stages.result()
 
 
 def steps_of_an_engine(world: World, *, warm_up: int, steps: int) -> tuple[dict[str, Any], int]:

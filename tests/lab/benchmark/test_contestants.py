@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Runner, choose
+from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Runner
 from lab.benchmark.harness import Jobs
-from lab.benchmark.report import STAGES, compare, page
-from lab.benchmark.spec import Result, Spec
+from lab.benchmark.report import STAGES, compare
+from lab.benchmark.spec import Spec
 from tests.lab.benchmark.benchmark_cases import benchmarked
 from tracking.compare.surviving import read_events
 
@@ -85,26 +85,3 @@ def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
     runs = {name: [Runner(jobs, (), work).run("bare", name)] for name, work in (("bare", spec), ("other", other))}
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]
-
-
-def test_every_contestant_has_a_loop() -> None:
-    assert choose(ALL) == (ALL.split(","), {})
-
-
-def test_two_contestants_as_real_jobs_train_the_same(tmp_path, capsys) -> None:
-    given = ["--at-least", "mantissa/bare=0.001", "--at-least", "bare/mantissa=1000", "--peak-tflops", "0.1"]
-    folder, cache = tmp_path / "benchmark", f"data.cache_dir={tmp_path}/cache"
-    names, second_bound_fails = "mantissa,bare,torchtitan", benchmark.FAILED
-    found = benchmarked(folder, names, *given, "--no-split", cache, code=second_bound_fails)
-    assert [check["holds"] for check in found["bounds"]] == [True, False]
-    bare, mantissa = found["contestants"]["bare"], found["contestants"]["mantissa"]
-    assert bare["engine"] == "DeepSpeedEngine, DeepSpeedZeroOptimizer, cpu"
-    assert bare["loss_difference"] < 1e-6 and bare["trains_the_same"]
-    assert mantissa["last_loss"] < 5.4  # of ln 257 = 5.55 at the start
-    assert 1 < mantissa["first_step_seconds"]["median"] < mantissa["job_seconds"]["median"]
-    assert found["peak"]["flops"] == 0.2e12
-    assert "torchtitan" in found["passed_over"]
-    assert page(found) == (folder / "benchmark.md").read_text()
-    assert "bare/mantissa >= 1000.0: fails at" in capsys.readouterr().out
-    steps = [Result.read(folder / "results" / f"{name}-1.json") for name in ("mantissa", "bare")]
-    assert all(len(each.stamps) == len(each.losses) == 10 for each in steps)

@@ -1,6 +1,5 @@
 """The benchmark of preparation: the text that was asked for, all rows, and mistakes in one line."""
 
-import json
 import random
 from pathlib import Path
 
@@ -30,17 +29,3 @@ def test_the_text_is_as_long_as_was_asked(texts: Path, tmp_path: Path, megabytes
     whole = "".join(path.read_text() for path in sorted(texts.iterdir()))
     assert whole.startswith(written)
     assert megabytes * 1e6 - 3 <= len(written.encode()) <= megabytes * 1e6
-
-
-@pytest.mark.slow
-def test_rows_and_json(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "rows.json"
-    options = ["--path", str(texts), "--tokenizers", "bpe:300", "--megabytes", "0.05", "--processes", "1"]
-    assert benchmark.main([*options, "--json", str(out)]) == 0
-    header, line = capsys.readouterr().out.splitlines()
-    assert header == benchmark.HEADER and line.split()[:3] == ["bpe:300", "0.05", "1"]
-    (row,) = json.loads(out.read_text())
-    assert row["megabytes_per_second"] == pytest.approx(0.05 / row["seconds"])
-    assert row["train_seconds"] > 0
-    assert row["seconds"] > row["reader_cpu_seconds"] > 0 and row["worker_cpu_seconds"] > 0
-    assert row["reader_bytes"] > row["worker_bytes"] > 10 << 20, "of a worker that is a fresh interpreter with numpy"

@@ -3,16 +3,9 @@
 Needs torchtitan, which `make titan` installs into a folder of its own.
 """
 
-from dataclasses import replace
-
 import pytest
 
-from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import Runner
-from lab.benchmark.harness import Jobs
 from lab.benchmark.peers.titan_terms import unavailable_reason
-from lab.benchmark.report import compare
-from lab.benchmark.spec import Spec
 from tests.lab.benchmark.benchmark_cases import benchmarked
 
 REASON = unavailable_reason()
@@ -82,23 +75,3 @@ def test_it_trains_the_same_in_bf16_and_gets_no_split(tmp_path, cache) -> None:
     mine = found["contestants"]["torchtitan"]
     assert 0 < mine["loss_difference"] < 5e-3 and "torch.bfloat16" in mine["engine"]
     assert found["contestants"]["mantissa"]["split"]["seconds"]["forward"] > 0 and "split" not in mine
-
-
-def test_it_trains_on_one_process(tmp_path, cache) -> None:
-    assert run(tmp_path, GROUPED, cache, stage=2, processes=1)["contestants"]["torchtitan"]["loss_difference"] < 1e-6
-
-
-@pytest.mark.parametrize("changed", ["learning_rates", "weight_decay"])
-def test_other_work_is_found(changed, tmp_path, cache) -> None:
-    """A learning rate or a decay that is slightly another one parts the losses by more than the tolerance."""
-    run(tmp_path, GROUPED, *ROUGH, cache, stage=2)
-    spec = Spec.read(tmp_path / "spec.json")
-    if changed == "learning_rates":
-        other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
-    else:
-        other = replace(spec, optimizer={**spec.optimizer, "weight_decay": spec.optimizer["weight_decay"] * 1.1})
-    jobs = Jobs(tmp_path, processes=2, warm_up=2)
-    works = (("same", spec), ("other", other))
-    runs = {name: [Runner(jobs, (), work).run("torchtitan", name)] for name, work in works}
-    found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
-    assert not found["contestants"]["other"]["trains_the_same"]

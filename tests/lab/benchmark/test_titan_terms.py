@@ -1,29 +1,19 @@
 """A benchmark's work in torchtitan's terms, and the work that it cannot be given; torchtitan itself is not needed."""
 
-import math
 import re
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
-import torch
-from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, LlamaConfig
 
 from config.errors import UserError
-from config.schema import OptimizerSection
-from lab.benchmark.command import DEFAULT_CONTESTANTS, read_bounds
-from lab.benchmark.contestants import choose, skip_unsupported
+from lab.benchmark.command import read_bounds
+from lab.benchmark.contestants import skip_unsupported
 from lab.benchmark.peers.titan_terms import (
-    LEAST_TORCH,
-    UNDECAYED,
-    largest_norm,
     require_llama,
-    unavailable_reason,
     unsupported_reason,
 )
 from lab.benchmark.spec import Spec
-from modeling.parameter_groups import parameter_groups
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}
@@ -51,31 +41,11 @@ def work(folder, config, **changed) -> Spec:
     return replace(spec, **changed)
 
 
-def test_the_sizes_that_a_configuration_leaves_open_are_settled() -> None:
-    """`model_of` reads them."""
-    theta = {"rope_type": "default", "rope_theta": 500.0}
-    grouped = LlamaConfig(**SIZES, num_key_value_heads=2, rope_parameters=theta)
-    assert (grouped.num_key_value_heads, grouped.head_dim, grouped.tie_word_embeddings) == (2, 8, False)
-    assert require_llama(grouped) == {"theta": 500.0, "scaling": "none"}
-    other = LlamaConfig(**SIZES, head_dim=16, tie_word_embeddings=True)
-    assert (other.num_key_value_heads, other.head_dim, other.tie_word_embeddings) == (4, 16, True)
-
-
-def test_the_scaling_of_llama_3_keeps_its_numbers() -> None:
-    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    theirs = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, **scaling}
-    found = require_llama(LlamaConfig(**SIZES, rope_parameters=theirs))
-    assert found == {"theta": 100.0, "scaling": "llama", "scaling_factor": 4.0, **scaling}
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [
         (GPT2Config(n_embd=8, n_head=2, n_layer=1), "supports only llama of its models, not gpt2"),
         (LlamaConfig(**SIZES, attention_bias=True), "attention_bias = False, this one True"),
-        (LlamaConfig(**SIZES, mlp_bias=True), "mlp_bias = False"),
-        (LlamaConfig(**SIZES, attention_dropout=0.1), "attention_dropout = 0.0, this one 0.1"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act = silu, this one gelu"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
             "this one's are linear",
@@ -94,7 +64,6 @@ def test_another_model_is_refused(config, said, tmp_path) -> None:
         ({"deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}}, "has no fp16"),
         ({"offload": "optimizer"}, "not the optimizer alone"),
         ({"activation_checkpointing": "selective"}, "no activation checkpointing like selective"),
-        ({"activation_checkpointing": "ops"}, "no activation checkpointing like ops"),
     ],
 )
 def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_path) -> None:
@@ -105,55 +74,3 @@ def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_p
         read_bounds(["mantissa/torchtitan=1"], chosen, skipped)
     with pytest.raises(UserError, match="none of them can train this"):
         skip_unsupported(["torchtitan"], spec)
-
-
-@pytest.mark.parametrize("changed", [{}, {"activation_checkpointing": "full"}])
-def test_work_that_it_can_be_given_is_passed_on(changed, tmp_path) -> None:
-    spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    assert unsupported_reason(spec) is None
-    assert skip_unsupported(["bare", "torchtitan"], spec) == (["bare", "torchtitan"], {})
-
-
-def test_no_clipping_is_a_norm_that_is_never_reached(tmp_path) -> None:
-    spec = work(tmp_path, LlamaConfig(**SIZES))
-    assert largest_norm(spec) == 1.0
-    for document in ({"gradient_clipping": 0.0}, {}):
-        assert largest_norm(replace(spec, deepspeed=document)) == math.inf
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_it_decays_what_mantissa_decays(tied) -> None:
-    """Both optimizers have equally many numbers in each group: its names, and ours for the same model."""
-    config = LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=tied)
-    model = LlamaForCausalLM(config)
-    ours = [
-        sum(each.numel() for each in group["params"])
-        for group in parameter_groups(model, OptimizerSection(weight_decay=0.1))
-    ]
-    block = {"attention.qkv_linear.wqkv": (4 + 2 * 2) * 8 * 32, "attention.wo": 32 * 32}
-    block |= {f"feed_forward.{name}": 32 * 48 for name in ("w1", "w2", "w3")} | {"attention_norm": 32, "ffn_norm": 32}
-    sizes = {f"layers.{index}.{name}.weight": size for index in range(3) for name, size in block.items()}
-    sizes |= {"tok_embeddings.weight": 40 * 32, "norm.weight": 32} | ({} if tied else {"lm_head.weight": 40 * 32})
-    undecayed = sum(size for name, size in sizes.items() if re.search(UNDECAYED, name))
-    assert [sum(sizes.values()) - undecayed, undecayed] == ours
-
-
-def test_where_it_is_not_installed_it_is_passed_over_with_the_reason() -> None:
-    reason = unavailable_reason()
-    chosen, skipped = choose(f"{DEFAULT_CONTESTANTS},torchtitan-compile")
-    if find_spec("torchtitan") is None:
-        assert "torchtitan" in str(reason) and "make titan" in str(reason)
-    assert ("torchtitan" in chosen) == (reason is None)
-    assert skipped.get("torchtitan") == skipped.get("torchtitan-compile") == reason
-    assert chosen[:4] == ["mantissa", "bare", "accelerate", "trainer"]
-
-
-def test_a_torch_that_is_too_old_is_named(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("lab.benchmark.peers.titan_terms.NEEDED", ())
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    monkeypatch.setitem(LEAST_TORCH, device, (99, 1))
-    assert f"needs torch 99.1 or newer on a {device} device; this is {torch.__version__}" in str(unavailable_reason())
-
-
-def test_its_terms_are_read_without_it() -> None:
-    assert not any(name.partition(".")[0] == "torchtitan" for name in sys.modules)

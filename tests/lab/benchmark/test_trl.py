@@ -4,8 +4,6 @@ The jobs need TRL, which `make trl` installs into a folder of its own.
 """
 
 import json
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,10 @@ from config.errors import UserError
 from config.launcher import as_launched
 from data.batches.loader import IGNORED_LABEL, Batches
 from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import choose, skip_unsupported
 from lab.benchmark.rows import _sample, write_rows
-from lab.benchmark.spec import Spec
 from tests.support.rows.chats import write_base
 from training.session import batch_shape
 from training.tasks.task import prepare
-
-NAMES = {"sft": "mantissa,trainer,trl", "dpo": "mantissa,trl"}
 
 
 def rows(folder: Path) -> None:
@@ -108,9 +102,7 @@ def test_pairs_that_trl_would_see_otherwise_are_refused() -> None:
     ("task", "override", "said"),
     [
         ("sft", "data.packing=best_fit", "data.packing = best_fit would not be the same for all contestants; set none"),
-        ("sft", "sft.loss=row", "sft.loss = row would not be the same for all contestants; set token"),
         ("dpo", "preference.loss=ipo", "preference.loss = ipo would not be the same for all contestants; set sigmoid"),
-        ("dpo", "adapter.dropout=0.1", "adapter.dropout = 0.1 would not be the same for all contestants; set 0.0"),
         ("sft", "task=distill", "task = distill would not be the same for all contestants; set pretrain or sft or dpo"),
     ],
 )
@@ -122,48 +114,3 @@ def test_work_that_only_mantissa_has_is_refused(task, override, said, folder, tm
     code = benchmark.main(["--contestants", "mantissa", "--out", str(tmp_path), *given])
     line = capsys.readouterr().err
     assert code == 2 and line.startswith("error: ") and line.count("\n") == 1 and said in line
-
-
-def test_who_cannot_train_a_task_is_passed_over_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lab.benchmark.contestants.find_spec", lambda name: None if name == "trl" else object())
-    assert choose("mantissa,trl") == (
-        ["mantissa"],
-        {"trl": "trl is not installed; make trl installs it into a folder of its own"},
-    )
-    fields: dict[str, Any] = dict.fromkeys(Spec.__dataclass_fields__)
-    spec = Spec(**fields | {"task": "dpo", "deepspeed": {}})
-    chosen, skipped = skip_unsupported(["mantissa", "bare", "trainer", "trl", "torchtitan"], spec)
-    assert chosen == ["mantissa", "trl"]
-    assert skipped["trainer"] == "it trains pretrain and sft, not dpo" and set(skipped) == {
-        "bare",
-        "trainer",
-        "torchtitan",
-    }
-    chosen, skipped = skip_unsupported(["mantissa", "bare", "trl"], replace(spec, task="pretrain"))
-    assert chosen == ["mantissa", "bare"] and skipped == {"trl": "it trains sft and dpo, not pretrain"}
-
-
-@pytest.mark.slow
-@pytest.mark.trl
-@pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed; make trl")
-@pytest.mark.parametrize(
-    ("task", "stage", "overrides"),
-    [
-        ("sft", 2, ()),
-        ("sft", 3, ()),
-        ("sft", 2, ("adapter.kind=lora", "optimizer.learning_rate=3e-3")),
-        ("dpo", 2, ()),
-        ("dpo", 2, ("adapter.kind=none", "adapter.r=16", "adapter.alpha=32", "optimizer.learning_rate=1e-4")),
-    ],
-)
-def test_they_train_the_same(task: str, stage: int, overrides: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
-    options = ["--contestants", NAMES[task], "--rounds", "1", "--steps", "6", "--warm-up", "2", "--processes", "2"]
-    given = arguments(folder, task, f"deepspeed.stage={stage}", *overrides)
-    assert benchmark.main([*options, "--out", str(tmp_path), *given]) == benchmark.ALL_HOLD
-    found = json.loads((tmp_path / "benchmark.json").read_text(encoding="utf-8"))
-    assert list(found["contestants"]) == NAMES[task].split(",") and found["flops_per_token"] is None
-    losses = json.loads((tmp_path / "results/mantissa-1.json").read_text(encoding="utf-8"))["losses"]
-    assert abs(losses[-1] - losses[0]) > 1e-3, "they learn"
-    for name, mine in found["contestants"].items():
-        assert mine["loss_difference"] < 2e-6, name
-        assert mine["memory_bytes"] > 0 and mine["ratio"]["tokens_per_second"]["median"] > 0

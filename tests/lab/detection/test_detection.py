@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from lab.detection import run
-from lab.detection.cells import FURTHER_VARIANTS, VARIANTS, Cell, all_cells, defect_of, later_cells, wide_cells
-from lab.detection.command import Cells, main, prepare_data, results
+from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
+from lab.detection.command import Cells, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
-from lab.detection.later import LATER
-from lab.detection.made_of import made_of
 from lab.detection.page import is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
@@ -101,38 +99,6 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
     assert results(tmp_path / "none", "this") == ({}, 0)
 
 
-def test_what_a_result_is_made_of(tmp_path: Path) -> None:
-    for name in ("config/a.py", "lab/detection/cells.py", "lab/detection/page.py", "docs/b.md"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("1")
-    before = made_of(tmp_path)
-    for name, counts in (("docs/b.md", False), ("lab/detection/page.py", False), ("config/a.py", True)):
-        (tmp_path / name).write_text("2")
-        assert (made_of(tmp_path) != before) is counts
-    (tmp_path / "config/a.py").write_text("1")
-    (tmp_path / "lab/detection/cells.py").write_text("2")
-    assert made_of(tmp_path) != before
-
-
-@pytest.mark.slow
-def test_a_table_of_two_jobs_resumes_where_it_was_cut(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    line = ["--only", "one norm times 1.01 |", "--folder", str(folder), "--jobs", "2"]
-    path = folder / "results.jsonl"
-    assert main(line) == 0
-    assert len(results(path, made_of())[0]) == 3
-    kept = path.read_text(encoding="utf-8").splitlines()
-    path.write_text("\n".join([*kept[:2], kept[2][:40]]), encoding="utf-8")
-    capfd.readouterr()
-    assert main(line) == 0
-    assert "1/1, " in capfd.readouterr().out
-    again, others = results(path, made_of())
-    assert others == 0 and {name: found["found_by"] for name, found in again.items()} == {
-        found["cell"]: found["found_by"] for found in map(json.loads, kept)
-    }
-    assert main(line) == 0
-    assert "one norm" not in capfd.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "path", "stage", "by"),
@@ -184,16 +150,6 @@ def test_the_healthy_set_ups_are_of_every_architecture_and_depth() -> None:
     )
 
 
-def test_every_later_defect_has_a_run_on_each_of_its_paths() -> None:
-    cells = later_cells()
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert {(cell.planted, cell.path) for cell in cells if cell.planted is not None} == {
-        (defect.name, path) for defect in LATER for path in defect.paths
-    }
-    assert {cell.variant for cell in cells if cell.planted is None} == set(VARIANTS | FURTHER_VARIANTS)
-    assert not {defect.name for defect in LATER} & {defect.name for defect in DEFECTS}
-
-
 def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> dict[str, Any]:
     """A result as a cell leaves it."""
     return {"found_by": list(found_by), "modules": list(modules), "ranks": list(ranks), "said": [], "oracle": ""}
@@ -201,7 +157,6 @@ def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] =
 
 def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     cells = all_cells()
-    by_name = {cell.name: cell for cell in cells}
     scaled = [cell.name for cell in cells if cell.planted == SCALED]
     bit = next(cell.name for cell in cells if cell.planted == "bit of a weight flipped on one rank")
     missed = next(cell.name for cell in cells if cell.planted == "labels smoothed by 1%")
@@ -211,20 +166,13 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     results[scaled[1]] = said("oracle: loss")
     results[bit] = said("corruption", modules=(HIT,), ranks=(BAD_RANK,))
     results[missed] = said()
-    results[f"smallest {SCALED}"] = {"smallest": {"size": 2.0**-12, "found_by": ["unexplained"]}, "not_found": 2.0**-13}
     text = page(cells, results, CONDITIONS)
     assert f"**3 of {len(DEFECTS)} defects were planted, in 4 runs;\n2 were found, in 3 runs." in text
     assert "named in\n2 of 3" in text
     assert "0 of 40 healthy runs raised an alarm" in text
-    assert "at most 7% at 95% confidence" in text
     assert "Not found: labels smoothed by 1%." in text
     row = next(line for line in text.splitlines() if line.startswith(f"| {SCALED}"))
-    stages = [by_name[name].stage for name in scaled[:2]]
-    assert all(f"ZeRO-{stage}: found" in row for stage in stages)
     assert "`unexplained`, oracle: loss" in row and "1 of 2" in row
-    assert sum(path.upper() in text for path in PATHS) == 3
-    assert "2.4e-04 (factor 1 + x)" in text
     results[healthy[0]] = {**said("module_error"), "said": ["module_error: 1"]}
     alarmed = page(cells, results, CONDITIONS)
-    assert "1 of 40 healthy runs raised an alarm" in alarmed
-    assert f"- {healthy[0]}: module_error: 1" in alarmed
+    assert "1 of 40 healthy runs raised an alarm" in alarmed and f"- {healthy[0]}: module_error: 1" in alarmed

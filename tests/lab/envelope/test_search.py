@@ -17,7 +17,6 @@ from lab.envelope.search import (
     climb,
     explore,
     parity_failure,
-    window_of,
 )
 
 BOUNDS = Bounds(loss_gap=0.02, validation_delta=0.005)
@@ -150,7 +149,3 @@ def test_where_fp32_holds_nowhere_nothing_else_is_tried():
     cells = list(explore([Setting(2, 8, "bf16")], RATES, BOUNDS, oracle))
     assert [cell.largest for cell in cells] == [None, None]
     assert oracle.asked == [(place, RATES[0]), (place, RATES[1])]
-
-
-def test_the_window_follows_the_length_of_the_run():
-    assert [window_of(steps) for steps in (4, 40, 400)] == [5, 5, 50]

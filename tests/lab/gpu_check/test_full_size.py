@@ -12,13 +12,7 @@ from lab.benchmark import command as benchmark
 from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from lab.benchmark.largest import read_options as largest_options
 from lab.gpu_check.bench import Bench
-from lab.gpu_check.items import ON_DEVICE, PARTS, Item
-from lab.gpu_check.measure import depths_around
-from lab.matrix.cells import all_cells
-from launch.plan.devices import find_device
-from launch.plan.layout import layout_of
-from launch.plan.memory import peak_memory
-from launch.plan.model import read_shape
+from lab.gpu_check.items import PARTS, Item
 
 ITEMS = [
     pytest.param(number, item, id=f"{number}-{item.name}") for number, part in PARTS.items() for item in part.items
@@ -87,46 +81,3 @@ def test_the_work_of_an_item_is_accepted_at_its_full_size(number: int, item: Ite
         assert {run.config.data.sequence_length for run in bench.runs} == {4096 if "4096" in item.name else 2048}
     if item.name == "offload":
         assert {(run.zero_stage, run.offload) for run in bench.runs} == {(3, "optimizer+param")}
-
-
-@pytest.mark.parametrize("tiny", [False, True])
-def test_the_precision_matrix_has_many_cells_at_each_stage_and_its_rehearsal_one(tiny: bool, tmp_path) -> None:
-    names = [cell.name for cell in all_cells()]
-    counts = []
-    for item in PARTS[2].items:
-        if item.name.startswith("matrix-"):
-            bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny, limit=60.0)
-            with pytest.raises(Asked):
-                item.measure(bench)
-            text = bench.arguments[bench.arguments.index("--only") + 1]
-            counts.append(sum(text in name for name in names))
-    assert len(counts) == 4
-    assert counts == [1] * 4 if tiny else min(counts) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["h100", "h200"])
-def test_the_depths_on_the_device_alone_come_close_to_what_it_holds(device: str, tmp_path) -> None:
-    """The first fits where the last tenth of its memory cannot be had; the second only with it, or not."""
-    memory = find_device(device).memory
-    bench: Any = Listening(tmp_path, tmp_path / "cache", 1, tiny=False, limit=60.0, device_bytes=int(memory))
-    [item] = [item for item in PARTS[5].items if item.name == "on-device"]
-    with pytest.raises(Asked):
-        item.measure(bench)
-    depths = [run.config.model.config["num_hidden_layers"] for run in bench.runs]
-    planned = [_planned(run) for run in bench.runs]
-    assert 0.8 * memory < planned[0] < 0.9 * memory < planned[1]
-    for depth, peak in zip(depths, planned, strict=True):
-        assert ON_DEVICE[depth] == pytest.approx(peak / 2**30, rel=0.02)
-
-
-@pytest.mark.parametrize(("gib", "depths"), [(40, "16,48"), (16, "16"), (200, "112"), (None, "16,48,56,64,96,112")])
-def test_a_smaller_device_tries_what_fits_and_one_without_a_memory_of_its_own_tries_all(gib, depths, tmp_path) -> None:
-    size = None if gib is None else gib * 2**30
-    assert depths_around(Bench(tmp_path, tmp_path, 1, tiny=False, limit=1.0, device_bytes=size), ON_DEVICE) == depths
-
-
-def _planned(run: Any) -> float:
-    """[bytes]"""
-    layout = layout_of(run, world=1, on_cpu=False)
-    return peak_memory(read_shape(run.config, layout), layout).total

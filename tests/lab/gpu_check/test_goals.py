@@ -4,14 +4,8 @@ from typing import Any
 
 import pytest
 
-from lab.gpu_check import measure
-from lab.gpu_check.bench import Bench
 from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
 from lab.gpu_check.items import PARTS
-from lab.gpu_check.measure import planner_device
-from lab.gpu_check.page import all_goals
-from launch.plan.devices import find_device
-from tests.lab.gpu_check.test_run import check_in
 
 
 def done(figures: dict[str, Any]) -> dict[str, Any]:
@@ -61,63 +55,6 @@ def test_contestants_whose_losses_differ_and_those_that_failed_reach_no_goal() -
         "losses differ, or it took no part",
         "not measured",
     )
-
-
-def test_bounds_from_above_words_and_what_is_so_or_not() -> None:
-    dtypes = {f"mantissa-{name}": row(rate) for name, rate in (("bf16", 4.0), ("fp32", 2.0), ("fp16", 3.9))}
-    dtypes["mantissa-fp32"]["memory GiB"] = 12.0
-    found = outcomes(4, {"dtypes": done(dtypes)})
-    assert found["BF16 over FP32 (TF32 off), tokens/s"] == ("2", "holds")
-    assert found["BF16 over FP32, memory"] == ("0.8333", "**missed**")
-    assert outcomes(1, {"replay": done({"named the right module": True, "reproduced": False})}) == {
-        "a planted NaN: is its module named?": ("yes", "holds"),
-        "is its step reproduced by replay?": ("no", "**missed**"),
-        "does a killed run resume as two runs agree?": ("resume was not run", "not measured"),
-    }
-    offload = {"largest": 80, "80 layers": {"parameters": 4_930_000_000, "tokens/s": 1234.5}}
-    found = outcomes(5, {"offload": done(offload), "on-device": done({"largest": None})})
-    assert found["largest model with ZeRO-3 and CPU offload"] == ("4.93 billion parameters, 1,234 tokens/s", "stated")
-    assert found["largest model on the device alone"][1] == "not measured"
-
-
-def test_a_rehearsal_reaches_no_goal() -> None:
-    results = {"guard": done({"tokens/s over a plain loop": 1.0})}
-    assert outcomes(6, results)["guarded steps over a plain loop's, tokens/s"] == ("1", "holds")
-    assert outcomes(6, results, tiny=True)["guarded steps over a plain loop's, tokens/s"] == ("1", "a rehearsal")
-
-
-def test_all_goals_are_on_one_page(tmp_path) -> None:
-    said = all_goals(check_in(tmp_path))
-    assert said.count("\n## Part ") == 6 and said.count("not measured") == len(GOALS)
-
-
-@pytest.mark.parametrize(
-    ("device", "row"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("NVIDIA L40S", "l40s"),
-        ("cpu: AMD EPYC", "cpu"),
-        ("NVIDIA GH200 480GB", None),
-    ],
-)
-def test_the_planner_is_asked_for_the_device_that_is_there(device, row) -> None:
-    assert planner_device(device) == row
-    assert row is None or find_device(row).name == row
-
-
-@pytest.mark.parametrize(("device", "mfu"), [("NVIDIA H200", 0.4 * 700 / 989.4), ("a device", 0.4)])
-def test_mfu_is_of_the_data_sheets_peak_where_it_is_known(device, mfu, tmp_path) -> None:
-    bench = Bench(tmp_path, tmp_path, 1, tiny=False, limit=1.0, device=device)
-    mine = {"tokens_per_second": {"median": 1.0}, "mfu": 0.4, "memory_bytes": 1, "first_step_seconds": {"median": 1.0}}
-    mine |= {"last_loss": 1.0, "loss_difference": 0.0, "trains_the_same": True, "ratio": None}
-    found = {"contestants": {"mantissa": mine}, "baseline": "mantissa", "passed_over": {}, "failed": {"bare": "why"}}
-    found |= {"peak": {"flops": 700e12, "how": "measured"}, "conditions": {"processes": 1}}
-    figures = measure._contestants(found, bench)
-    assert figures["mantissa"]["MFU"] == pytest.approx(mfu) and figures["bare"] == "failed"
 
 
 @pytest.mark.parametrize(

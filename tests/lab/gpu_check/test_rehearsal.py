@@ -11,7 +11,6 @@ import pytest
 
 from config.cli import REPOSITORY
 from lab.gpu_check.items import PARTS
-from tests.support.jobs.launches import wait_until
 from tests.support.machines.bare_machine import python_without, repack
 
 LACKING = (
@@ -78,22 +77,3 @@ def test_a_part_is_measured_from_end_to_end(part, machine) -> None:
         resumed, replayed = results["resume"]["figures"], results["replay"]["figures"]
         assert resumed["bit-equal"] and resumed["steps after it"] > 10
         assert replayed["reproduced"] and replayed["named the right module"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_killed_check_goes_on_with_what_it_had_not_measured(machine) -> None:
-    python, environment, wheels, _ = machine
-    out = wheels.parent / "killed"
-    command = [python, "-m", "lab.gpu_check", "--part", "1", "--tiny", "--minutes", "20", "--items", "demo,export"]
-    command += ["--wheels", str(wheels), "--out", str(out)]
-    check = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
-    first, log = out / "1-demo.json", out / "work/1-export/logs/steps.log"
-    wait_until(lambda: first.exists() and log.exists(), seconds=1200)
-    check.kill()
-    check.wait()
-    measured = first.read_text()
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "that a killed check left in" in done.stdout
-    assert first.read_text() == measured and json.loads((out / "1-export.json").read_text())["status"] == "done"

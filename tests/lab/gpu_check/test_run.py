@@ -3,10 +3,7 @@
 import dataclasses
 import json
 import os
-import re
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
-import torch
 
-from config.cli import REPOSITORY
-from config.errors import UserError
-from lab.gpu_check import machine
 from lab.gpu_check.bench import Bench, ItemFailed
-from lab.gpu_check.command import TF32_SWITCHES, name_commit, read_options, settle_environment
-from lab.gpu_check.goals import GOALS
+from lab.gpu_check.command import TF32_SWITCHES, settle_environment
 from lab.gpu_check.items import PARTS, Item, Part
 from lab.gpu_check.page import page
-from lab.gpu_check.run import MARK, MOST_BYTES, TOGETHER, Check, end_leftovers, measure, run_part
+from lab.gpu_check.run import MARK, TOGETHER, Check, end_leftovers, measure, run_part
 from launch.job import kill, launch, start
 from tests.support.jobs.launches import runs, wait_until
 
@@ -137,33 +128,6 @@ def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> Non
     wait_until(lambda: not runs(int(pid)))
 
 
-def test_large_files_go_and_logs_and_reports_stay(tmp_path) -> None:
-    def leaves(bench: Bench) -> dict[str, Any]:
-        for name in ("weights.safetensors", "runs.log"):
-            (bench.folder / name).write_bytes(b"x" * (MOST_BYTES + 1))
-        (bench.folder / "report.json").write_text("{}")
-        return {}
-
-    measure(check_in(tmp_path), 7, item("leaves", leaves), limit=10)
-    assert {path.name for path in (tmp_path / "work/7-leaves").iterdir()} == {"runs.log", "report.json"}
-
-
-def test_the_table_compares_losses_and_shows_variants(tmp_path) -> None:
-    first = item("first", lambda _: {"losses": [2.0, 1.0], "last loss": 1.0})
-    second = item("second", lambda _: {"losses": [2.0, 1.01], "skipped steps": 12345}, against="first")
-    lost = item("lost", lambda _: {"losses": [2.0, float("nan")]}, against="first")
-    rows = item("rows", lambda _: {"mantissa": {"tokens/s": 43210.9, "MFU": 0.4567}, "same": False, "none": []})
-    part = Part("a part", (first, second, lost, rows))
-    check = check_in(tmp_path)
-    ran(check, part)
-    table = page(check, 7, part, {})
-    assert "losses 1.0e-02 from those of `first`" in table and "skipped steps 12,345" in table
-    assert "losses cannot be compared from those of `first`" in table
-    assert "| **mantissa**: tokens/s 43,211, MFU 0.4567 |" in table and "same **no**, none none" in table
-    assert "**A rehearsal**" in table
-    assert "a device, driver 1.2, CUDA 13.0, torch 2.13.0, commit 0123456789ab" in table and "deepspeed" not in table
-
-
 def test_what_this_machine_lacks_is_skipped_and_measured_once_it_is_there(tmp_path) -> None:
     part = Part("a part", (Item("liger", "Liger's", 1.0, lambda _: {"fine": True}, None, "liger"), item("one", works)))
     lacking = check_in(tmp_path, machine=MACHINE | {"lacks": {"liger": "liger-kernel is not installed"}})
@@ -217,56 +181,6 @@ def test_jobs_neither_use_tf32_nor_ask_the_hub(monkeypatch) -> None:
     assert settle_environment() == []
 
 
-def calls_of(part: Part, *, minutes: float = 9.5) -> list[tuple[float, list[str]]]:
-    """Seconds and items of each call, where all take what is expected, and a call's own start half a minute."""
-    left, calls = list(part.items), []
-    while left:
-        free, started = [30.0] * TOGETHER, []
-        alone_until = 30.0
-        for each in left:
-            begins = max(free) if each.timed else max(min(free), alone_until)
-            if begins + each.seconds > 60 * minutes:
-                continue
-            started.append(each.name)
-            if each.timed:
-                alone_until = begins + each.seconds
-                free = [alone_until] * TOGETHER
-            else:
-                free[free.index(min(free))] = begins + each.seconds
-        assert started
-        calls.append((max(free), started))
-        left = [each for each in left if each.name not in started]
-    return calls
-
-
-def test_the_page_says_what_each_part_takes_and_leaves_for_a_second_call() -> None:
-    page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
-    found = re.findall(r"^\| (\d) \| (\d+) \| (.*) \|$", page_text, re.MULTILINE)
-    said = {int(part): (int(seconds), re.findall(r"`(.*?)`", left)) for part, seconds, left in found}
-    computed = {}
-    for number, part in PARTS.items():
-        (seconds, _), *later = calls_of(part)
-        computed[number] = (round(seconds), [name for _, names in later for name in names])
-        assert len(later) <= 1
-    assert said == computed
-    left = {(number, name) for number, (_, names) in computed.items() for name in names}
-    once = {(goal.part, name) for goal in GOALS for name in goal.items[:1]}
-    assert not left & once  # the first call measures every goal
-
-
-def test_half_an_hour_has_the_calls_that_the_page_gives_it() -> None:
-    page_text = (REPOSITORY / "docs/gpu-check.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^make gpu-check PART=(\d)(?: ARGS=\"--items (\S+)\")? +# (\d+) s$", page_text, re.MULTILINE)
-    assert lines
-    for number, names, seconds in lines:
-        part = PARTS[int(number)]
-        chosen = [each for each in part.items if not names or each.name in names.split(",")]
-        assert not names or len(chosen) == len(names.split(","))
-        (taken, _), *later = calls_of(dataclasses.replace(part, items=tuple(chosen)))
-        assert round(taken) == int(seconds) and (not names or not later)
-    assert f"{sum(int(line[2]) for line in lines) / 60:.0f} minutes" in page_text
-
-
 def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> None:
     running, seen, met = [0], [], threading.Barrier(TOGETHER)
 
@@ -289,37 +203,6 @@ def test_items_that_time_nothing_run_at_once_and_a_timed_one_alone(tmp_path) -> 
     found = {each.name: check.result(7, each) for each in part.items}
     assert {result["status"] for result in found.values()} == {"done"}
     assert found["shared-0"]["figures"] == {"loss": 1.0} and found["alone"]["figures"] == {"tokens/s": 5.0}
-
-
-def check_that_hangs(folder: Path) -> None:
-    """One item, whose job sleeps, and one that waits for its turn."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has started in the background
-
-    def hangs(bench: Bench) -> dict[str, Any]:
-        program = [str(folder / "sleeps.py")]
-        launch(program, processes=1, log=bench.folder / "logs/hangs.log", seconds=bench.left)
-        raise ItemFailed("its job has ended")
-
-    items = dataclasses.replace(item("hangs", hangs), timed=False), item("next", works)
-    list(run_part(check_in(folder), 7, Part("a part", items), {}, ends=time.monotonic() + 500))
-
-
-def test_an_interrupted_check_kills_its_jobs_and_writes_no_result_for_them(tmp_path) -> None:
-    """Runs in a process of its own, since it kills whatever that one has started."""
-    (tmp_path / "sleeps.py").write_text(SLEEPS)
-    test = f"from pathlib import Path; from {__name__} import *; check_that_hangs(Path({str(tmp_path)!r}))"
-    check = subprocess.Popen([sys.executable, "-c", test], cwd=REPOSITORY, stderr=subprocess.PIPE, text=True)
-    log = tmp_path / "work/7-hangs/logs/hangs.log"
-    try:
-        wait_until(lambda: log.exists() and log.read_text().count("started") == 2)
-        jobs = psutil.Process(check.pid).children(recursive=True)
-        check.send_signal(signal.SIGINT)
-        _, said = check.communicate(timeout=30)
-    finally:
-        kill(check)
-    assert check.returncode and "KeyboardInterrupt" in said
-    assert len(jobs) == 2 and not any(runs(job.pid) for job in jobs)
-    assert not list(tmp_path.glob("7-*.json"))
 
 
 def test_what_a_killed_check_left_running_is_ended_and_nothing_else(tmp_path, monkeypatch) -> None:
@@ -351,28 +234,6 @@ SLEEPS = (
 """A job that starts another one, out of its session."""
 
 
-def test_a_tree_without_git_has_the_commit_that_is_given(tmp_path) -> None:
-    given = read_options(["--commit", "0123456789abcdef"]).commit
-    without: dict[str, Any] = MACHINE | {"git": None}
-    [said] = name_commit(without, None)
-    assert "--commit" in said and without["git"] is None
-    assert name_commit(without, given) == [] and without["git"] == {"commit": given, "dirty": None}
-    check = check_in(tmp_path, machine=without)
-    part = Part("a part", (item("one", works),))
-    ran(check, part)
-    assert check.result(7, part.items[0])["machine"]["git"]["commit"] == given
-    assert "commit 0123456789ab" in page(check, 7, part, {})
-
-
-def test_a_commit_that_is_given_counts_more_than_the_one_that_git_finds() -> None:
-    there: dict[str, Any] = dict(MACHINE)
-    assert name_commit(there, "0123456") == name_commit(there, None) == [] and there == MACHINE
-    assert name_commit(there, "fedcba9") == ["git finds 0123456789abcdef here; results name fedcba9, as --commit says"]
-    assert there["git"] == {"commit": "fedcba9", "dirty": None}
-    with pytest.raises(UserError, match="--commit.*'main' is not 7 to 64 lower-case hexadecimal digits"):
-        read_options(["--commit", "main"])
-
-
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
     assert sorted(PARTS) == [1, 2, 3, 4, 5, 6]
     for part in PARTS.values():
@@ -380,26 +241,3 @@ def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
         assert len(names) == len(set(names))
         assert {each.against for each in part.items} - {None} <= set(names)
         assert all(0 < each.seconds < 0.75 * 570 for each in part.items)  # fits into a part, also when it is last
-
-
-@pytest.mark.parametrize("why", ["it failed", "one | two `three` <b>"])
-def test_an_error_is_text_in_the_table(why, tmp_path) -> None:
-    def run(bench: Bench) -> dict[str, Any]:
-        raise ItemFailed(why)
-
-    part = Part("a part", (item("bad", run),))
-    check = check_in(tmp_path)
-    ran(check, part)
-    row = page(check, 7, part, {}).splitlines()[-1]
-    assert row.count("|") - row.count("\\|") == 6 and "<b>" not in row.replace("\\<b", "")
-
-
-def test_a_machine_without_a_compiler_lacks_what_compiles(monkeypatch) -> None:
-    gpu = torch.device("cuda")
-    monkeypatch.setattr(machine, "uncompilable_reason", lambda device: None)
-    assert not {"compiler", "flex"} & machine.lacks(gpu).keys()
-    monkeypatch.setattr(machine, "uncompilable_reason", lambda device: "no compiler")
-    found = machine.lacks(gpu)
-    assert found["compiler"] == found["flex"] == "no compiler"
-    needs = {each.name: each.needs for each in PARTS[1].items}
-    assert needs["compile"] == "compiler" and needs["attention-flex"] == "flex"

@@ -9,14 +9,12 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import FP8, OFFLOADS, SETTINGS, UPSTREAM, combinations, refusal
-from config.errors import UserError
 from config.optimizers import OPTIMIZERS
-from lab.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, WHOLE, Cell, all_cells
+from lab.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from lab.matrix.command import main
-from lab.matrix.page import by_scripts, expected_upstream, page, unexpected, updated
+from lab.matrix.page import by_scripts, expected_upstream, page, unexpected
 from tests.lab.matrix import matrix_cases
 
-HPZ = "zero_optimization.zero_hpz_partition_size"
 PAGE = REPOSITORY / "docs" / "precision-matrix.md"
 
 
@@ -48,7 +46,6 @@ def pairs(cell: Cell) -> frozenset[tuple[tuple[str, Any], tuple[str, Any]]]:
 CELLS = list(all_cells())
 PLAIN = [cell for cell in CELLS if cell.plain]
 OF_OPTIMIZERS = [cell for cell in CELLS if cell.optimizer != "adamw"]
-OF_SETTINGS = [cell for cell in CELLS if cell.setting]
 IN_FP8 = [cell for cell in CELLS if cell.fp8]
 IN_16_OR_32_BITS = [combination for combination in combinations() if combination.compute not in FP8]
 
@@ -96,19 +93,6 @@ def test_fp8_comes_out_as_its_definition(pair, solo, cell) -> None:
         assert unexpected([cell], results) == []
 
 
-def test_operands_that_are_rounded_twice_are_found(pair) -> None:
-    for result in pair.run(matrix_cases.weights_by_way_of_bf16):
-        assert result["verdict"] == "wrong"
-        assert result["errors"]["masters"] > 100 * 1e-5
-
-
-def test_norms_of_a_ranks_own_pieces_are_found(pair) -> None:
-    """LAMB by what this rank has of each parameter: as on ZeRO's flat tensors, but for those that are not cut."""
-    for result in pair.run(matrix_cases.norms_of_pieces):
-        assert result["verdict"] == "wrong"
-        assert result["errors"]["masters"] > 100 * 1e-5
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("row", [row for row in UPSTREAM if row.path == "cast"], ids=lambda row: row.problem[:60])
 def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
@@ -116,18 +100,6 @@ def test_bare_deepspeed_is_wrong_where_the_table_says(pair, row) -> None:
     for results in pair.run(matrix_cases.measure, cells=[cell], upstream=True):
         assert results[cell.name]["upstream"]["verdict"] == "wrong"
         assert unexpected([cell], results) == []
-
-
-def test_bare_deepspeed_runs_beside_settings_and_optimizers_too(pair) -> None:
-    """One after the other: groups of ranks of one are not taken for the next one's."""
-    wanted = ("parallel.tensor = 2", "FP32, ZeRO-1"), (f"{HPZ} = 2", "FP32, ZeRO-3"), ("lamb", "FP32, ZeRO-2")
-    cells = [
-        next(cell for cell in CELLS if str(cell.combination) == where and what in (str(cell.setting), cell.optimizer))
-        for what, where in wanted
-    ]
-    for results in pair.run(matrix_cases.measure, cells=cells, upstream=True):
-        assert [results[cell.name]["upstream"]["verdict"] for cell in cells] == ["verified", "verified", "wrong"]
-        assert unexpected(cells, results) == []
 
 
 @pytest.mark.slow
@@ -156,18 +128,6 @@ def test_a_lost_micro_batch_is_found(pair, path, compute) -> None:
     for result in pair.run(matrix_cases.loses_a_micro_batch, path=path, compute=compute):
         assert result["verdict"] == "wrong"
         assert "masters" in result["reason"]
-
-
-@pytest.mark.parametrize("compute", ["fp32", "bf16"])
-def test_a_balancing_loss_of_each_micro_batch_is_found(pair, compute) -> None:
-    for result in pair.run(matrix_cases.balanced_by_micro_batch, compute=compute):
-        assert result["verdict"] == "wrong"
-        assert "masters" in result["reason"]
-
-
-@pytest.mark.parametrize("optimizer", WHOLE)
-def test_a_rule_that_looks_at_whole_parameters_moves_them_otherwise_than_adamw(solo, optimizer) -> None:
-    assert solo.run(matrix_cases.apart_from_adamw, optimizer=optimizer)[0] > 0.05
 
 
 def test_a_rank_that_raises_is_a_result(pair) -> None:
@@ -237,36 +197,3 @@ def test_what_is_not_as_the_table_says_stands_out() -> None:
     results = made_up(**{cell.name: {"verdict": "wrong", "reason": "masters 3.0e-01"}})
     assert "**WRONG**" in page(CELLS, results, conditions)
     assert f"{cell.name}: wrong, not verified: masters 3.0e-01" in unexpected(CELLS, results)
-
-
-def test_sections_that_were_measured_alone_take_their_place() -> None:
-    conditions = {
-        "processes": 2,
-        "steps": 6,
-        "deepspeed": "d",
-        "torch": "t",
-        "transformers": "f",
-        "machine": "my machine",
-    }
-    refused = {cell.name: {"verdict": "refused", "errors": {}} for cell in CELLS if refusal(cell.combination)}
-    whole = page(CELLS, made_up(**refused), conditions)
-    found = updated(whole, IN_FP8, made_up(), conditions)
-    added = "Measured by themselves on my machine, in 3 minutes.\n\n"
-    assert found.replace(added, "") == whole and found.count(added) == 1
-    assert updated(found, IN_FP8, made_up(), conditions) == found
-    assert "| ok 1.0e-09; **masters 1.0e-09, norm 1.0e-09** at ZeRO-0 |" in whole  # AutoTP in FP32
-    assert updated(whole, OF_SETTINGS, made_up(), conditions).replace(added, "") == whole
-    start, end = whole.index("## FP8"), whole.index("## Other settings")
-    before = f"{whole[:start]}{whole[end:]}".replace(f"{len(CELLS)} cells: ", "7 cells: ")
-    assert updated(before, IN_FP8, made_up(), conditions) == found
-    for cells in (IN_FP8[1:], [*IN_FP8, PLAIN[0]]):
-        with pytest.raises(UserError, match="is of no section that is replaced by itself"):
-            updated(whole, cells, made_up(), conditions)
-
-
-def test_a_page_to_replace_sections_of_has_to_exist(capsys, tmp_path) -> None:
-    page = str(tmp_path / "none.md")
-    assert main(["--only", "FP8", "--into", page, "--folder", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --into {page}: there is no such page")
-    assert main(["--into", page, "--folder", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --into {page}: is for --only")

@@ -57,11 +57,9 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
     ("overrides", "said"),
     [
         (["canary.steps=24"], "canary.steps = 24 leaves none of run.steps = 24"),
-        (["canary.steps=null", "canary.data_share=0.99"], "canary.data_share = 0.99 leaves none of run.steps = 24"),
         (["canary.data_share=0.5"], "canary.data_share = 0.5 sets the canary's length, as canary.steps = 6"),
         (["checkpoint.dir=memory://there"], "checkpoint.dir: the canary goes back only within the run folder"),
         (["canary.bounds={module_eror: 1}"], "canary.bounds.module_eror is no key of parity:"),
-        (["parallel.tensor=2", "canary.ranks=1"], "parallel.tensor = 2 does not divide 1 process;"),
         (["parallel.tensor=2", "canary.ranks=4", *WITHOUT_ZERO], "canary.ranks = 4: ranks that share matrices without"),
         (["parallel.expert=2"], "parallel.expert = 2: the FP32 twin is verified with all experts on each rank; set it"),
     ],
@@ -135,37 +133,6 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
 
 
-def test_programs_start_on_any_launcher():
-    module, script = ("-m", "tools.parity.steps", "RUN"), ("train.py", "a=1")
-    assert job_command(module, processes=1) == [sys.executable, *module]
-    assert job_command(script, processes=2)[-4:] == ["--nproc_per_node", "2", *script]
-    assert job_command(module, processes=2, launcher=["deepspeed", "--num_gpus", "2"])[3:5] == ["--module", module[1]]
-    assert job_command(script, processes=2, launcher=["srun"]) == ["srun", *script]
-
-
-def test_the_newest_checkpoint_that_is_due_is_taken_by_links(tmp_path):
-    plan = plan_of(tmp_path, "canary.check_every=6", "canary.device_hours=1")
-    journal = Journal.read(plan.folder, "it")
-    journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint), device_hours=0.5)
-    for step in (9, 12, 15):
-        (plan.run_folder / f"checkpoints/step-{step}").mkdir(parents=True)
-        (plan.run_folder / f"checkpoints/step-{step}/manifest.json").write_text("{}", encoding="utf-8")
-    (plan.run_folder / "checkpoints/step-18").mkdir()  # not whole yet
-    (plan.run_folder / "config.yaml").write_text("{}", encoding="utf-8")
-    whole = RunMonitor(plan, journal)
-    assert whole._newest(last=False) == 15
-    pinned = whole._pin(15)
-    assert pinned is not None and whole._pin(21) is None
-    source = plan.run_folder / "checkpoints/step-15/manifest.json"
-    assert (pinned / "manifest.json").stat().st_ino == source.stat().st_ino
-    journal.add("check", 12, "held", judged=str(pinned), device_hours=0.4)
-    later = RunMonitor(plan, Journal.read(plan.folder, "it"))  # started again
-    assert later._newest(last=False) is None and later._newest(last=True) == 15
-    journal.add("check", 12, "more", device_hours=0.2)
-    assert later._newest(last=True) == 15 and RunMonitor(plan, journal)._newest(last=True) is None
-    assert [event["event"] for event in journal.events][-1] == "budget"
-
-
 def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
     journal = Journal.read(tmp_path / "c", "it")
     journal.add("gate", 6, "parity", verdict="parity")
@@ -214,23 +181,6 @@ def test_a_run_that_turns_bad_goes_back_and_on_with_the_module_in_fp32(tmp_path)
     report = (tmp_path / "runs/it/report.md").read_text(encoding="utf-8")
     assert "## Canary" in report and f"fallback: {MODULE} in FP32 from here on" in report
     read_command_line(["--config", str(tmp_path / "runs/it/config.yaml")], {})  # what it started from is there
-
-
-@pytest.mark.slow
-def test_ranks_that_share_matrices_go_back_and_on_with_one_module_in_fp32(tmp_path):
-    defect = f"{{kind: coarse_half, module: {MODULE}, from_step: 14}}"
-    finish(job(tmp_path, "parallel.tensor=2", defect=defect, processes=2), seconds=PATIENCE)
-    told, journal = story(tmp_path)
-    kinds = [kind for kind, _ in told]
-    assert kinds[:2] == ["gate", "started"] and kinds[-1] == "end"
-    assert kinds.count("breach") == kinds.count("fallback") == 1 and "refused" not in kinds
-    assert MODULE in journal.last("breach")["modules"] and journal.last("rolled_back")["step"] < 14
-    assert journal.last("fallback")["to"] == "promote" and journal.last("end")["exit_code"] == 0
-    assert told[-1] == ("end", 24)
-    before, after = events(tmp_path, "it", "run_start")
-    assert before["compute"] == "bf16" and after["regions"][MODULE] == "fp32"
-    assert "bf16" in after["regions"].values()
-    assert [event["step"] for event in events(tmp_path, "it", "step")][-1] == 24
 
 
 @pytest.mark.slow

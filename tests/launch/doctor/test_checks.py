@@ -12,7 +12,6 @@ from config.optimizers import OPTIMIZERS
 from launch.doctor import facts as doctor_facts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_pdsh
 from launch.doctor.host_checks import check_host, check_offload
-from launch.doctor.report import amber, green, print_findings, red
 from launch.hosts import read_hostfile
 
 GIB = 2**30
@@ -65,12 +64,6 @@ def test_the_deepspeed_launcher_needs_pdsh_and_paths_without_spaces(program, fol
     found = list(check_pdsh(program, folder, "/usr/bin/python"))
     assert [item.level for item in found] == ["amber"] * len(said)
     assert [item.what.split(",")[0] for item in found] == said
-
-
-def test_what_is_nowhere_is_missed(facts):
-    del facts["packages"]["deepspeed"]
-    found = [item for item in check_cluster({"a": facts}, port=1) if item.level == "red"]
-    assert [item.what for item in found] == ["there is no deepspeed"]
 
 
 def test_a_compiler_is_missed_by_a_run_that_builds_with_it(facts):
@@ -176,19 +169,3 @@ def test_a_hostfile_is_read_as_deepspeed_reads_it(tmp_path):
             read += 1
             assert read_hostfile(path) == expected
     assert read > 20
-
-
-def test_what_all_hosts_have_is_told_once(capsys):
-    import sys
-
-    findings = [green("ninja", "1.13", f"n{index}") for index in range(20)]
-    findings += [red("gpu", "gone", "look", "n3"), *(amber("clock", "late", "chrony", host) for host in ("n4", "n5"))]
-    print_findings(findings, [f"n{index}" for index in range(20)], 1.0, sys.stdout)
-    assert capsys.readouterr().out.splitlines() == [
-        "red    gpu [n3]: gone",
-        "       fix: look",
-        "amber  clock [n4, n5]: late",
-        "       fix: chrony",
-        "green  ninja [all 20 hosts]: 1.13",
-        "1 red, 2 amber, 20 green; 20 hosts, 1 s",
-    ]

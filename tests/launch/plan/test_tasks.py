@@ -15,9 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
 )
 
 from config import cli
@@ -28,13 +26,11 @@ from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
-from launch.plan.gathered import Gathered, gathered
 from launch.plan.layout import layout_of
-from launch.plan.loss import loss_bytes, teacher_bytes
-from launch.plan.memory import activations, checkpoint_bytes, model_states, peak_memory
+from launch.plan.loss import loss_bytes
+from launch.plan.memory import model_states, peak_memory
 from launch.plan.model import read_shape, sizes_of
 from launch.plan.speed import computed_flops
-from launch.plan.step import step_bytes
 from modeling.adapter import add_adapter
 from modeling.build import build_model, empty_model
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
@@ -42,7 +38,7 @@ from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import DEMO, planned
-from tests.launch.plan.test_memory import FAMILIES, MODEL, counted_block, hugging_face
+from tests.launch.plan.test_memory import FAMILIES, hugging_face
 from tests.support.models.small_run import changed_json
 from tests.support.rows.chats import write_base
 
@@ -120,21 +116,6 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
     assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_activations_with_dropout_are_what_autograd_keeps(attention: str) -> None:
-    """On a CPU attention with dropout is not fused."""
-    config = hugging_face("gpt2", 2)
-    config.resid_pdrop = config.attn_pdrop = config.embd_pdrop = 0.1
-    ids = torch.randint(100, (2, 64))
-    real = kept_by(
-        AutoModelForCausalLM.from_config(config, attn_implementation=attention), torch.float32, input_ids=ids
-    )
-    _, demo = planned(["data.sequence_length=64", "batch.micro_size=2"])
-    empty = empty_model(ModelSection(attention=attention), config)
-    found = count_activations(empty, replace(demo, compute="fp32"))
-    assert (2 * found.block + found.outside) * ids.numel() == pytest.approx(real, rel=0.003)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("adapter", ["all", "dora", "whole"])
 def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapter: str) -> None:
@@ -172,33 +153,6 @@ def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str
     assert head == (0 if kind == "mlm" else 3 * 32 + 3)
 
 
-def test_a_mask_between_rows_costs_every_layer_its_own(base: Path) -> None:
-    """Rows that share a sequence, of a model whose weights are all trained."""
-    shape, layout = planned(on_base(base, "batch.micro_size=2"))
-    ids = torch.randint(100, (2, 128))
-    positions = torch.arange(64).repeat(2).expand(2, 128)
-    one, two = (
-        kept_by(AutoModelForCausalLM.from_config(config), torch.bfloat16, input_ids=ids, position_ids=positions)
-        for config in (hugging_face("grouped", layers) for layers in (1, 2))
-    )
-    found = counted_block("grouped", replace(layout, compute="bf16", masked=True))
-    assert found == pytest.approx((two - one) / ids.numel(), rel=0.003)
-    masked, _ = planned(on_base(base, "batch.micro_size=2", "data.document_masking=true"))
-    assert shape.counted is not None and masked.counted is not None
-    assert masked.counted.block > shape.counted.block
-
-
-def test_a_frozen_base_has_weights_only(base: Path) -> None:
-    """The base once on each rank, at ZeRO-3 divided; masters, moments, gradients and checkpoints are the adapter's."""
-    shape, layout = planned(on_base(base, LORA, "precision.compute=bf16"))
-    trained = shape.trained_parameters
-    for stage, held in ((1, shape.parameters), (2, shape.parameters), (3, shape.parameters / 2)):
-        items, _ = model_states(shape, replace(layout, stage=stage))
-        assert items["parameters"] == 2 * held
-        assert items["masters"] == items["moments"] / 2 == 4 * trained / 2
-    assert checkpoint_bytes(shape, layout) == (4 + 8 + 2) * trained
-
-
 def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     """Matmuls for the gradients of its weights are left out; a reference is a forward pass more."""
     whole, layout = planned(on_base(base))
@@ -210,46 +164,6 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     assert shape.flops_per_token(128) == 4 * whole.matmul_parameters + 6 * adapter + attention
     more = computed_flops(shape, replace(layout, reference_pass=True)) - computed_flops(shape, layout)
     assert more == 2 * shape.matmul_parameters + attention / 3
-
-
-def test_what_zero3_has_whole_depends_on_the_passes_of_a_step(base: Path) -> None:
-    """Computed by hand: the MLP, the embedding and the output are gathered, all else stays; a base in codes too."""
-    small = 4 * 2 * (256 * 256 + 256 * 128) + 9 * 256
-    swapped, largest = 4 * 3 * 704 * 256 + 2 * 512 * 256, 704 * 256
-    adapter = 4 * 8 * (2 * 512 + 2 * (256 + 128) + 3 * (256 + 704))
-    given = [LORA, "precision.compute=bf16", "deepspeed.stage=3"]
-    shape, kept = planned(on_base(base, *given))
-    assert shape.parameters == small + swapped + adapter
-    assert not kept.passes_before and not kept.reference_pass
-    stays, comes = 2 * (small + adapter), 2 * swapped
-    assert gathered(shape, kept) == Gathered(
-        first=stays + 2 * comes,
-        forward=stays + 2 * comes,
-        loss=stays + comes,
-        backward=stays + comes,
-        staying=stays + comes,
-        step=stays,
-    )
-    alone = stays + 2 * largest
-    for more in (["task=sft"], ["evaluate.at_start=true"], ["task=dpo", "preference.reference=precomputed"]):
-        _, released = planned(on_base(base, *given, *more))
-        assert gathered(shape, released) == Gathered(alone + comes, alone + comes, alone, alone, alone, stays)
-    _, unordered = planned(on_base(base, *given, "task=dpo"))
-    assert gathered(shape, unordered) == Gathered(stays + 2 * comes, alone, alone, alone, alone, stays)
-    document = {
-        **kept.zero,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": shape.parameters // 2,
-    }
-    most = gathered(shape, replace(kept, zero=document))
-    assert most.loss == pytest.approx(shape.parameters, abs=2) and most.step == 0
-    assert most.backward == pytest.approx(3 * shape.parameters, abs=2), "the next bucket, which is all of it"
-    coded, layout = planned(on_base(base, CODED.format("nf4"), *given[1:]))
-    held = gathered(coded, layout)
-    weights = small - 9 * 256 + swapped - 2 * 512 * 256
-    assert held.loss == weights / 2 + 2 * (9 * 256 + 2 * 512 * 256 + adapter)
-    assert held.forward - held.loss == 2 * 2 * 512 * 256, "a matrix of the MLP has 90,112 bytes, below the threshold"
-    assert gathered(shape, replace(kept, stage=2)) == Gathered()
 
 
 CAUSAL = [
@@ -332,21 +246,6 @@ def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_p
     assert_peak(pair, [*overrides, "batch.global_size=16", *rounded(tmp_path, stage)], 512, 0.1)
 
 
-def test_the_matmuls_of_an_encoder_decoder_are_those_of_both_sides() -> None:
-    """Computed by hand: a side's weights meet its own tokens, cross-attention's keys and values the source's."""
-    sizes = "model.config={d_model: 32, d_kv: 8, d_ff: 48, num_heads: 4, num_layers: 3, num_decoder_layers: 2}"
-    given = ["task=seq2seq", "model.architecture=t5", sizes, "data.tokenizer=bytes", "data.sequence_length=40"]
-    shape, layout = planned([*given, "data.target_length=24", "batch.micro_size=2", "batch.global_size=4"])
-    assert (shape.vocabulary, shape.layers, layout.tokens, layout.label_tokens) == (258, 5, 128, 48)
-    projection, mlp = 32 * 32, 2 * 32 * 48
-    source = 3 * (4 * projection + mlp) + 2 * 2 * projection
-    target = 2 * (6 * projection + mlp) + 258 * 32
-    assert shape.matmul_parameters == pytest.approx((40 * source + 24 * target) / 64, abs=1)
-    scores = 4 * 32 * (3 * 40 * 40 + 2 * (24 * 24 + 24 * 40))
-    assert shape.attention_flops(40) == pytest.approx(scores / 64)
-    assert shape.flops_per_token(40) == pytest.approx(3 * shape.forward_flops(40))
-
-
 def rounded(folder: Path, stage: int) -> list[str]:
     """Overrides of a BF16 run without saves whose buckets hold a part of the gradients."""
     changed = changed_json(folder, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
@@ -395,46 +294,6 @@ def divergence_peak(kind: Any, top_k: int, dtype: torch.dtype, tokens: int, voca
     return plan_cases.max_allocated(record)
 
 
-@pytest.mark.parametrize(("dtype", "width"), [("auto", 4), ("bf16", 2), ("fp16", 2)])
-def test_a_teacher_is_whole_on_every_rank_or_divided(base: Path, dtype: str, width: int) -> None:
-    """It has its own dtype, and costs the FLOPs of a forward pass."""
-    given = ["task=distill", f"distill.teacher={base}", f"distill.dtype={dtype}"]
-    shape, layout = planned(on_base(base, *given))
-    alone, _ = planned(on_base(base))
-    assert teacher_bytes(shape, layout) == width * shape.parameters
-    of_student = replace(layout.config, distill=replace(layout.config.distill, sharded=True))
-    sharded = replace(layout, config=of_student)
-    assert teacher_bytes(shape, sharded) == width * shape.parameters * 1.5  # gathered as a whole, so small is it
-    assert computed_flops(shape, layout) - computed_flops(alone, layout) == shape.forward_flops(128)
-    asked_before, _ = planned(on_base(base, *given, "distill.top_k=8"))
-    assert teacher_bytes(asked_before, layout) == 0
-
-
-def test_a_pair_is_two_sequences(base: Path) -> None:
-    """The adapter's base is asked in every micro-batch, unless the reference is computed before."""
-    shape, one = planned(on_base(base, LORA))
-    _, pairs = planned(on_base(base, LORA, "task=dpo"))
-    _, before = planned(on_base(base, LORA, "task=dpo", "preference.reference=precomputed"))
-    assert pairs.tokens == before.tokens == 2 * one.tokens
-    assert pairs.reference_pass and not before.reference_pass
-    assert activations(shape, pairs)[0] == 2 * activations(shape, one)[0]
-
-
-def test_an_encoder_is_the_model_of_its_task() -> None:
-    """A new one's vocabulary has the four special tokens that it needs."""
-    sizes = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
-    found = {}
-    for task, labels in (("mlm", []), ("classify", ["classify.labels=[a, b, c]"])):
-        shape, layout = planned(["model.architecture=bert", sizes, f"task={task}", "data.tokenizer=bytes", *labels])
-        found[task] = shape
-        assert shape.vocabulary == 261
-        assert loss_bytes(shape, layout) == (12 * 261 * layout.tokens if task == "mlm" else 0)
-    config = AutoConfig.for_model("bert", vocab_size=261, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    config.num_attention_heads, config.num_labels, config.max_position_embeddings = 2, 3, 256
-    for task, model_class in (("mlm", AutoModelForMaskedLM), ("classify", AutoModelForSequenceClassification)):
-        assert found[task].parameters == sum(map(torch.numel, model_class.from_config(config).parameters()))
-
-
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
@@ -472,35 +331,6 @@ def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_pat
     more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
     more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
     assert_peak(pair, on_base(base, *more, "checkpoint.every_steps=0"), 512, within)
-
-
-@pytest.mark.slow
-def test_the_peak_of_muon_in_fp32_is_what_tensors_take(pair, tmp_path) -> None:
-    """The model is new: a folder's file would count, in which a parameter alone in its group still lies."""
-    changed = changed_json(tmp_path, "zero2_fp32", reduce_bucket_size=1_000_000)
-    more = [changed, "precision.compute=fp32", "optimizer.name=muon"]
-    more += ["data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2", "checkpoint.every_steps=0"]
-    assert_peak(pair, [MODEL, "model.activation_checkpointing=none", *more], 512, 0.1)
-
-
-def test_the_planner_counts_what_an_optimizer_makes(base: Path) -> None:
-    """Computed by hand for one rank's part of the model of 3 M parameters at ZeRO-2 in BF16."""
-    shape, layout = planned(on_base(base, "precision.compute=bf16"))
-    matrices = 4 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 704)
-    flat, largest = (matrices + 512 * 256) / 2, 704 * 256
-    for name, expected in (
-        ("adamw", 0.0),
-        ("lion", 4 * flat),
-        ("lamb", 8 * flat + 16 * largest),
-        ("stable_adamw", max(16 * flat, 12 * flat + 8 * largest)),
-    ):
-        assert step_bytes(shape, replace(layout, optimizer=name)) == expected
-    muon, layout = planned(on_base(base, "precision.compute=bf16", "optimizer.name=muon"))
-    # the direction, then each rank's half of the matrices as they arrived, whole, joined, and sent back
-    assert step_bytes(muon, layout) == 4 * 5 * matrices / 2
-    many = replace(layout, world=1024)
-    # one matrix, as it arrived and whole, in the iteration with its products
-    assert step_bytes(muon, many) == 4 * matrices / 1024 + 16 * largest + 8 * 256**2
 
 
 CODED = "adapter={{kind: lora, r: 8, base: {}}}"

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from lab.benchmark.anchors import contestants
 from launch.plan.devices import DEVICES
 from launch.plan.layout import Layout, layout_of
 from launch.plan.model import Shape, read_shape
@@ -136,11 +135,3 @@ def test_what_a_lever_changes(planned: tuple[Shape, Layout]) -> None:
     assert hidden is not None and hidden.step["communication, exposed"] < 0.5
     slow = time_of(shape, layout, replace(H100, reached=replace(H100.reached, launch=1e-3)), communication=0.0)
     assert slow is not None and slow.micro["host, exposed"] > 0
-
-
-def test_contestants_compute_the_same(planned: tuple[Shape, Layout]) -> None:
-    shape, layout = planned
-    found = {one.name: one for one in contestants(layout.config, shape, layout)}
-    trainer, ours = found["HF Trainer, autocast"], found["mantissa, torch's kernels"]
-    assert trainer.flops == pytest.approx(ours.flops, rel=0.001) and trainer.bytes > ours.bytes
-    assert found["mantissa, compiled"].bytes < found["mantissa, Liger"].bytes < ours.bytes

@@ -2,17 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from config.cli import REPOSITORY
-from config.command_line import read_command_line
-from config.launcher import as_launched
-from launch.plan.layout import layout_of
-from launch.plan.model import read_shape
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import planned
@@ -52,17 +47,6 @@ def total(sent: dict[str, float]) -> float:
 
 def tokens_of(sent: dict[str, float]) -> float:
     return sum(size for name, size in sent.items() if name.startswith("all_to_all"))
-
-
-def test_traffic_is_the_zero_papers() -> None:
-    """Eight ranks, with no parameter kept gathered."""
-    resolved = read_command_line(BIG, as_launched(8))
-    layout = layout_of(resolved, world=8, on_cpu=False)
-    shape = read_shape(resolved.config, layout)
-    for stage, elements in ((0, 2), (3, 3)):
-        zero = layout.zero | {"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 0}
-        moved = traffic(shape, replace(layout, stage=stage, accumulation=1, reduced=2, zero=zero))
-        assert moved.sent == pytest.approx(2 * elements * shape.parameters * 7 / 8)
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (1, "bf16"), (2, "bf16"), (3, "bf16")])
@@ -124,18 +108,17 @@ def test_what_ranks_that_share_experts_send(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["full", "none"])
-@pytest.mark.parametrize(("stage", "compute", "accumulation"), STAGES)
-def test_what_four_ranks_send_that_share_experts_by_two(
-    four, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str
+@pytest.mark.parametrize(
+    ("stage", "compute", "accumulation", "checkpointing", "shared"),
+    [
+        *((*stage, checkpointing, 2) for stage in STAGES for checkpointing in ("full", "none")),
+        *((stage, "bf16", 2, "full", 4) for stage in (1, 2, 3)),
+    ],
+)
+def test_what_four_ranks_send_that_share_experts(
+    four, tmp_path, stage: int, compute: str, accumulation: int, checkpointing: str, shared: int
 ) -> None:
-    _check_experts(four, tmp_path, stage, compute, accumulation, checkpointing, ranks=4, shared=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_four_ranks_send_that_share_experts_by_four(four, tmp_path, stage: int) -> None:
-    _check_experts(four, tmp_path, stage, "bf16", 2, "full", ranks=4, shared=4)
+    _check_experts(four, tmp_path, stage, compute, accumulation, checkpointing, ranks=4, shared=shared)
 
 
 def _check_experts(group, folder, stage, compute, accumulation, checkpointing, *, ranks, shared) -> None:
@@ -162,26 +145,6 @@ def test_what_a_busy_rank_sends_and_what_routers_choose(pair, tmp_path, stage: i
     assert max(map(tokens_of, found)) < said.tokens_at_most
     for sent in found:
         assert total(sent) - tokens_of(sent) == pytest.approx(said.sent - said.tokens, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("experts", "chosen", "ranks"), [(4, 1, 2), (4, 2, 2), (4, 3, 2), (4, 2, 4), (6, 2, 3), (6, 4, 3)]
-)
-def test_the_most_that_routers_can_make_of_it(experts: int, chosen: int, ranks: int) -> None:
-    """Computed by hand: a token of each rank, every choice of experts; rank 0 sends its own away, returns others'."""
-    own, sent = experts // ranks, []
-    for picked in product(combinations(range(experts), chosen), repeat=ranks):
-        owners = [[expert // own for expert in one] for one in picked]
-        away = sum(owner != 0 for owner in owners[0])
-        sent.append(away + sum(owner == 0 for others in owners[1:] for owner in others))
-    overrides = ["parallel.expert=2", "batch.global_size=2", "batch.micro_size=1", "data.sequence_length=8", MIXTURE]
-    shape, layout = planned([*overrides, "model.activation_checkpointing=none"], world=2)
-    own_shape = replace(shape.own, experts=experts, experts_per_token=chosen)
-    moved = traffic(replace(shape, slice=own_shape), replace(layout, expert=ranks, world=ranks))
-    counts = 8 * experts * (ranks - 1) / ranks * own_shape.expert_layers
-    row = 2 * own_shape.expert_layers * layout.tokens * layout.width * own_shape.hidden
-    assert moved.tokens_at_most - counts == row * max(sent)
-    assert moved.tokens - counts == pytest.approx(row * sum(sent) / len(sent))
 
 
 def test_shared_experts_are_orthogonalized_without_being_sent() -> None:

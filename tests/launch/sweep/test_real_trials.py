@@ -1,146 +1,42 @@
-"""Sweeps of real two-process trials: killed and gone on with, they end where one that nothing disturbed ends."""
+"""A sweep of real two-process trials: killed and gone on with, it ends where one that nothing disturbed ends."""
 
 import json
-import os
 import shutil
-import signal
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from config.cli import REPOSITORY
-from tests.launch.sweep.test_sweep import processes_of
+from tests.launch.sweep.test_sweep import command, processes_of
 from tests.support.jobs import launches
 from tests.support.jobs.launches import events
-from tracking.compare.surviving import read_events
-
-pytestmark = pytest.mark.slow
-
-ONE = {"grid": {"optimizer.learning_rate": [0.01]}}
 
 
-def sweep_file(folder: Path, name: str, **more) -> Path:
-    """A sweep over two learning rates of a small run of twelve steps."""
-    fixed = {
-        "run.dir": f"{folder}/runs",
-        "run.steps": 12,
-        "schedule.warmup_steps": 2,
-        **{key: yaml.safe_load(value) for key, value in (setting.split("=", 1) for setting in launches.SMALL)},
-        "data.path": str(folder / "text"),
-        "data.cache_dir": f"{folder}/cache",
-        "deepspeed.config": "ds_configs/zero2_fp32.json",
-        "precision.compute": "fp32",
-        "batch.global_size": 8,
-        "batch.micro_size": 2,
-        "evaluate.every_steps": 12,
-        "checkpoint.every_steps": 2,
-        "tracking.wandb": "disabled",
-        "generate.tokens": 0,
-    }
-    tree = {
-        "config": str(REPOSITORY / "config/recipes/demo.yaml"),
-        "name": name,
-        "launcher": ["deepspeed", "--num_gpus", 2],
-        "fixed": fixed,
-        "grid": {"optimizer.learning_rate": [0.01, 0.003]},
-        **more,
-    }
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    return path
-
-
-def command(path: Path) -> list[str]:
-    return [sys.executable, "-m", "launch.sweep", str(path)]
-
-
-def finish(path: Path, *, code: int = 0) -> str:
-    return launches.finish(command(path), exit_code=code, seconds=900)
-
-
-def wait_for_step(folder: Path, name: str, step: int) -> None:
-    path = folder / "runs" / name / "events.jsonl"
-
-    def made() -> bool:
-        return path.is_file() and any(e["event"] == "step" and e["step"] >= step for e in read_events(path))
-
-    launches.wait_until(made, seconds=300, why=lambda: f"{name} never came to step {step}")
-
-
-def results(folder: Path, name: str) -> dict:
-    return json.loads((folder / "runs" / name / "results.json").read_text())
-
-
-def losses(folder: Path, sweep: str, index: int) -> list:
-    """The last attempt at each step of a trial."""
-    last = {e["step"]: e["loss"] for e in events(folder, f"{sweep}/{sweep}-{index:03d}", "step")}
-    return [last[step] for step in sorted(last)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One folder: the corpus is prepared once."""
-    made = tmp_path_factory.mktemp("sweeps")
-    shutil.copytree(REPOSITORY / "data", made / "text", ignore=shutil.ignore_patterns("__pycache__"))
-    return made
-
-
-@pytest.fixture(scope="module")
-def unbroken(folder):
-    """The losses of both trials of a sweep that nothing disturbed."""
-    finish(sweep_file(folder, "unbroken"))
-    found = results(folder, "unbroken")
-    assert [trial["processes"] for trial in found["trials"]] == [2, 2]
-    assert found["trials"][0]["validation_loss"] < found["trials"][1]["validation_loss"]
-    return [losses(folder, "unbroken", index) for index in (0, 1)]
-
-
-def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(folder, unbroken):
-    path = sweep_file(folder, "killed", **ONE)
-    sweep = launches.start(command(path))
-    wait_for_step(folder, "killed/killed-000", 4)
+@pytest.mark.slow
+def test_killed_by_sigkill_it_takes_its_ranks_with_it_and_goes_on(tmp_path):
+    shutil.copytree(REPOSITORY / "data", tmp_path / "text", ignore=shutil.ignore_patterns("__pycache__"))
+    given = [*launches.SMALL, f"run.dir={tmp_path}/runs", "run.steps=12", "schedule.warmup_steps=2"]
+    given += [f"data.path={tmp_path}/text", f"data.cache_dir={tmp_path}/cache", "precision.compute=fp32"]
+    given += ["deepspeed.config=ds_configs/zero2_fp32.json", "batch.global_size=8", "batch.micro_size=2"]
+    given += ["evaluate.every_steps=12", "checkpoint.every_steps=2", "tracking.wandb=disabled", "generate.tokens=0"]
+    tree = {"config": str(REPOSITORY / "config/recipes/demo.yaml"), "launcher": ["deepspeed", "--num_gpus", 2]}
+    tree |= {"fixed": {key: yaml.safe_load(value) for key, value in (item.split("=", 1) for item in given)}}
+    commands = {}
+    for name in ("unbroken", "killed"):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree | {"name": name, "grid": {"optimizer.learning_rate": [0.01]}}))
+        commands[name] = command(path)
+    launches.finish(commands["unbroken"], seconds=900)
+    sweep, run = launches.start(commands["killed"]), "killed/killed-000"
+    made = tmp_path / "runs" / run / "events.jsonl"
+    launches.wait_until(lambda: made.is_file() and len(events(tmp_path, run, "step")) >= 4, seconds=300)
     sweep.kill()
     sweep.communicate(timeout=300)  # its trial holds the pipe until it has saved and gone
-    assert processes_of(folder) == []
-    record = json.loads((folder / "runs/killed/trials/000.json").read_text())
+    assert processes_of(tmp_path) == []
+    record = json.loads((tmp_path / "runs/killed/trials/000.json").read_text())
     assert (record["status"], record["exit_code"]) == ("stopped", 75)
-    finish(path)
-    starts = events(folder, "killed/killed-000", "run_start")
+    launches.finish(commands["killed"], seconds=900)
+    starts = events(tmp_path, run, "run_start")
     assert [event["resumed_from"] is not None for event in starts] == [False, True]
-    assert losses(folder, "killed", 0) == unbroken[0]
-
-
-def test_when_every_process_is_killed_the_next_start_goes_on_from_the_checkpoints(folder, unbroken):
-    path = sweep_file(folder, "gone", **ONE)
-    sweep = launches.start(command(path))
-    wait_for_step(folder, "gone/gone-000", 4)
-    trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
-    for pid in (sweep.pid, trial):  # nobody is left to end the launcher and its ranks
-        os.kill(pid, signal.SIGKILL)
-    sweep.stdout.close()
-    sweep.wait()
-    assert processes_of(folder) != []
-    output = finish(path)
-    assert "were left behind by an earlier start" in output
-    assert losses(folder, "gone", 0) == unbroken[0]
-    assert processes_of(folder) == []
-
-
-def test_ctrl_c_saves_all_and_the_next_start_goes_on(folder, unbroken):
-    path = sweep_file(folder, "paused", slots=2, launcher=["torchrun", "--nproc_per_node", 2])
-    sweep = launches.start(command(path))
-    for index in (0, 1):
-        wait_for_step(folder, f"paused/paused-00{index}", 3)
-    sweep.send_signal(signal.SIGINT)
-    output, _ = sweep.communicate(timeout=300)
-    assert sweep.returncode == 75, output
-    assert "to resume: python -m launch.sweep" in output
-    finish(path)
-    assert [losses(folder, "paused", index) for index in (0, 1)] == unbroken
-
-
-def test_two_slots_of_two_processes_do_not_meet(folder, unbroken):
-    finish(sweep_file(folder, "beside", slots=2))
-    assert [losses(folder, "beside", index) for index in (0, 1)] == unbroken
+    found = [{e["step"]: e["loss"] for e in events(tmp_path, name, "step")} for name in (run, "unbroken/unbroken-000")]
+    assert found[0] == found[1] and len(found[0]) == 12

@@ -112,19 +112,6 @@ def test_the_rule_is_viziers_median_stopping_rule():
     assert seen == {True, False}
 
 
-def test_a_loss_that_is_no_number_is_the_worst_there_is():
-    fine, lost = [Report(50, 2.0)], [Report(50, math.nan)]
-    assert hopeless_reason(lost, [fine] * 3, Hopeless()) is not None
-    assert hopeless_reason(fine, [lost] * 3, Hopeless()) is None
-
-
-def test_as_good_as_the_median_is_good_enough():
-    own, others = [Report(50, 2.0)], [[Report(50, loss)] for loss in (1.0, 2.0, 3.0)]
-    assert hopeless_reason(own, others, Hopeless()) is None
-    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless()) is not None
-    assert hopeless_reason([Report(50, 2.0001)], others, Hopeless(factor=1.01)) is None
-
-
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
     steps = [("step", n, step_fields(n, loss=float(n))) for n in range(1, 9)]
@@ -159,14 +146,8 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
         ({"grid": {"run.seed": [1]}, "seeds": 2}, "run.seed is set in two of"),
         ({"grid": {"run.name": ["a", "b"]}}, "run.name: the sweep gives each trial its own"),
         ({"grid": None}, "there is nothing to try; give grid:, trials: or seeds:"),
-        ({"gird": {}}, "gird: no such key; did you mean grid?"),
         ({"stop": {"hopeless": {"after": 3}}}, "stop.hopeless.after: no such key; did you mean"),
-        ({"stop": {"hopeless": {"factor": 0.5}}}, "stop.hopeless.factor = 0.5 is out of range; it must be at least 1"),
         ({"slots": 0}, "slots = 0 is out of range; it must be at least 1"),
-        ({"minutes": "long"}, "minutes = 'long' is not a number"),
-        ({"seeds": 0}, "seeds = 0 is neither a whole number above 0 nor a list of seeds"),
-        ({"trials": [3]}, "trials[0] = 3 is not a mapping of names to values"),
-        ({"stop": {"hopeless": {"loss": "test"}}}, "stop.hopeless.loss = 'test' is not one of training, validation"),
         ({"name": "a/b"}, "name = 'a/b' cannot be a folder name"),
         ({"config": "nowhere.yaml"}, "config = 'nowhere.yaml' does not exist"),
         ({"launcher": ["deepspeed"]}, "launcher = 'deepspeed' does not say how many processes it starts; add proc"),

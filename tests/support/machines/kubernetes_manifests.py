@@ -7,12 +7,12 @@ of JobSet and Kubeflow against their typed clients, with the Jobs and pods insid
 import json
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, get_args
+from types import SimpleNamespace
+from typing import Any
 
 import jsonschema
 import yaml
 from kubernetes_validate.utils import latest_version, schema_contents
-from pydantic import BaseModel, ValidationError
 from referencing import Registry, Resource
 
 from config.cli import REPOSITORY
@@ -87,19 +87,24 @@ def _custom(document: Document, kind: str) -> Iterator[str]:
     yield from _built_in({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata", {})})
     yield from _wrong_choices(document)
     yield from _inner(document)
-    if kind == "PyTorchJob":
-        from kubeflow.training import models as training_models
+    read_back = _through_openapi(document) if kind == "PyTorchJob" else _through_pydantic(document, kind)
+    if read_back != document:
+        yield f"{kind}: its typed client keeps {read_back} of {document}"
 
-        yield from _unknown(document, training_models.KubeflowOrgV1PyTorchJob, kind)
-        return
-    from kubeflow_trainer_api import models as trainer_models
 
-    typed = getattr(trainer_models, TYPED[kind])
-    yield from _unknown_fields(document, typed, kind)
-    try:
-        typed.model_validate(document)
-    except ValidationError as error:
-        yield from (f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+def _through_openapi(document: Document) -> Document:
+    from kubeflow.training import ApiClient
+
+    client = ApiClient()
+    response = SimpleNamespace(data=json.dumps(document))
+    return client.sanitize_for_serialization(client.deserialize(response, "KubeflowOrgV1PyTorchJob"))
+
+
+def _through_pydantic(document: Document, kind: str) -> Document:
+    from kubeflow_trainer_api import models
+
+    typed = getattr(models, TYPED[kind])
+    return typed.model_validate(document).model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
 def _inner(value: Any) -> Iterator[str]:
@@ -130,49 +135,3 @@ def _wrong_choices(value: Any, key: str = "") -> Iterator[str]:
             yield from _wrong_choices(item, key)
     elif key in CHOICES and value not in CHOICES[key]:
         yield f"{key}: {value} is not one of {', '.join(sorted(CHOICES[key]))}"
-
-
-def _unknown_fields(value: Any, annotation: Any, where: str) -> Iterator[str]:
-    """Keys that a pydantic model does not have: it would pass over them."""
-    model = next((part for part in _parts(annotation) if isinstance(part, type) and issubclass(part, BaseModel)), None)
-    if isinstance(value, list):
-        for item in value:
-            yield from _unknown_fields(item, annotation, where)
-    if model is None or not isinstance(value, dict):
-        return
-    fields = {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-    for key, item in value.items():
-        if key in fields:
-            yield from _unknown_fields(item, fields[key], f"{where}.{key}")
-        else:
-            yield f"{where}: no such key {key}"
-
-
-def _parts(annotation: Any) -> Iterator[Any]:
-    """The types that an annotation such as Optional[List[X]] is made of."""
-    yield annotation
-    for argument in get_args(annotation):
-        yield from _parts(argument)
-
-
-def _unknown(value: Any, model: Any, where: str) -> Iterator[str]:
-    """Keys that an OpenAPI client's class does not have, required ones that are missing, and wrong plain types."""
-    from kubeflow.training import models as training_models
-
-    names = {json_name: name for name, json_name in model.attribute_map.items()}
-    try:
-        model(**{names[key]: item for key, item in value.items() if key in names})
-    except ValueError as error:
-        yield f"{where}: {error}"
-    for key, item in value.items():
-        if key not in names:
-            yield f"{where}: no such key {key}"
-            continue
-        wanted = model.openapi_types[names[key]]
-        plain = {"str": str, "int": int, "bool": bool}.get(wanted)
-        if plain is not None and (not isinstance(item, plain) or (plain is int and isinstance(item, bool))):
-            yield f"{where}.{key}: {item!r} is not {wanted}"
-        inner = getattr(training_models, wanted.removeprefix("dict(str, ").rstrip(")"), None)
-        if inner is not None:
-            for part in item.values() if wanted.startswith("dict") else [item]:
-                yield from _unknown(part, inner, f"{where}.{key}")

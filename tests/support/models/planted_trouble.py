@@ -1,6 +1,6 @@
 """Runs of a tiny Llama that go wrong, each in one way: when a warning came, and when the loss showed it.
 
-    python -m tests.support.models.planted_trouble [CASE ...] [--healthy SEEDS] [--trace STEPS]
+    python -m tests.support.models.planted_trouble [CASE ...] [--healthy SEEDS]
 
 Each token of 64 follows from the one before the last, which only attention can find; then trouble begins. Telemetry is
 measured in every step, so that what is counted is the figure's own lead. "The loss rose" at the first step from there
@@ -152,11 +152,10 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Warnings, losses and figures of one run."""
+    """Warnings and losses of one run."""
 
     warnings: list[tuple[int, EarlyWarning]]
     losses: list[float]
-    figures: list[dict[str, Any]]
 
     def rose(self, twin: "Outcome", begin: int) -> int | None:
         """Step at which the loss had risen; None if it did not. twin: the same run without the trouble."""
@@ -176,7 +175,7 @@ def run(world: distributed.World, case: Case, *, planted: bool, seed: int = 0) -
     overrides = ["optimizer.weight_decay=0", f"run.seed={seed}", f"batch.global_size={_SEQUENCES}", *case.overrides]
     resolved = resolve(world, stage=0, compute="fp32", micro=_SEQUENCES, overrides=overrides)
     section = resolved.config.optimizer
-    outcome = Outcome([], [], [])
+    outcome = Outcome([], [])
     with engine_of(world, resolved) as engine:
         telemetry = Telemetry(engine, probe=False)
         judge = EarlyWarnings(
@@ -205,7 +204,6 @@ def run(world: distributed.World, case: Case, *, planted: bool, seed: int = 0) -
             found += judge.after_step(health, applied=update.applied, warm=step > _WARM_UP)
             found += judge.after_telemetry(step, fields, warm=step > _WARM_UP)
             outcome.warnings.extend((step, warning) for warning in found)
-            outcome.figures.append({**fields, "norm": health.grad_norm, **health.metrics})
     return outcome
 
 
@@ -225,28 +223,10 @@ def alone() -> Iterator[distributed.World]:
     distributed.stop()
 
 
-def _traced(figures: dict[str, Any]) -> str:
-    signals = [row.get("signal", 0.0) for row in figures["adam"].values()]
-    most = {
-        "logit": max(row["logit"] for row in figures["attentions"].values()),
-        "entropy": min(row["entropy"] for row in figures["attentions"].values()),
-        "rms": max(row["rms"] for row in figures["adam"].values()),
-        "signal": max(signals),
-        "share": figures["embedding_share"],
-        "kurtosis": max(row["kurtosis"] for row in figures["channels"].values()),
-        "norm": figures["norm"],
-        "update": figures["update_ratio"],
-        **{name: figures[name] for name in ("router/entropy", "router/z_loss") if name in figures},
-    }
-    return "  ".join(f"{name} {value:.3g}" for name, value in most.items())
-
-
-def _print(name: str, outcome: Outcome, first: int, every: int) -> None:
+def _print(name: str, outcome: Outcome) -> None:
     print(f"{name}: loss {outcome.losses[-1]:.3f} at {len(outcome.losses)}")
     for step, warning in outcome.warnings:
         print(f"   {step}: {warning.signal} {warning.module} {warning.value:.3g}")
-    for step in range(first, len(outcome.figures), every or len(outcome.figures)):
-        print(f"   {step + 1}: loss {outcome.losses[step]:.3f}  {_traced(outcome.figures[step])}")
 
 
 def main() -> None:
@@ -254,12 +234,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="words of their names; all")
     parser.add_argument("--healthy", type=int, default=0, metavar="SEEDS", help="sound runs of so many seeds, too")
-    parser.add_argument("--trace", type=int, default=0, metavar="STEPS", help="print the figures every so many steps")
     options = parser.parse_args()
     with alone() as world:
         for seed in range(1, options.healthy + 1):
             case = Case("", steps=180)
-            _print(f"sound, seed {seed}", run(world, case, planted=False, seed=seed), 0, options.trace)
+            _print(f"sound, seed {seed}", run(world, case, planted=False, seed=seed))
         twins: dict[tuple[tuple[str, ...], int], Outcome] = {}
         for name, case in CASES.items():
             if options.cases and not any(word in name for word in options.cases):
@@ -267,9 +246,9 @@ def main() -> None:
             key = case.overrides, case.steps
             if key not in twins:
                 twins[key] = run(world, case, planted=False)
-                _print(f"sound twin {key}", twins[key], 0, options.trace)
+                _print(f"sound twin {key}", twins[key])
             outcome = run(world, case, planted=True)
-            _print(name, outcome, case.begin - 10, options.trace)
+            _print(name, outcome)
             rose, warned = outcome.rose(twins[key], case.begin), outcome.warned(case.expected, case.begin)
             print(f"=> {name} from {case.begin} on: {case.expected} warned at {warned}, the loss rose at {rose}")
 

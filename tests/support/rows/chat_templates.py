@@ -105,12 +105,6 @@ SHAPES: dict[str, Shape] = {
         + _HEADER_PROMPT,
         **_LLAMA3,
     ),
-    "llama 3, markers": Shape(
-        "{{ '<|begin_of_text|>' }}" + _LOOP + _HEADER + "{% if message['role'] == 'assistant' %}{% generation %}"
-        "{{ message['content'] | trim }}{% endgeneration %}{% else %}{{ message['content'] | trim }}{% endif %}"
-        "{{ '<|eot_id|>' }}{% endfor %}" + _HEADER_PROMPT,
-        **_LLAMA3,
-    ),
     "llama 2": Shape(
         "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
         "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
@@ -120,16 +114,6 @@ SHAPES: dict[str, Shape] = {
         other_end={"user": " [/INST]"},
         opening="<s>",
         special=("<s>",),
-        system=False,
-    ),
-    "mistral": Shape(
-        "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + '[/INST]' }}"
-        "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}",
-        {"user": "[INST] ", "assistant": " "},
-        "</s>",
-        other_end={"user": "[/INST]"},
-        opening="<s>",
-        special=("<s>", "[INST]", "[/INST]"),
         system=False,
     ),
     "gemma": Shape(
@@ -145,14 +129,6 @@ SHAPES: dict[str, Shape] = {
         strip=True,
         special=("<bos>", "<start_of_turn>", "<end_of_turn>"),
         system=False,
-    ),
-    "phi 3": Shape(
-        _LOOP + "{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
-        _roles("<|{}|>\n"),
-        "<|end|>",
-        "\n",
-        special=("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     ),
     "zephyr": Shape(
         _LOOP + "{{ '<|' + message['role'] + '|>\n' + message['content'] + eos_token + '\n' }}{% endfor %}"
@@ -173,15 +149,6 @@ SHAPES: dict[str, Shape] = {
         opening="<s>",
         special=("<s>",),
     ),
-    "vicuna": Shape(
-        _LOOP + "{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}"
-        "{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
-        "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}",
-        {"system": "", "user": "USER: ", "assistant": "ASSISTANT: "},
-        "</s>",
-        other_end={"system": " ", "user": " "},
-    ),
     "vicuna, no prompt to generate": Shape(
         _LOOP + "{% if message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
         "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}{% endfor %}",
@@ -189,16 +156,6 @@ SHAPES: dict[str, Shape] = {
         "</s>",
         other_end={"user": " "},
         system=False,
-    ),
-    "command r": Shape(
-        "{{ '<BOS>' }}" + _LOOP + "{% set who = {'user': '<|USER|>', 'assistant': '<|BOT|>', 'system': '<|SYSTEM|>'} %}"
-        "{{ '<|START|>' + who[message['role']] + message['content'] | trim + '<|END|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|START|><|BOT|>' }}{% endif %}",
-        {"system": "<|START|><|SYSTEM|>", "user": "<|START|><|USER|>", "assistant": "<|START|><|BOT|>"},
-        "<|END|>",
-        opening="<BOS>",
-        strip=True,
-        special=("<BOS>", "<|START|>", "<|END|>", "<|USER|>", "<|BOT|>", "<|SYSTEM|>"),
     ),
     "deepseek": Shape(
         "{{ '<s>' }}" + _LOOP + "{% if message['role'] == 'user' %}{{ 'User: ' + message['content'] + '\n\n' }}"
@@ -219,37 +176,6 @@ SHAPES: dict[str, Shape] = {
         {"user": "### User:\n", "assistant": "### Assistant:\n", "system": "### System:\n"},
         "\n\n",
         appended=True,
-    ),
-    "starling": Shape(
-        "{{ '<s>' }}" + _LOOP + "{{ 'GPT4 Correct ' + message['role'] | title + ': ' + message['content'] + "
-        "'<|end_of_turn|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'GPT4 Correct Assistant: ' }}{% endif %}",
-        _roles("GPT4 Correct {}: ", user="User", assistant="Assistant", system="System", tool="Tool"),
-        "<|end_of_turn|>",
-        opening="<s>",
-        special=("<s>", "<|end_of_turn|>"),
-    ),
-    "granite": Shape(
-        _LOOP
-        + "{{ '<|start_of_role|>' + message['role'] + '<|end_of_role|>' + message['content'] + eos_token + '\n' }}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}",
-        _roles("<|start_of_role|>{}<|end_of_role|>"),
-        "</s>",
-        "\n",
-        special=("<|start_of_role|>", "<|end_of_role|>"),
-    ),
-    "harmony": Shape(
-        _LOOP + "{% if message['role'] == 'assistant' %}"
-        "{{ '<|start|>assistant<|channel|>final<|message|>' + message['content'] + '<|end|>' }}{% else %}"
-        "{{ '<|start|>' + message['role'] + '<|message|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start|>assistant<|channel|>final<|message|>' }}{% endif %}",
-        {
-            "system": "<|start|>system<|message|>",
-            "user": "<|start|>user<|message|>",
-            "assistant": "<|start|>assistant<|channel|>final<|message|>",
-            "tool": "<|start|>tool<|message|>",
-        },
-        "<|end|>",
-        special=("<|start|>", "<|channel|>", "<|message|>", "<|end|>"),
     ),
     "falcon": Shape(
         _LOOP + "{% if not loop.first %}{{ '\n' }}{% endif %}"

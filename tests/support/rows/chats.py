@@ -86,9 +86,9 @@ def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: 
     return folder
 
 
-def write_teacher(folder: Path) -> None:
+def write_teacher(folder: Path, **sizes: int) -> None:
     """A base of other weights that decides as a trained one does: small ones give nearly equal probabilities."""
-    model = AutoModelForCausalLM.from_pretrained(write_base(folder, seed=1))
+    model = AutoModelForCausalLM.from_pretrained(write_base(folder, seed=1, **sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.dim() == 2 else 1)

@@ -1,6 +1,5 @@
 """Code run inside the processes of test_background.py."""
 
-import hashlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,21 +81,6 @@ def save_into_a_save(world: World, *, folder: str, background: bool) -> dict[str
         first, second = checkpoints.outcomes()
         assert isinstance(first, Saved) and isinstance(second, Saved)
         return {"there": there, "stalls": (first.stall_seconds, second.stall_seconds)}
-
-
-def same_bytes(world: World, *, folder: str, stage: int, compute: str) -> list[dict[str, str]]:
-    """SHA-256 by file of the same state, copied and written in the background, and written at once."""
-    with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
-        progress, _ = step(world, engine, Progress())
-        found = []
-        for background in (True, False):
-            path = Path(folder) / str(background)
-            Checkpoints(path, keep=Retention(1), identity={}, world=world, background=background).save(
-                engine, state_of(engine, progress)
-            )
-            files = sorted(file for file in path.rglob("*.pt"))
-            found.append({str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files})
-        return found
 
 
 def losses_and_what_stays(world: World, *, folder: str, losses: dict[int, float | None], keep: Retention) -> list[str]:

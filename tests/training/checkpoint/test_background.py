@@ -54,15 +54,6 @@ def test_where_nothing_is_copied_the_call_returns_with_the_checkpoint_on_disk(pa
         assert result["stalls"][0] > 0.4
 
 
-@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (3, "fp16")])
-def test_a_copy_is_written_with_the_same_bytes(pair, tmp_path, stage, compute):
-    for copied, at_once in pair.run(background_cases.same_bytes, folder=str(tmp_path), stage=stage, compute=compute):
-        assert len(copied) > 2
-        assert copied.keys() == at_once.keys()
-        differ = [name for name in copied if copied[name] != at_once[name]]
-        assert differ == []
-
-
 def test_a_copy_shares_what_was_shared_and_nothing_with_what_it_is_of():
     whole = torch.arange(12.0)
     state = {"a": whole[2:6].view(2, 2), "b": [whole, (whole[::3],)], "c": torch.zeros(0), "d": "text", "e": None}

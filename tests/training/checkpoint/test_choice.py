@@ -7,10 +7,9 @@ import pytest
 
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
-from tools.replay.repeat import newest_before
 from training.checkpoint import commit
-from training.checkpoint.choice import candidates, newest
-from training.checkpoint.manifest import MANIFEST, is_whole, read_manifest
+from training.checkpoint.choice import candidates
+from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.retention import Retention
 from training.checkpoint.seal import sealed
 
@@ -34,24 +33,6 @@ def found(pair, folder, resume="auto", **arguments):
     here, there = pair.run(checkpoint_cases.find, folder=str(folder), resume=resume, **arguments)
     assert here == there
     return here
-
-
-def test_only_whole_checkpoints_are_chosen(saved):
-    assert newest(saved).name == "step-3"
-    shard = next((saved / "step-3" / "deepspeed").glob("*optim_states.pt"))
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-1])
-    assert not is_whole(saved / "step-3")
-    assert newest(saved).name == "step-2"
-    shard.unlink()
-    assert newest(saved).name == "step-2"
-    shard.write_bytes(content)
-    assert newest(saved).name == "step-3"
-    (saved / "LATEST").unlink()
-    assert newest(saved).name == "step-3"
-    assert newest_before(saved, 3).name == "step-2"
-    (saved / "step-3" / MANIFEST).write_text("{")
-    assert newest(saved).name == "step-2"
 
 
 def test_what_resume_asks_for_is_what_is_loaded(pair, saved, tmp_path):

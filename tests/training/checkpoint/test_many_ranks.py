@@ -1,13 +1,11 @@
-"""Costs of a checkpoint by the number of ranks, counted in bytes, entries and files; and older manifests."""
+"""Costs of a checkpoint by the number of ranks, counted in files; and older manifests."""
 
-import json
 import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from lab.benchmark.ranks import manifest_of
 from tests.training.checkpoint import checkpoint_cases, many_ranks_cases
 from tests.training.checkpoint.test_tool import tool
 from training.checkpoint.manifest import MANIFEST, shares_of
@@ -28,21 +26,6 @@ def test_a_rank_touches_its_own_files_and_rank_0_looks_for_each_once(pair, tmp_p
         names = {Path(name).name for _, name in found["loading"]} - {MANIFEST, "state.json", *shared}
         assert len(names) == 2 + (stage == 3) and all(re.search(rf"rank[_-]{rank}\b|rank_{rank}_", n) for n in names)
         assert not [name for kind, name in found["loading"] if kind.startswith("os.")]
-
-
-def manifest_bytes(ranks: int, parameters: int) -> tuple[int, int]:
-    """Size of the lists of files and layouts, and what rank 0 received for them."""
-    manifest, received = manifest_of(ranks, parameters)
-    assert len(manifest["files"]) == 3 * ranks + 1 and len(manifest["layouts"]) == 4
-    return len(json.dumps(manifest)), received
-
-
-def test_a_manifest_grows_with_ranks_and_with_parameters_not_with_their_product():
-    sizes = {(n, p): manifest_bytes(n, p) for n in (64, 128) for p in (100, 700)}
-    for kind in (0, 1):
-        wider = [sizes[n, 700][kind] - sizes[n, 100][kind] for n in (64, 128)]
-        assert abs(wider[0] - wider[1]) <= 64  # a rank of one digit more
-    assert sizes[128, 700][0] < 128 * 1000 + 700 * 100
 
 
 def test_layouts_that_rank_0_has_not_are_sent_to_it_alone(pair):

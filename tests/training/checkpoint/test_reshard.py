@@ -11,7 +11,6 @@ from tests.support.jobs import launches
 from tests.support.models.small_run import changed_json
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
-from training.checkpoint.saved_parameters import Pieces
 from training.engine.tensors import as_text, checksum
 
 ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
@@ -206,21 +205,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused(pair, solo, tmp_path):
     (tmp_path / "deepspeed" / "mp_rank_00_model_states.pt").unlink()
     texts = pair.run(cases.refused, **arguments, layout=layout(3, "bf16"))
     assert texts[0] == texts[1] and "mp_rank_00_model_states.pt: is missing" in texts[0]
-
-
-def test_pieces_are_the_tensor_they_were_cut_from():
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        whole = torch.randn(int(torch.randint(1, 60, (1,), generator=generator)), generator=generator)
-        cuts = torch.randint(0, len(whole) + 1, (3,), generator=generator).sort().values.tolist()
-        padded = torch.cat([whole, torch.zeros(4)])
-        bounds = [0, *cuts, len(padded)]
-        pieces = Pieces([padded[a:b] for a, b in zip(bounds, bounds[1:], strict=False)], len(whole))
-        start = int(torch.randint(0, len(whole), (1,), generator=generator))
-        length = int(torch.randint(0, len(whole) - start + 1, (1,), generator=generator))
-        assert torch.equal(pieces.slice(start, length), whole[start : start + length])
-        with pytest.raises(ValueError, match="were asked for"):
-            pieces.slice(start, len(whole) - start + 1)
 
 
 def test_the_checksum_knows_no_cuts_but_every_value_and_its_place():

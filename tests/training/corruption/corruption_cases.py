@@ -1,10 +1,7 @@
 """Code run inside the processes of test_corruption.py: a few steps of a small run into which a bit is flipped."""
 
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,42 +62,3 @@ def broken_job(world: World, *, folder: str, overrides: list[str]) -> dict[str, 
         console = [describe_event(event) for event in read_events(run / "events.jsonl")]
     saved = sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
     return {**found, "report": report, "described": console, "saved": saved}
-
-
-def cost_of_checks(world: World, *, overrides: Sequence[str], repeats: int = 20) -> dict[str, float]:
-    """[CPU seconds] Medians of what the checks add to a healthy step of the same model, and of the step."""
-    shape = (
-        "model.config={hidden_size: 512, intermediate_size: 1408, num_hidden_layers: 4, num_attention_heads: 8, "
-        "num_key_value_heads: 8, tie_word_embeddings: true}"
-    )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        parts_of(world, Path(folder), overrides=(shape, *overrides), stage=2, compute="bf16", micro=2) as parts,
-    ):
-        assert parts.checks is not None
-        spent: dict[str, list[float]] = {"numbers": [], "before_update": [], "after_update": []}
-        for name, times in spent.items():
-            setattr(parts.checks, name, _timed(getattr(parts.checks, name), times))
-        own, progress = parts.batches.next_step, Progress()
-
-        def longer() -> Any:
-            batch = own()
-            return replace(batch, input_ids=batch.input_ids.repeat(1, 1, 32), labels=batch.labels.repeat(1, 1, 32))
-
-        parts.batches.next_step = longer  # type: ignore[method-assign]
-        steps: list[float] = []
-        for _ in range(repeats):
-            before = time.process_time()
-            progress, _, _ = train_step(parts, progress)
-            steps.append(time.process_time() - before)
-    return {name: statistics.median(times[2:]) for name, times in {**spent, "step": steps}.items()}
-
-
-def _timed(function: Any, times: list[float]) -> Any:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        before = time.process_time()
-        result = function(*args, **kwargs)
-        times.append(time.process_time() - before)
-        return result
-
-    return timed

@@ -3,7 +3,6 @@
 import math
 import random
 import socket
-import struct
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -32,28 +31,19 @@ def fault(place: str, bit: int, *, step: int, rank: int = 1, module: str = cases
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_the_sum_of_bits_is_that_of_words_of_64_bits_and_changes_with_any_bit(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    size = torch.empty(0, dtype=dtype).element_size()
+def test_the_sum_of_bits_changes_with_any_bit(dtype: torch.dtype) -> None:
+    """Also in values that do not begin or end where a word of 64 bits does."""
+    storage = torch.randint(-(1 << 62), 1 << 62, (80,), generator=torch.Generator().manual_seed(3)).view(dtype)
+    bits = 8 * storage.element_size()
     for offset, length in ((0, 64), (1, 63), (3, 6), (2, 1)):
-        storage = torch.randint(-(1 << 62), 1 << 62, (80,), generator=generator).view(dtype)
         values = storage[offset : offset + length]
-        head = min(-offset % (8 // size), length)
-        raw = values.view(torch.int8).numpy().tobytes()
-        whole = (length - head) // (8 // size) * (8 // size)
-        single = {2: "h", 4: "i", 8: "q"}[size]
-        body = raw[head * size : (head + whole) * size]
-        rest = raw[: head * size] + raw[(head + whole) * size :]
-        expected = sum(struct.unpack(f"<{len(body) // 8}q", body)) + sum(
-            struct.unpack(f"<{len(rest) // size}{single}", rest)
-        )
-        assert (int(bit_sum(values)) - expected) % 2**64 == 0
         sums = {int(bit_sum(values))}
-        for bit in range(8 * size):
-            flip_bit(values, length - 1, bit)
-            sums.add(int(bit_sum(values)))
-            flip_bit(values, length - 1, bit)
-        assert len(sums) == 8 * size + 1
+        for place in (0, length - 1):
+            for bit in range(bits):
+                flip_bit(values, place, bit)
+                sums.add(int(bit_sum(values)))
+                flip_bit(values, place, bit)
+        assert len(sums) >= bits + 1
 
 
 def test_torchs_update_is_within_the_bounds_and_flips_of_almost_all_bits_are_not() -> None:
@@ -225,7 +215,7 @@ def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: Process
 
 @pytest.mark.slow
 def test_the_figures_of_the_page(pair: ProcessGroup) -> None:
-    """Figures of docs/corruption.md: flips found by place and bit, steps until found, and cost; -s prints them."""
+    """Figures of docs/corruption.md: flips found by place and bit, steps until found; -s prints them."""
     bits = {"weight": range(16), "gradient": range(16), "activation": range(16), "collective": range(0, 32, 2)}
     layer = "model.layers.0.mlp.down_proj"
     for stage, (place, tried) in [(stage, item) for stage in (2, 3) for item in bits.items()]:
@@ -251,5 +241,3 @@ def test_the_figures_of_the_page(pair: ProcessGroup) -> None:
     found = pair.run(cases.trained, stage=0, compute="fp32", overrides=on, steps=40)[0]
     print("ZeRO-0, one in 16 steps: found at", [event["step"] for event in found["corruption"]])
     assert len(found["corruption"]) == 1
-    for on in (("guard.replica_checks=1",), ("guard.replica_checks=100",), ("guard.update_checks=4096",)):
-        print(on, pair.run(cases.cost_of_checks, overrides=on)[0])

@@ -156,19 +156,6 @@ def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(
         assert max(found["masters"], found["experts"]) < RULE_BOUNDS["muon"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "lamb"])
-@pytest.mark.parametrize(("compute", "stage"), [("bf16", 1), ("fp16", 2), ("bf16", 3)])
-def test_such_an_optimizer_in_16_bits(pair: ProcessGroup, name: str, compute: str, stage: int) -> None:
-    """Tokens take all experts: a 16-bit router may otherwise choose others than FP32's."""
-    given = [f"optimizer.name={name}", "model.config.num_experts_per_tok=4"]
-    for found in pair.run(
-        expert_cases.against_one_rank, stage=stage, compute=compute, kind="qwen3_moe", overrides=given
-    ):
-        assert found["numbers"] < 1e-2
-        assert max(found["masters"], found["experts"]) < CLOSE[compute]
-
-
 def test_an_expert_is_orthogonalized_where_it_is(pair: ProcessGroup) -> None:
     for dense, experts in pair.run(expert_cases.sent_elsewhere):
         assert dense > 0

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from precision.findings import Finding
-from precision.manifest import load_manifest
-from precision.regions import Regions
-from tests.support.models.small_models import small_model
 from tests.training import reaction_cases
 from tests.training.engine import engine_cases, fp8_cases
 from tests.training.engine.test_engine import difference
-from training.promotions import Promotions, promotable, promote
 
 RULES = [{"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "test"}]
 
@@ -104,15 +99,3 @@ def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
     assert "times as far from FP8's definition as rounding explains" in found["asked, wrong"]
     assert found["auto, wrong"].startswith("precision.fp8.kernel = auto: emulated on every rank, because of rank 1")
     assert found["then"] == "emulate"
-
-
-def test_a_module_is_promoted_to_bf16_and_only_then_further(manifest):
-    regions, promotions = Regions(small_model("llama"), load_manifest(manifest)), Promotions()
-    name = "model.layers.1.mlp.down_proj"
-    causes = [(0, Finding(name, "output", "nan", 1, 1.0, "float32", 0))]
-    for step, expected in ((1, "bf16"), (2, "fp32")):
-        modules, to = promotable(regions, causes, to="fp32")
-        assert (modules, to) == ([name], expected)
-        promote(regions, promotions, modules, to=to, step=step)
-    assert promotable(regions, causes, to="fp32")[0] == []
-    assert promotions.by_step == {1: {name: "fp8"}, 2: {name: "bf16"}}

@@ -66,33 +66,12 @@ def test_that_a_models_own_loss_is_not_trained_is_said(solo):
     assert result["metrics"] == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "own", "instead"),
-    [
-        (
-            "jetmoe",
-            {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8},
-            "(aux_loss_coef = 0.01) is not trained",
-            "set model.balance_loss to train one",
-        ),
-        (
-            "dbrx",
-            {
-                "d_model": 16,
-                "n_heads": 2,
-                "attn_config": {"rope_theta": 1e4},  # the default config of transformers 5.23 lacks it
-                "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 2},
-            },
-            "(ffn_config.moe_loss_weight = 0.01) is not trained",
-            "model.balance_loss is not supported for model dbrx either: no router was seen to",
-        ),
-    ],
-)
-def test_that_a_loss_under_another_name_is_not_trained_is_said(name, shape, own, instead):
-    config = AutoConfig.for_model(name, vocab_size=16, num_hidden_layers=1, **shape)
+def test_that_a_loss_under_another_name_is_not_trained_is_said():
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8}
+    config = AutoConfig.for_model("jetmoe", vocab_size=16, num_hidden_layers=1, **shape)
     model = AutoModelForCausalLM.from_config(config)
-    [note] = untrained_balance(model, ModelSection(architecture=name))
-    assert own in note and instead in note
+    [note] = untrained_balance(model, ModelSection(architecture="jetmoe"))
+    assert "(aux_loss_coef = 0.01) is not trained" in note and "set model.balance_loss to train one" in note
 
 
 def test_a_router_counts_once():

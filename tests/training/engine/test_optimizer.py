@@ -1,7 +1,6 @@
 """The table of optimizers, its files, and what a start brings along for optimizers that Mantissa does not have."""
 
 import math
-import re
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -29,15 +28,6 @@ def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
     for spec in OPTIMIZERS.values():
         assert set(spec.settings) <= {item.name for item in fields(OptimizerSection)}
         assert spec.momentum is None or spec.momentum in spec.states
-
-
-def test_only_the_table_names_what_an_optimizer_keeps() -> None:
-    """A second optimizer comes without a search for the first one's state."""
-    names = re.compile(rf"\b({'|'.join(name for spec in OPTIMIZERS.values() for name in spec.states)})\b")
-    folders = ("config", "data", "launch", "modeling", "precision", "tracking", "training")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    found = [str(path.relative_to(ROOT)) for path in files if names.search(path.read_text(encoding="utf-8"))]
-    assert found == ["config/optimizers.py"]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -161,21 +151,6 @@ def test_muon_moves_each_expert_of_a_fused_tensor_by_its_own_matrix(pair: Any, s
     for result in pair.run(optimizer_cases.sharded_steps, **options):
         assert result["skipped_unchanged"]
         assert result["error"] < 1e-4, result
-
-
-def test_the_rule_of_fused_experts_is_that_of_their_matrices() -> None:
-    """A tensor of three experts is updated as three matrices are."""
-    generator, section = torch.Generator().manual_seed(3), OptimizerSection(name="muon")
-    master, gradient, average = (torch.randn(3, 6, 10, generator=generator) for _ in range(3))
-
-    def updated(*tensors: torch.Tensor) -> torch.Tensor:
-        given = UpdateInputs(
-            *tensors[:2], [tensors[2]], section=section, weight_decay=0.1, lr=0.01, step=1, matrix=True
-        )
-        return muon.update(given)
-
-    each = [updated(*of_one) for of_one in zip(master, gradient, average, strict=True)]
-    assert torch.equal(updated(master, gradient, average), torch.stack(each))
 
 
 @pytest.mark.parametrize(

@@ -56,17 +56,6 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         assert found["norm"] > 0.2, "clipping would do nothing"
 
 
-@pytest.mark.one_in(16)
-@pytest.mark.parametrize("kind", sorted(tensor_cases.MEASURED))
-def test_every_kind_of_model_takes_a_manifest(pair: ProcessGroup, tmp_path: Path, kind: str) -> None:
-    rules = [{"match": "*.1.*", "compute": "fp16", "reason": "a test"}]
-    path = tmp_path / "manifest.json"
-    path.write_text(json.dumps({"default": "bf16", "rules": rules}), encoding="utf-8")
-    for found in pair.run(tensor_cases.against_one_rank, stage=2, kind=kind, manifest=str(path)):
-        assert found["regions"] == found["regions of one rank"]
-        assert max(found["numbers"], found["masters"]) < CLOSE["bf16"]
-
-
 MANIFEST = {
     "default": "bf16",
     "rules": [

@@ -1,15 +1,12 @@
 """A rank's own work is added up over its forward passes, and listed rank by rank only where there are few."""
 
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from config.cli import REPOSITORY
 from data.text.prepare import prepare
 from tests.support.jobs.process_group import ProcessGroup
 from tests.training.checkpoint import resume_cases
@@ -29,18 +26,6 @@ def test_what_runs_inside_is_added_up_and_taken_once() -> None:
     assert work.take() == 0.0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_it_is_that_of_the_step_before() -> None:
-    device = torch.device("cuda")
-    work, matrix = WorkTime(device), torch.randn(4096, 4096, device=device)
-    for _ in range(3):
-        with work.measured():
-            matrix = torch.nn.functional.normalize(matrix @ matrix)
-        seconds = work.take()
-        torch.cuda.synchronize()
-    assert 0 < seconds < 1
-
-
 @pytest.mark.parametrize("ranks", [1, 2, RANKS_LISTED, RANKS_LISTED + 1, 1024])
 def test_readers_find_the_slowest_rank_however_many_there_are(ranks: int) -> None:
     values = [float((7 * rank) % ranks) for rank in range(ranks)]
@@ -49,25 +34,6 @@ def test_readers_find_the_slowest_rank_however_many_there_are(ranks: int) -> Non
     assert found is not None and values[found.rank] == found.most == max(values)
     assert (found.least, found.median) == (min(values), statistics.median(values))
     assert len(found.all) == (ranks if ranks <= RANKS_LISTED else 0)
-
-
-FAT = """
-import subprocess, sys
-held = b"1" * (3 * 2**29)
-subprocess.run([sys.executable, "-c", sys.argv[1]], check=True)
-"""
-LEAN = """
-import torch
-from training.engine.work_time import peak_memory_bytes
-print(peak_memory_bytes(torch.device("cpu")))
-"""
-
-
-@pytest.mark.slow
-def test_what_started_a_process_is_not_in_its_peak() -> None:
-    command = [sys.executable, "-c", FAT, LEAN]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    assert 2**26 < int(done.stdout) < 2**30
 
 
 def _peaks(world: World, *, folder: str) -> tuple[int, int]:

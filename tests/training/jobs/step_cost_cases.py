@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from config.cli import REPOSITORY
 from data.batches.loader import Batch
-from lab.benchmark import overhead
 from lab.benchmark.overhead import bare_step
 from precision import half_on_cpu
-from precision.guard import Verdict
 from tests.support.models.small_run import batch_of, engine_of, resolve
 from tests.training.checkpoint.checkpoint_cases import RandomBatches
 from tracking.jsonl import JsonlSink
@@ -32,7 +30,6 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.corruption.checks import Checks
 from training.distributed import World
-from training.loop import save_now
 from training.parts import Parts
 from training.progress import Progress
 from training.step import train_step
@@ -219,70 +216,6 @@ def lines_of_a_step(world: World, *, layers: int, stage: int, before: int) -> in
     return lines.total()
 
 
-def calls_beside_the_model(world: World, *, layers: int) -> tuple[int, int]:
-    """On the manifest path, of a step after three others: how many regions, and how many of Mantissa's functions run.
-
-    Those of the forward and backward passes are left out: every region has a forward of its own there.
-    """
-    calls, passing = 0, False
-
-    def watch_passes(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal passing
-        passing = event != "return"
-        return watch_passes
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal calls
-        code = frame.f_code
-        if code.co_name == "forward_backward":
-            return watch_passes(frame, event, argument)
-        calls += not passing and code.co_filename.startswith(_OURS) and not code.co_name.startswith("<")
-        return None
-
-    manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
-    overrides = (layers_of(layers), "precision.path=manifest", manifest)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        parts_of(world, Path(folder), overrides=overrides, stage=2, compute="fp32") as parts,
-    ):
-        progress = Progress()
-        for _ in range(3):
-            progress, _, _ = train_step(parts, progress)
-        sys.settrace(trace)
-        try:
-            train_step(parts, progress)
-        finally:
-            sys.settrace(None)
-        assert parts.engine.regions is not None
-        return len(parts.engine.regions.dtypes), calls
-
-
-def step_events(world: World, *, after: int) -> list[str]:
-    """The lines of the event file that three steps leave behind `after` others; none but on rank 0."""
-    with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), stage=2, compute="bf16") as parts:
-        progress = Progress(step=after, applied=after, tokens=after * 2**22, position=after)
-        for _ in range(3):
-            progress, judgement, _ = train_step(parts, progress)
-            assert judgement.verdict is Verdict.STEP
-        events = Path(folder) / "events.jsonl"
-        return events.read_text().splitlines() if world.is_main else []
-
-
-def files_of_checkpoints(world: World, *, folder: str, at: Sequence[int]) -> list[dict[str, int]]:
-    """Bytes of each file of the checkpoints after so many steps; the guard looks back 16 steps."""
-    found = []
-    with parts_of(world, Path(folder), overrides=("guard.spike_window=16",), stage=2, compute="fp16") as parts:
-        progress = Progress()
-        while progress.step < max(at):
-            progress, _, _ = train_step(parts, progress)
-            if progress.step in at:
-                assert save_now(parts, progress) is None
-                saved = Path(folder) / f"step-{progress.step}"
-                files = [path for path in saved.rglob("*") if path.is_file()] if world.is_main else []
-                found.append({str(path.relative_to(saved)): path.stat().st_size for path in files})
-    return found
-
-
 def files_of_a_step(world: World) -> tuple[int, int]:
     """Lines that 20 steps append to the event file, and how often anything was forced to the disk meanwhile."""
     forced = 0
@@ -308,13 +241,3 @@ def files_of_a_step(world: World) -> tuple[int, int]:
 
 def _lines(path: Path) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
-
-
-def overhead_rows(world: World) -> list[dict[str, Any]]:
-    """Two rows of the benchmark of overhead by stage on the smallest model."""
-    rows = []
-    for _ in range(2):
-        resolved = overhead.resolve_llama(["--config", f"{REPOSITORY}/config/recipes/demo.yaml"], 1e5)
-        with overhead.llama_parts(resolved, world) as parts:
-            rows.append(overhead.time_stages(parts, pairs=2, steps=2))
-    return rows

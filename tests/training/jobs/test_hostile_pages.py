@@ -1,4 +1,4 @@
-"""The Markdown pages and figures of the tools show names, reasons and commands as text."""
+"""The Markdown pages of parity and of an export show names, reasons and commands as text."""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +7,10 @@ import pytest
 from markdown_it import MarkdownIt
 
 from config.printable import line
-from lab.envelope.plot import draw_envelope, envelope_page
-from tests.lab.envelope.test_report import RATES, ROWS
-from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
+from tests.support.runs.hostile import HOSTILE, OBEYED
 from tests.tools.parity.test_report import check, found
-from tools.analyze.plot import plain
 from tools.export_hf.card import model_card
 from tools.parity.report import write_report
-from tracking.pages.markdown import Table, text
-from tracking.profile.page import merge_blocks
 
 SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
 
@@ -51,14 +46,6 @@ def test_the_page_of_parity_is_text(said: str, tmp_path: Path) -> None:
 
 
 @SAID
-def test_the_page_of_an_envelope_is_text(said: str, tmp_path: Path) -> None:
-    rows = [{**row, "tried": [{**item, "why": item["why"] and said} for item in row["tried"]]} for row in ROWS]
-    page = envelope_page(rows, RATES, {"model": said, "command": said}, "meaning", picture="envelope.png")
-    assert _text_of(page, images=1).count(_words(said)) >= 3
-    draw_envelope(ROWS[:1], RATES, tmp_path / "envelope.png", title=said)
-
-
-@SAID
 def test_a_model_card_is_text(said: str) -> None:
     parity = {"lines": [], "differences": [said], "checks": []}
     facts: dict[str, Any] = {
@@ -83,21 +70,3 @@ def test_a_model_card_is_text(said: str) -> None:
     front, _, rest = card.removeprefix("---\n").partition("\n---\n")
     assert front.count("\n") == 3
     assert _text_of(rest).count(_words(said)) >= 7
-
-
-@SAID
-def test_the_names_of_modules_and_trials_are_text(said: str) -> None:
-    (merged,) = merge_blocks([{"module": said, "seconds": 1.0}])
-    table = Table(("what", "module"), [(text(said), text(said))]).padded()
-    assert _text_of(f"{merged['modules']}\n\n{table}\n").count(_words(said)) == 3
-
-
-def test_a_figure_takes_no_word_for_mathematics() -> None:
-    assert plain("$a$\n\x1b[1m") == r"\$a\$ \x1b[1m"
-
-
-def test_a_page_shows_no_secret(tmp_path: Path) -> None:
-    content = found()
-    content["conditions"] |= {"hypothesis": SECRETS["github"], "command": f"x run.hypothesis={SECRETS['openai']}"}
-    page = write_report(tmp_path, content).read_text()
-    assert SECRETS["github"] not in page and SECRETS["openai"] not in page

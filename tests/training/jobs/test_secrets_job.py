@@ -4,11 +4,9 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
-
 from config import yaml_text
 from tests.support.jobs.launches import command, events, finish
-from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
+from tests.support.runs.hostile import SECRETS
 from tests.support.servers import wandb_files
 from tracking.report.command import main as report
 
@@ -58,21 +56,3 @@ def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_on
     for secret in (KEY, SECRETS["hugging face"], SECRETS["aws"], "hunter2hunter2"):
         assert [path for path in files if secret.encode() in path.read_bytes()] == []
         assert secret not in output + more
-
-
-@pytest.mark.slow
-def test_a_run_whose_names_are_markup_ends_well_and_prints_them_as_text(tmp_path: Path) -> None:
-    (tmp_path / "runs[").mkdir()
-    name, said = "a <b>x | `c` $d$ [e] :smile: 'q'", "\n".join(HOSTILE.values())
-    overrides = [f"run.dir={tmp_path}/runs[/x]", f"run.hypothesis={json.dumps(said)}", "tracking.wandb=offline"]
-    output = finish(command("python", tmp_path, "x", f"run.name={json.dumps(name)}", *overrides))
-    assert not OBEYED.search(output.replace("\n", "")) and "switched off" not in output
-    assert f"{name}: done" in output
-    run = tmp_path / "runs[" / "x]" / name
-    assert (run / "report.md").is_file()
-    assert yaml_text.parse((run / "config.yaml").read_text())["run"]["hypothesis"] == said
-    kept = wandb_files.config(run / "wandb")
-    assert (
-        kept["run"]["name"] == name
-        and [row["step"] for row in wandb_files.rows(run / "wandb") if "train/loss" in row][-1] == 6
-    )

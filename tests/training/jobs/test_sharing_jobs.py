@@ -117,15 +117,6 @@ def test_an_export_has_all_of_it_and_starts_another_run(jobs: Jobs, tmp_path: Pa
         assert shared == pytest.approx(single, rel=2e-2)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@only("tensor")
-def test_an_export_has_whole_tensors_at_every_stage(jobs: Jobs, tmp_path: Path, stage: int) -> None:
-    given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "evaluate.every_steps=0"]
-    jobs.run(f"one{stage}", *given, ranks=1)
-    jobs.run(f"two{stage}", *given, TENSOR, ranks=2)
-    jobs.assert_equal_exports(f"one{stage}", f"two{stage}", tmp_path)
-
-
 @pytest.mark.parametrize("name", ["muon", "lamb"])
 def test_an_optimizer_of_whole_parameters_resumes_on_another_layout_and_is_exported(tmp_path: Path, name: str) -> None:
     jobs, given = Jobs(tmp_path, "expert"), (f"optimizer.name={name}", "optimizer.learning_rate=0.005")

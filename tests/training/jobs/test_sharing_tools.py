@@ -91,32 +91,6 @@ def test_the_table_has_every_tool_that_could_refuse():
 
 
 OF = {"expert": [f"model={{architecture: mixtral, config: {json.dumps(MIXTURE)}}}"]}
-TIMINGS = {
-    "overhead --pairs 2 --by-stage": "   parameters  tensors  bare, ms",
-    "telemetry --pairs 2 --every 1000000": "2 pairs of steps without and with telemetry",
-    "save --saves 1": "checkpoint.background=always",
-}
-"""Arguments of a timing to what it prints; a bound that a few steps cannot be sure of may fail."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("timing", TIMINGS)
-def test_a_timing_of_ranks_that_share(timing, key, tmp_path):
-    name, *options = timing.split()
-    given = [*SMALL, *OF.get(key, []), f"data.cache_dir={tmp_path}/cache", f"run.dir={tmp_path}", "generate.tokens=0"]
-    given += ["schedule.warmup_steps=2", "tracking.wandb=disabled", "batch.global_size=8", f"parallel.{key}=2"]
-    said = finish(["python", "-m", f"lab.benchmark.{name}", *DEMO, *options, *given], ranks=2)
-    assert TIMINGS[timing] in said
-
-
-@pytest.mark.slow
-def test_mantissa_and_a_plain_loop_share_matrices_in_one_process(tmp_path):
-    given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "tracking.wandb=disabled", "schedule.warmup_steps=2"]
-    recipe = ["--config", str(REPOSITORY / "config/recipes/benchmark.yaml"), "--pairs", "2", "parallel.tensor=2"]
-    said = finish(["python", "-m", "lab.benchmark.overhead", *recipe, *given], ranks=2)
-    [distance] = re.findall(r"^losses +(\S+) apart at most", said, flags=re.MULTILINE)
-    assert float(distance) < 1e-6
 
 
 @pytest.mark.slow

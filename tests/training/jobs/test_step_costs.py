@@ -46,13 +46,5 @@ def test_bookkeeping_does_not_grow_with_the_model_or_the_run(pair: ProcessGroup)
     assert min(small) > 50, "lines were counted"
 
 
-def test_bookkeeping_does_not_grow_with_the_regions_of_a_manifest(pair: ProcessGroup) -> None:
-    (few, small), (many, large) = (
-        pair.run(step_cost_cases.calls_beside_the_model, layers=layers)[0] for layers in (1, 6)
-    )
-    assert many > few + 40
-    assert small == large > 20
-
-
 def test_a_step_writes_one_line_and_forces_nothing_to_the_disk(pair: ProcessGroup) -> None:
     assert pair.run(step_cost_cases.files_of_a_step) == [(20, 0), (0, 0)]

@@ -176,16 +176,6 @@ def test_a_replay_says_which_step_came_out_differently(folder, finished):
     assert "recorded: grad_norm" in output and "not reproduced" in output
 
 
-@pytest.mark.slow
-def test_a_cut_of_the_learning_rate_lasts_as_long_as_configured(folder, unbroken):
-    overrides = ["faults=[{kind: nan_gradient, step: 3}]", "guard.reactions=[cut_lr]", "guard.cut_lr_steps=2"]
-    finish(command("python", folder, "cut", *overrides))
-    applied = [event for event in events(folder, "cut", "step") if event["applied"]]
-    scheduled = [event["lr"] for event in unbroken]
-    factors = [event["lr"] / rate for event, rate in zip(applied, scheduled, strict=False)]
-    assert factors == pytest.approx([1, 1, 0.5, 0.5, 1])
-
-
 def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
     manifest = folder / "mixed.json"
     rule = {"match": "*.layers.1.mlp.up_proj", "compute": "bf16", "reason": "a test"}
@@ -259,29 +249,6 @@ def test_an_overflow_at_the_smallest_scale_is_a_verdict_with_a_diagnosis(folder)
     blamed = [event["module"] for event in events(folder, "smallest", "nonfinite")]
     assert blamed == ["model.embed_tokens.weight"] * 2
     assert (folder / "runs" / "smallest" / "checkpoints" / "step-3" / "state.json").is_file()
-
-
-@pytest.mark.slow
-def test_an_overflow_that_persists_falls_back_by_itself(folder):
-    manifest = folder / "fp16.json"
-    manifest.write_text(json.dumps({"default": "fp16", "rules": []}))
-    module = "model.layers.0.mlp.up_proj"
-    faults = [f"{{kind: inf_gradient, step: {step}, module: {module}}}" for step in (2, 3)]
-    overrides = ["precision.path=manifest", f"precision.manifest={manifest}", f"faults=[{', '.join(faults)}]"]
-    plan = ["guard.reactions=[skip, promote, abort]", "guard.max_consecutive_skips=2", "guard.promote_to=bf16"]
-    finish(command("python", folder, "fell_back", *overrides, *plan))
-    incident = events(folder, "fell_back", "incident")
-    assert [(event["verdict"], event["step"], event["modules"]) for event in incident] == [("PROMOTE", 3, [module])]
-    assert [event["applied"] for event in events(folder, "fell_back", "step")] == [True, False, False, True, True, True]
-
-
-@pytest.mark.slow
-def test_a_spike_is_skipped_when_asked_for(folder):
-    overrides = ["faults=[{kind: loss_spike, step: 18}]", "guard.spike_sigmas=20", "guard.spike_window=16"]
-    finish(command("python", folder, "spiked", "run.steps=20", *overrides))
-    refused = [event["step"] for event in events(folder, "spiked", "step") if not event["applied"]]
-    assert refused == [18]
-    assert "robust standard deviations" in events(folder, "spiked", "incident")[0]["reason"]
 
 
 @pytest.mark.parametrize(

@@ -92,26 +92,6 @@ def unwritable(world: World, *, folder: str) -> dict[str, Any]:
     return profiled(world, folder=folder)
 
 
-def cost_of_nobody(world: World) -> float:
-    """Seconds that `watching` adds to a step of a run without spans and profile."""
-    from unittest.mock import sentinel
-
-    from training.parts import Parts
-    from training.progress import Progress
-
-    named = ("resolved", "engine", "batches", "guard", "promotions", "checkpoints", "record", "warnings", "first_step")
-    parts = Parts(**dict.fromkeys(named, sentinel.unused))
-    progress, rounds = Progress(), 20_000
-    best = float("inf")
-    for _ in range(5):  # the machine may be busy with something else
-        started = time.perf_counter()
-        for _ in range(rounds):
-            with parts.watching(progress):
-                pass
-        best = min(best, (time.perf_counter() - started) / rounds)
-    return best
-
-
 def _step(engine: Engine, batches: Repeated, watch: Callable[[int], Any], step: int) -> float:
     """Seconds of one step, without what the profiler does before and after it."""
     gc.collect()

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks import sft_cases
-from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
@@ -149,13 +148,6 @@ def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> 
     return trained_plainly(model, recorded, backward)
 
 
-def largest_gap(world: World, *, folder: Path, count: int, **options: Any) -> float:
-    """The largest distance of the bound over this many sound steps, which are applied."""
-    with session(resolve(folder, **options), world=world) as opened:
-        found = [sft_cases.step(opened)["metrics"]["gap/of_bound"] for _ in range(count)]
-        return max(found)
-
-
 def examples(world: World, *, folder: Path) -> list[str]:
     """The answers that two evaluations show, and a third reading, which is empty."""
     with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
@@ -185,11 +177,6 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
-def refused(world: World, *, folder: Path, **options: Any) -> str:
-    """Why the session does not open."""
-    return why_refused(resolve(folder, **options), world)
-
-
 def _never_synced(opened: Session) -> None:
     sampler = opened.answers.sampler
     sampler.receive = lambda weights: [None for _ in weights]
@@ -212,35 +199,6 @@ def _stale_head(opened: Session) -> None:
 def _other_temperature(opened: Session) -> None:
     sampler: Any = opened.answers.sampler
     sampler._section = replace(sampler._section, temperature=0.7 * sampler._section.temperature)
-
-
-def _nucleus(opened: Session) -> None:
-    """A sampler that draws from the likeliest tokens that have 0.9, and reports their renormalised probabilities."""
-    original = torch.log_softmax
-
-    def cut(values: torch.Tensor, dim: int) -> torch.Tensor:
-        found = original(values, dim)
-        ordered, order = found.exp().sort(descending=True)
-        kept = torch.zeros_like(found, dtype=torch.bool).scatter(-1, order, ordered.cumsum(-1) - ordered < 0.9)
-        return original(found.masked_fill(~kept, -torch.inf), dim)
-
-    from training.rollouts import transformers_sampler
-
-    class Torch:
-        def __getattr__(self, name: str) -> Any:
-            return cut if name == "log_softmax" else getattr(torch, name)
-
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-
-    def patched(requests: Any) -> Any:
-        transformers_sampler.torch = Torch()  # type: ignore[assignment]
-        try:
-            return drawn(requests)
-        finally:
-            transformers_sampler.torch = torch
-
-    sampler._drawn = patched
 
 
 def _adapter_never_delivered(opened: Session) -> None:
@@ -267,7 +225,6 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "one tensor not synced": _one_left_out,
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
-    "top-p on one side": _nucleus,
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
     "off by one": _shifted_by_one,

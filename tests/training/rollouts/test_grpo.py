@@ -1,8 +1,6 @@
 """Steps on sampled answers equal plain torch on the recorded ones, and a sampler that is not the trainer is found."""
 
-import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +92,6 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(solo: ProcessGroup, 
     assert found["metrics"]["reward/none"] == 0 and found["metrics"]["reward/mean"] > 0
 
 
-def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
-    shutil.copytree(folder / "teacher", foreign := folder / "foreign")
-    vocabulary = json.loads((foreign / "tokenizer.json").read_text(encoding="utf-8"))
-    ids = vocabulary["model"]["vocab"]
-    ids["a"], ids["b"] = ids["b"], ids["a"]
-    (foreign / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
-    given = ("task=opd", f"distill={{teacher: {foreign}}}")
-    [said] = solo.run(cases.refused, folder=folder, overrides=given)
-    assert "its tokenizer is not that of the data" in said and "\n" not in said
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_each_algorithm_equals_plain_torch(solo: ProcessGroup, folder: Path, algorithm: str) -> None:
     given = (f"grpo.algorithm={algorithm}", "grpo.updates=2", "grpo.correction=truncate")
@@ -149,13 +136,17 @@ def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: P
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
-    "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
+    "dropout in the old log-probs": (
+        "model.config={attention_dropout: 0.3}",
+        "precision.loss_scale.initial=256",
+        *LORA,
+    ),
 }
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("fault", ["", "temperature on one side", "top-p on one side", *OTHERS])
+@pytest.mark.parametrize("fault", ["", "temperature on one side", *OTHERS])
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
     given = {"overrides": OTHERS.get(fault, ())}
     found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
@@ -163,14 +154,6 @@ def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: s
         assert (step["metrics"]["gap/of_bound"] > 1) == bool(fault), step["metrics"]
         assert step["verdict"] == ("SKIP" if fault else "STEP")
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-def test_two_hundred_sound_steps_raise_no_alarm(solo: ProcessGroup, folder: Path, compute: str) -> None:
-    given = ("optimizer.learning_rate=0.003",)
-    [largest] = solo.run(cases.largest_gap, folder=folder, count=200, compute=compute, overrides=given, seconds=900)
-    assert largest < 1
 
 
 @pytest.mark.parametrize("stage", [2, 3])

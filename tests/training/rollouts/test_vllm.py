@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.machine.processes import free_port
 from config.schema import GrpoSection
 from tests.support.jobs.launches import wait_until
 from training.distributed import World
@@ -52,12 +52,6 @@ CONFIG = {
     "batch": {"global_size": 8, "micro_size": 8},
     "precision": {"compute": "bf16"},
 }
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -124,11 +124,6 @@ def test_gpus_of_which_nothing_is_known(tmp_path):
     assert bound("always", claims("0-7", [UNKNOWN] * 2), one) == ["0-3", "4-7"]
 
 
-def test_a_job_in_a_cpuset_divides_that(tmp_path):
-    root = two_sockets(tmp_path)
-    assert bound("auto", claims("1,9,10,4-7,12-15", [None] * 2), root) == ["1,9-10", "4-7,12-15"]
-
-
 PROGRAM = """
 import json, os, subprocess, sys, threading
 from pathlib import Path

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.start.cores import UNKNOWN, cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
+from training.start.cores import cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
 
 
 def machine(
@@ -59,23 +59,6 @@ def test_ranks_stay_within_a_socket_and_cores_stay_whole(tmp_path, ranks, expect
     assert shares(two_sockets(tmp_path), "0-15", ranks) == expected
 
 
-def test_a_rank_without_a_core_of_its_own_still_has_its_node(tmp_path):
-    first = divide_cores(read_cores(parse_cpus("0-15"), two_sockets(tmp_path)), 9)[0]
-    assert (first.own, cpus_text(first.around)) == ((), "0-3,8-11")
-
-
-def test_one_node(tmp_path):
-    root = machine(tmp_path, {0: "0-6"}, [str(cpu) for cpu in range(7)])
-    assert shares(root, "0-6", 2) == ["0-3", "4-6"]
-    assert shares(root, "0-6", 7) == list("0123456")
-
-
-def test_fewer_ranks_than_nodes_have_whole_ones(tmp_path):
-    root = machine(tmp_path, {node: f"{2 * node}-{2 * node + 1}" for node in range(4)}, [str(cpu) for cpu in range(8)])
-    assert shares(root, "0-7", 2) == ["0-3", "4-7"]
-    assert shares(root, "0-7", 3) == ["0-3", "4-5", "6-7"]
-
-
 def test_nodes_without_cpus_and_cpus_that_are_offline_take_no_part(tmp_path):
     # Node 2 is memory alone (CXL, HBM). CPU 3 is offline: it is in no list and has no topology, nor may it be used.
     root = machine(tmp_path, {0: "0-2", 1: "4-7", 2: ""}, ["0-1", "2", "4-5", "6-7"])
@@ -125,12 +108,6 @@ def test_nodes_without_gpus_help_those_of_their_socket(tmp_path):
     assert shares(root, "0-15", 1, [3]) == ["0-7"]  # the other socket is far away
     everywhere = [3, 2, 1, 0, 7, 6, 5, 4]
     assert shares(root, "0-15", 8, everywhere) == [nodes[node] for node in everywhere]
-
-
-def test_a_gpu_of_no_known_node(tmp_path):
-    root = two_sockets(tmp_path, {"0000:01:00.0": -1})
-    assert gpu_node("0000:01:00.0", root) == UNKNOWN
-    assert gpu_node("0000:02:00.0", root) == UNKNOWN
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -28,9 +28,6 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     ("variables", "flag"),
     [
         ({"LOCAL_SIZE": "2"}, "give deepspeed --master_port "),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "give accelerate launch --main_process_port "),
-        ({"TORCHELASTIC_RUN_ID": "x"}, "give torchrun --master-port "),
-        ({"SLURM_JOB_ID": "1"}, "set MASTER_PORT="),
         ({}, "set MASTER_PORT="),
     ],
 )

@@ -126,16 +126,6 @@ def generators_after_the_reference(world: World, *, folder: Path, **options: Any
         return torch.equal(before, torch.get_rng_state())
 
 
-def surveyed(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """The measurements and proposal of `tools.analyze`."""
-    from tools.analyze.proposal import Limits
-    from tools.analyze.survey import Plan, survey
-
-    with session(resolve(folder, compute="auto", **options), world=world) as opened:
-        plan = Plan(steps=1, sequences=2, most_regions=4, held_out=1, limits=Limits())
-        return survey(opened.engine, opened.batches, opened.resolved, plan)
-
-
 def start(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """The masters and the notes of a run that has just started."""
     with session(resolve(folder, **options), world=world) as opened:

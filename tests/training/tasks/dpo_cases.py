@@ -48,9 +48,7 @@ def _step(opened: Session) -> dict[str, Any]:
     }
 
 
-parity_steps, telemetry, causes = (
-    partial(case, resolve=resolve) for case in (sft_cases.parity_steps, sft_cases.telemetry, sft_cases.causes)
-)
+telemetry, causes = (partial(case, resolve=resolve) for case in (sft_cases.telemetry, sft_cases.causes))
 
 
 def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:

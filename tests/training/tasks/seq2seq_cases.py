@@ -1,7 +1,6 @@
 """Code run inside the processes of test_seq2seq.py, and the oracle in plain torch."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ def resolve(folder: Path, *, family: str = "t5", overrides: tuple[str, ...] = ()
         *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}"),
     )
     return sft_cases.resolve(folder, overrides=(*given, *overrides), **options)
-
-
-causes = partial(sft_cases.causes, resolve=resolve)
 
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
@@ -99,21 +95,3 @@ def plain_losses(folder: Path, family: str, rows: list[dict[str, str]]) -> torch
         right = int((output.logits.argmax(-1) == target).sum())
         found += torch.tensor([float(output.loss) * target.numel(), target.numel(), right], dtype=torch.float64)
     return found
-
-
-def measured(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """A step compared with FP32 module by module, and what telemetry measures on the next one, with the probe."""
-    from tools.parity.reference import Reference
-    from tools.parity.steps import StepParity
-    from training.telemetry import Telemetry
-
-    with session(resolve(folder, **options), world=world) as opened:
-        engine, batches = opened.engine, opened.batches
-        parity = StepParity(engine, Reference(opened.resolved, opened.model_config, world), opened.resolved)
-        step = parity.step(batches.next_step(), applied=0)
-        meter, batch = Telemetry(engine, probe=True), batches.next_step()
-        with meter.watching(batch):
-            outcome = engine.forward_backward(batch, step=2)
-        engine.health(outcome)
-        meter.measure()
-        return {"step": step, "telemetry": meter.finish(applied=False)}

@@ -20,37 +20,23 @@ def require_equal(found: dict[str, Any], exact: dict[str, Any], kind: str) -> No
 
 
 PAIR = "data.text_pair_field=other"
-CELLS = [("sequence", "bert", (PAIR,)), ("token", "modernbert", ()), ("regression", "deberta-v2", ())]
-MORE = [
-    ("sequence", "deberta-v2", (PAIR,)),
-    ("sequence", "modernbert", ()),
-    ("token", "bert", ()),
-    ("token", "deberta-v2", ()),
-    ("regression", "bert", (PAIR,)),
-    ("regression", "modernbert", ()),
+CELLS = [
+    *(("sequence", "bert", (PAIR,)), ("sequence", "deberta-v2", (PAIR,)), ("sequence", "modernbert", ())),
+    *(("token", "bert", ()), ("token", "deberta-v2", ()), ("token", "modernbert", ())),
+    *(("regression", "bert", (PAIR,)), ("regression", "deberta-v2", ()), ("regression", "modernbert", ())),
 ]
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("stage", (0, 1, 2, 3))
-@pytest.mark.parametrize(("kind", "family", "further"), CELLS + MORE)
-def test_one_rank_equals_plain_torch(
-    solo: ProcessGroup, encoders: Path, kind: str, family: str, further: tuple[str, ...], stage: int
-) -> None:
-    overrides = (f"model.name_or_path={encoders}/{family}", *further)
-    [found] = solo.run(cases.steps, folder=encoders, kind=kind, stage=stage, overrides=overrides)
-    require_equal(found, cases.oracle(encoders, found, kind=kind, model=family, pair=bool(further)), kind)
-
-
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "family", "further"), CELLS)
-def test_two_ranks_equal_plain_torch(
-    pair: ProcessGroup, encoders: Path, kind: str, family: str, further: tuple[str, ...]
+def test_one_and_two_ranks_equal_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, encoders: Path, kind: str, family: str, further: tuple[str, ...]
 ) -> None:
-    overrides = (f"model.name_or_path={encoders}/{family}", *further)
-    for stage in (0, 1, 2, 3):
-        found, other = pair.run(cases.steps, folder=encoders, kind=kind, stage=stage, overrides=overrides)
-        if stage == 0:
-            exact = cases.oracle(encoders, found, kind=kind, model=family, pair=bool(further))
-        require_equal(found, exact, kind)
-        assert found["steps"] == other["steps"]
+    options = {"kind": kind, "overrides": (f"model.name_or_path={encoders}/{family}", *further)}
+    for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
+        for stage in stages:
+            found, *others = group.run(cases.steps, folder=encoders, stage=stage, **options)
+            if (group, stage) == (pair, 0):
+                exact = cases.oracle(encoders, found, kind=kind, model=family, pair=bool(further))
+            require_equal(found, exact, kind)
+            assert all(other["steps"] == found["steps"] for other in others)

@@ -12,7 +12,6 @@ from tests.support.rows.chats import write_base, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases as cases
 from tests.training.tasks.sft_cases import base_of
-from training import references
 
 STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
 
@@ -84,16 +83,6 @@ def test_dora_starts_from_its_base_but_for_rounding(pair: ProcessGroup, folder: 
     assert found["loss"] == pytest.approx(math.log(2), abs=2e-3)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_dora_starts_from_itself_exactly_where_its_reference_is_precomputed(
-    pair: ProcessGroup, folder: Path, compute: str
-) -> None:
-    given = ("adapter={kind: dora, r: 4, alpha: 8}", "preference.reference=precomputed")
-    found, _ = pair.run(cases.first_step, folder=folder, stage=2, compute=compute, overrides=given)
-    assert found["metrics"] | STARTED == found["metrics"]
-
-
 LOSSES: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing": 0.2, "beta": 0.3},
     "hinge": {"loss": "hinge", "beta": 0.5},
@@ -117,19 +106,6 @@ def test_an_adapter_equals_plain_peft(pair: ProcessGroup, folder: Path, stage: i
     found, _ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(cases.LORA,))
     model = base_of(folder, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, found["before"])
     require_equal(found, cases.oracle(folder, [step["pairs"] for step in found["steps"]], model))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("stage", "overrides"), [(2, ()), (2, (cases.LORA,)), (3, (cases.LORA,))])
-def test_single_steps_are_compared_with_fp32(
-    pair: ProcessGroup, folder: Path, stage: int, overrides: tuple[str, ...]
-) -> None:
-    how = {"stage": stage, "compute": "bf16", "overrides": overrides}
-    measured, other = pair.run(cases.parity_steps, folder=folder, steps=2, **how)
-    assert [step["loss"] for step in measured] == [step["loss"] for step in other]
-    for step in measured:
-        assert step["loss"] == pytest.approx(step["reference_loss"], rel=0.02)
-        assert min(entry["cosine"] for name, entry in step["parameters"].items() if "lora_A" not in name) > 0.95
 
 
 def test_the_probe_and_the_meters_see_pairs(pair: ProcessGroup, folder: Path) -> None:
@@ -172,12 +148,6 @@ def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: P
     )
     assert "under the start weights took" in other["notes"][0]
     assert other["metrics"] | STARTED == other["metrics"]
-
-
-def test_how_much_of_the_reference_is_computed_is_said(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(references, "SECONDS_BETWEEN_LINES", 0.0)
-    assert list(references._told(iter("ab"), 2, 64)) == ["a", "b"]
-    assert capsys.readouterr().out.splitlines()[1] == "reference: 1 of 2 micro-batches of 64 tokens"
 
 
 def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(

@@ -62,18 +62,6 @@ def test_a_masked_language_model_equals_plain_peft(pair: ProcessGroup, encoders:
 
 
 @pytest.mark.slow
-def test_single_steps_are_compared_with_fp32_head_and_all(pair: ProcessGroup, encoders: Path) -> None:
-    [exact], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, overrides=(LORA,))
-    assert exact["loss"] == pytest.approx(exact["reference_loss"], rel=1e-6)
-    assert exact["grad_norm"] == pytest.approx(exact["reference_grad_norm"], rel=1e-5)
-    assert max(exact["update_error"].values()) < 1e-3
-    [half], _ = pair.run(cases.parity_steps, folder=encoders, stage=3, compute="bf16", overrides=(LORA,))
-    assert half["loss"] == pytest.approx(half["reference_loss"], rel=0.01)
-    assert max(half["drift"].values()) == 0
-    assert "classifier.modules_to_save.default.weight" in half["parameters"]
-
-
-@pytest.mark.slow
 def test_a_head_that_would_stay_as_drawn_is_refused_or_trained(solo: ProcessGroup, encoders: Path) -> None:
     """Files of a model without a head, whose output bias shares its module with a tied embedding."""
     bare = (*mlm_cases.mlm(encoders), f"model.name_or_path={encoders}/bare")

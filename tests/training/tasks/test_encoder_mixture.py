@@ -83,13 +83,3 @@ def test_a_masked_language_model_counts_what_is_hidden_of_each_source(
             logits = net(input_ids=seen[mine]).logits.flatten(0, 1)
         exact = float(cross_entropy(logits, labels[mine].flatten(), ignore_index=-100))
         assert found["loss_by_source"][name] == pytest.approx(exact, rel=1e-5)
-
-
-def test_a_source_may_have_one_label(solo: ProcessGroup, encoders: Path) -> None:
-    """Such a source alone has nothing to learn."""
-    first, second = (write_rows(encoders / f"{name}.jsonl", "sequence", 12, labels=(name,)) for name in ("yes", "no"))
-    given = ("data.path=null", f"data.sources=[{{path: {first}}}, {{path: {second}}}]")
-    [found] = solo.run(cases.mixture, folder=encoders, overrides=given)
-    assert found["names"] == ["no", "yes"]
-    with pytest.raises(AssertionError, match="all rows have the same label, which teaches nothing"):
-        solo.run(cases.start, folder=encoders, overrides=(f"data.path={first}",))

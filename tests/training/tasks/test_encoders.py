@@ -179,27 +179,6 @@ def test_telemetry_attribution_and_regions(pair: ProcessGroup, encoders: Path, t
     assert all(loss < 10 for loss in regions["losses"])
 
 
-@pytest.mark.slow
-def test_telemetry_and_attribution_of_hidden_words(pair: ProcessGroup, encoders: Path) -> None:
-    found = pair.run(cases.telemetry, folder=encoders, compute="bf16", overrides=mlm(encoders, DROPOUT))[0]
-    assert found["drift"]["maximum"] == 0
-    assert "cls.predictions.transform.dense.weight" in found["probe"]
-    module = "bert.encoder.layer.1.output.dense"
-    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
-    [(rank, finding), *_], _ = pair.run(cases.causes, folder=encoders, compute="bf16", overrides=mlm(encoders, fault))
-    assert (rank, finding.module) == (1, module)
-
-
-@pytest.mark.slow
-def test_analyze_measures_an_encoder(pair: ProcessGroup, encoders: Path, tmp_path: Path) -> None:
-    path = tmp_path / "fp32.json"
-    path.write_text(json.dumps({"default": "fp32", "rules": []}))
-    found = pair.run(cases.surveyed, folder=encoders, overrides=(f"precision.manifest={path}",))[0]
-    assert found["fp32_repeated"] == 0
-    assert 0 < found["validation"]["uniform bf16"]["error"] < 0.2
-    assert "classifier" in found["kinds"]
-
-
 def test_validation_metrics_depend_neither_on_layout_nor_on_global_size(
     pair: ProcessGroup, solo: ProcessGroup, encoders: Path
 ) -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support.jobs.process_group import ProcessGroup
@@ -13,8 +12,7 @@ from tests.support.models.plain_steps import distance_of_updates, require_equal
 from tests.support.rows.chats import write_base, write_chats, write_pairs
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
-from tests.training.tasks import distill_cases, dpo_cases, sft_cases
-from tests.training.tasks.test_distill import SETTINGS, overrides_of
+from tests.training.tasks import dpo_cases, sft_cases
 from tests.training.tasks.test_dpo import STARTED
 from tests.training.tasks.test_dpo import require_equal as require_equal_pairs
 from training.checkpoint.partitions import open_saved_model
@@ -26,19 +24,10 @@ EPS = 1e-5
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Mixtures that choose two of four experts, and one that takes all, a dense teacher, chats and pairs."""
+    """A mixture that chooses two of four experts, chats and pairs."""
     made = tmp_path_factory.mktemp("mixtures")
     write_base(made / "base", "mixtral", initializer_range=0.2)
-    write_base(made / "teacher", seed=1)
-    (made / "all").mkdir()
-    of_all = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "head_dim": 16}
-    base = AutoModelForCausalLM.from_pretrained(write_base(made / "all" / "base", "qwen3_moe", **of_all))
-    with torch.no_grad():  # the start of a 16-bit run is then that of plain torch
-        for parameter in base.parameters():
-            parameter.copy_(parameter.bfloat16().half())
-    base.save_pretrained(made / "all" / "base")
-    for place in (made, made / "all"):
-        write_chats(place / "chats.jsonl", 60)
+    write_chats(made / "chats.jsonl", 60)
     write_pairs(made / "pairs.jsonl", 40)
     return made
 
@@ -72,25 +61,6 @@ def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more:
     assert found["steps"] == other["steps"]
 
 
-@pytest.mark.parametrize(
-    ("compute", "stage", "close"),
-    [
-        ("bf16", 2, 6.5e-2),
-        *(slow("bf16", stage, 6.5e-2) for stage in (1, 3)),
-        *(slow("fp16", stage, 7.8e-3) for stage in (1, 2, 3)),
-    ],
-)
-def test_chats_in_16_bits(pair: ProcessGroup, folder: Path, compute: str, stage: int, close: float) -> None:
-    """Tokens take all experts, so that rounding chooses no others. The bounds are the precision matrix's."""
-    given = (SHARED, "data.packing=none", "optimizer.eps=0.01", "precision.loss_scale.initial=256")
-    found, _ = pair.run(sft_cases.steps, folder=folder / "all", stage=stage, compute=compute, overrides=given)
-    exact = sft_cases.oracle(folder / "all", [step["rows"] for step in found["steps"]], eps=0.01)
-    for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-2)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=close)
-    assert off(found, exact) < close
-
-
 @pytest.mark.parametrize("stage", [*(slow(stage) for stage in (1, 2)), 3])
 def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
     given = (SHARED, f"optimizer.eps={EPS}")
@@ -99,20 +69,6 @@ def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
     require_equal_pairs(found, exact)
     assert off(found, exact) < 1e-5
     assert found["steps"][0]["metrics"] | STARTED == found["steps"][0]["metrics"]
-
-
-@pytest.mark.parametrize(
-    ("stage", "name", "more"),
-    [(2, "forward", {}), slow(3, "reverse", {"sharded": "true"}), slow(1, "jsd, likeliest", {})],
-)
-def test_a_teacher(pair: ProcessGroup, folder: Path, stage: int, name: str, more: dict[str, Any]) -> None:
-    given = (SHARED, *overrides_of(folder, **SETTINGS[name], **more), f"optimizer.eps={EPS}")
-    found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
-    settings = {"top_k": 0} | SETTINGS[name]
-    kind = settings.pop("loss")
-    exact = distill_cases.oracle(folder, [step["rows"] for step in found["steps"]], kind=kind, eps=EPS, **settings)
-    require_equal(found, exact)
-    assert off(found, exact) < 1e-5
 
 
 JOBS = {

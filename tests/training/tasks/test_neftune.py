@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from modeling.embedding_noise import uniform
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.training.tasks import sft_cases as cases
@@ -62,17 +61,3 @@ def test_evaluation_has_no_noise(solo: ProcessGroup, folder: Any) -> None:
     [(plain, trained)] = solo.run(cases.evaluated, folder=folder, overrides=given)
     [(found, noisy)] = solo.run(cases.evaluated, folder=folder, overrides=(*given, f"sft.neftune_alpha={ALPHA}"))
     assert found == plain and noisy != trained
-
-
-def test_the_noise_is_uniform_and_of_every_channel_its_own() -> None:
-    keys = torch.from_numpy(split_mix(np.arange(300, dtype="u8"), 1)[:, 0].view("i8").copy())
-    found = uniform(keys, 1000).double()
-    assert -1 < found.min() < -0.99999 and 0.99999 < found.max() < 1
-    assert abs(float(found.mean())) < 4 / (3 * 300_000) ** 0.5
-    assert float(found.square().mean()) == pytest.approx(1 / 3, rel=0.01)
-    inside = torch.histc(found, 20, -1, 1) / found.numel()
-    assert inside.tolist() == pytest.approx([0.05] * 20, rel=0.05)
-    neighbours = torch.corrcoef(
-        torch.stack([found[:-1].flatten(), found[1:].flatten(), found.roll(1, 1)[1:].flatten()])
-    )
-    assert (neighbours - torch.eye(3)).abs().max() < 0.01

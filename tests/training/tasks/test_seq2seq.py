@@ -28,20 +28,18 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("family", "stage", "loss"), CELLS)
-def test_two_ranks_equal_plain_torch(pair: ProcessGroup, sides: Path, family: str, stage: int, loss: str) -> None:
+def test_one_and_two_ranks_equal_plain_torch(
+    pair: ProcessGroup, solo: ProcessGroup, sides: Path, family: str, stage: int, loss: str
+) -> None:
     given = (f"model.loss={loss}", *(("model.loss_chunk_tokens=16",) if loss == "chunked" else ()))
     found, other = pair.run(cases.steps, folder=sides, family=family, stage=stage, overrides=given)
     assert found["chunked"] == (loss == "chunked")
     assert ("lm_head.weight" in found["after"]) == (family == "t5-v1.1")
     assert [step["loss"] for step in other["steps"]] == [step["loss"] for step in found["steps"]]
-    require_equal(found, cases.oracle(sides, found, family=family))
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("family", "stage"), [("bart", 0), ("t5", 2), ("t5-v1.1", 3)])
-def test_one_rank_equals_plain_torch(solo: ProcessGroup, sides: Path, family: str, stage: int) -> None:
-    [found] = solo.run(cases.steps, folder=sides, family=family, stage=stage)
-    require_equal(found, cases.oracle(sides, found, family=family))
+    [alone] = solo.run(cases.steps, folder=sides, family=family, stage=stage, overrides=given)
+    exact = cases.oracle(sides, found, family=family)
+    require_equal(found, exact)
+    require_equal(alone, exact)
 
 
 @pytest.mark.parametrize(("family", "loss"), [("t5", "full"), slow("bart", "chunked")])

@@ -20,7 +20,6 @@ from tests.training.tasks import classify_cases, dpo_cases
 from tests.training.tasks import sft_cases as cases
 from tests.training.tasks.mlm_cases import mlm, write_text
 from tracking.compare.surviving import read_events
-from training.session import check_validation
 from training.tasks.task import prepare
 
 ALL = "evaluate={every_steps: 1, batches: 100}"
@@ -158,11 +157,3 @@ def test_a_set_without_a_row_that_fits_is_one_line(folder: Path) -> None:
     (folder / "long.jsonl").write_text(json.dumps({"prompt": "a", "completion": "model " * 300}))
     with pytest.raises(UserError, match=r"long.jsonl: no row of 1 is left.*1 dropped as longer than 97 tokens"):
         prepare(cases.resolve(folder, overrides=(sets_of(folder, "long"),)).config, progress=False)
-
-
-def test_few_rows_of_which_none_is_held_out_are_said_to_be_rows(folder: Path) -> None:
-    given = ("data.validation_fraction=1e-9", "evaluate={every_steps: 1}")
-    resolved = cases.resolve(folder=folder, overrides=given)
-    corpus = prepare(resolved.config, progress=False)
-    with pytest.raises(UserError, match="holds no row; give more rows, .* name files in data.validation, or set eval"):
-        check_validation(resolved, corpus)

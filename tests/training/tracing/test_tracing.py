@@ -60,25 +60,6 @@ def test_a_failed_save_and_a_failed_step_are_told_without_their_words(pair, tmp_
     assert "must not leave" not in repr(taken.spans)
 
 
-def test_the_standard_variables_are_heard(pair, tmp_path):
-    environment = {
-        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20secret",
-        "OTEL_EXPORTER_OTLP_COMPRESSION": "gzip",
-        "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-        "OTEL_TRACES_SAMPLER_ARG": "0.5",
-        "OTEL_RESOURCE_ATTRIBUTES": "team=numerics",
-    }
-    with collector() as taken:
-        arguments = {"endpoint": taken.url, "folder": str(tmp_path), "steps": 24}
-        pair.run(tracing_cases.traced, environment=environment, **arguments)
-    assert all(headers["authorization"] == "Bearer secret" for headers in taken.headers)
-    assert all(headers["content-encoding"] == "gzip" for headers in taken.headers)
-    kept = {rank: [span["attributes"]["step"] for span in taken.named("step", rank=rank)] for rank in (0, 1)}
-    assert kept[0] == kept[1] and 3 <= len(kept[0]) <= 21  # outside once in 30,000 runs
-    assert {span["trace"] for span in taken.spans} == {span["trace"] for span in taken.named("step", rank=0)}
-    assert {span["resource"]["team"] for span in taken.spans} == {"numerics"}
-
-
 @pytest.fixture(scope="module")
 def plain(pair, tmp_path_factory):
     """The same steps without spans."""
@@ -112,21 +93,6 @@ def test_a_collector_that_takes_nothing_costs_one_note(pair, plain, tmp_path, ki
         assert result["masters"] == without["masters"] and result["python_random"] == without["python_random"]
         assert max(result["seconds"][1:]) < 3 + 2 * max(without["seconds"][1:])
     assert (refused > 0) is (kind == "refusing")
-
-
-def test_spans_cost_little(solo):
-    with collector() as taken:
-        [seconds] = solo.run(tracing_cases.cost, endpoint=taken.url, steps=80)
-    assert seconds < 1e-2
-    assert len(taken.named("step")) == 5 * 80
-
-
-def test_more_spans_than_the_queue_holds_cost_a_note_and_the_oldest(solo):
-    with collector(seconds=0.2) as taken:
-        [notes] = solo.run(tracing_cases.burst, endpoint=taken.url, steps=500)
-    assert len(notes) == 1 and notes[0].endswith(": more spans than the queue holds (OTEL_BSP_MAX_QUEUE_SIZE)")
-    assert 64 <= len(taken.spans) < 5 * 500
-    assert taken.named("step")[-1]["attributes"]["step"] == 500
 
 
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():

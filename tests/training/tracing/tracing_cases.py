@@ -104,35 +104,6 @@ def full_disk(world: World, *, endpoint: str, folder: str) -> dict[str, Any]:
     return traced(world, endpoint=endpoint, folder=f"{folder}/checkpoints", steps=1, save=True)
 
 
-def cost(world: World, *, endpoint: str, steps: int) -> float:
-    """Seconds that the spans of one step cost the training thread: best of five rounds."""
-    tracing = Tracing(endpoint, {}, session="cost", rank=0, tokens=TOKENS, note=print)
-    best = min(_empty_steps(tracing, steps) for _ in range(5))
-    tracing.close()
-    return best
-
-
-def burst(world: World, *, endpoint: str, steps: int) -> list[str]:
-    """Spans faster than any training makes them; the notes."""
-    notes: list[str] = []
-    with _variables({"OTEL_BSP_MAX_QUEUE_SIZE": "64", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "16"}):
-        tracing = Tracing(endpoint, {}, session="burst", rank=0, tokens=TOKENS, note=notes.append)
-    _empty_steps(tracing, steps)
-    tracing.close()
-    return notes
-
-
-def _empty_steps(tracing: Tracing, steps: int) -> float:
-    """Seconds of one step in which nothing is done."""
-    started = time.perf_counter()
-    for step in range(steps):
-        with tracing.step(Progress(step=step)):
-            for name in ("data", "forward_backward", "health", "optimizer"):
-                with tracing.span(name):
-                    pass
-    return (time.perf_counter() - started) / steps
-
-
 def _fail(tracing: Tracing, progress: Progress) -> None:
     with suppress(Spoiled), tracing.step(progress), tracing.span("forward_backward"):
         raise Spoiled("what must not leave this machine")

@@ -105,12 +105,6 @@ def test_a_rank_that_stands_still_on_another_machine_is_spoken_of_and_waited_for
     assert named.startswith("error: rank 1 (pid ") and "has been silent for " in named
 
 
-def test_a_rank_may_leave_another_machine_when_all_are_done(ranks):
-    codes, logs, _ = ranks.run("fine", elsewhere=True)
-    assert codes == [0, 0]
-    assert logs == ["", ""]
-
-
 def test_a_rank_that_comes_to_no_collective_is_ended_all_the_same(ranks):
     """As in NCCL, where a collective whose partner is gone does not return before its time-out."""
     codes, logs, seconds = ranks.run("killed_while_the_other_computes")
@@ -158,7 +152,8 @@ def test_a_rank_that_did_not_come_is_named_with_the_place_where_it_is(ranks):
     assert " absent for " in logs[0]
 
 
-def test_a_rank_may_leave_when_all_are_done(ranks):
-    codes, logs, _ = ranks.run("fine")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_rank_may_leave_when_all_are_done(ranks, elsewhere):
+    codes, logs, _ = ranks.run("fine", elsewhere=elsewhere)
     assert codes == [0, 0]
     assert logs == ["", ""]

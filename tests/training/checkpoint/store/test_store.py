@@ -1,7 +1,6 @@
 """Checkpoints in a store: a real S3 server on loopback, behind a proxy that loses, corrupts and refuses requests."""
 
 import hashlib
-import os
 import random
 import re
 import stat
@@ -18,7 +17,7 @@ from config.secrets import refuse_secrets
 from tests.support.servers.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
 from training.checkpoint.manifest import FORMAT, Damaged, Unusable
 from training.checkpoint.seal import sealed
-from training.checkpoint.store.errors import StoreError, without_secrets
+from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 
 PART = SMALLEST_PART
@@ -153,16 +152,6 @@ def test_large_files_go_in_parts(s3: S3Server, tmp_path: Path) -> None:
     assert store.retries == 0
 
 
-@pytest.mark.parametrize("size", [1, PART, 4 * PART, 4 * PART + 1, 5 * PART, 11 * PART + 7])
-def test_more_parts_than_are_under_way_at_once(s3: S3Server, tmp_path: Path, size: int) -> None:
-    path, sha256 = made(tmp_path, size=size)
-    store = store_of(s3)
-    store.upload(path, "large", sha256=sha256, size=size)
-    store.download("large", tmp_path / "back", sha256=sha256, size=size)
-    assert (tmp_path / "back").read_bytes() == path.read_bytes()
-    assert store.retries == 0
-
-
 def test_a_part_that_fails_is_sent_again_alone(s3: S3Server, tmp_path: Path) -> None:
     """As the client is set up by default: three tries of each request."""
     path, sha256 = made(tmp_path, size=3 * PART)
@@ -219,36 +208,6 @@ def test_what_was_corrupted_on_the_way_is_sent_again(s3: S3Server, tmp_path: Pat
     s3.proxy.fail("PUT .*LATEST", "corrupt")
     store.name_latest(3)
     assert store.read_text("LATEST") == "step-3\n"
-
-
-def test_what_changes_in_the_store_before_it_is_read_back_is_sent_again(s3: S3Server, tmp_path: Path) -> None:
-    path, sha256 = made(tmp_path, size=1000)
-    key, left = "demo/checkpoints/one", [2]
-
-    class Meddled(Store):
-        def _require(self, name: str, sha256: str, size: int) -> None:
-            if left[0]:
-                left[0] -= 1
-                s3.direct.put_object(Bucket="runs", Key=key, Body=path.read_bytes()[: 999 + left[0]] + b"!" * left[0])
-                if left[0]:
-                    assert len(s3.content("runs", key)) != size
-            super()._require(name, sha256, size)
-
-    options = {"endpoint_url": s3.proxy.url, "config_kwargs": ONCE}
-    store = Meddled("s3://runs/demo/checkpoints", options, first_wait=0.001)
-    store.upload(path, "one", sha256=sha256, size=1000)
-    assert store.retries == 2
-    assert s3.content("runs", key) == path.read_bytes()
-
-
-def test_what_never_arrives_whole_is_reported(s3: S3Server, tmp_path: Path) -> None:
-    path, sha256 = made(tmp_path, size=1000)
-    fault = s3.proxy.fail("PUT .*/one", "corrupt", times=99)
-    with pytest.raises(
-        StoreError, match=r"checkpoints/one: cannot upload after 4 tries: reads back with SHA-256 \w{12}"
-    ):
-        store_of(s3).upload(path, "one", sha256=sha256, size=1000)
-    assert fault.seen == 4
 
 
 def test_a_file_that_rotted_on_the_local_disk_is_not_sent_again_and_again(s3: S3Server, tmp_path: Path) -> None:
@@ -325,18 +284,6 @@ def test_a_store_that_is_not_there_and_missing_credentials(monkeypatch: pytest.M
         Store("s3://runs/demo", options).require_usable()
 
 
-def test_an_url_that_no_file_system_takes() -> None:
-    with pytest.raises(
-        UserError, match="checkpoint.dir = nonsense://runs with its storage_options: Protocol not known: nonsense"
-    ):
-        Store("nonsense://runs")
-
-
-def test_a_usable_store_is_left_as_it_was(s3: S3Server) -> None:
-    store_of(s3).require_usable()
-    assert s3.names("runs") == []
-
-
 def cut_off(s3: S3Server, after: int) -> None:
     """Let nothing reach the store after this many requests, as when the process is killed."""
     s3.proxy.clear()
@@ -411,19 +358,10 @@ def test_wherever_a_deletion_ends_no_half_checkpoint_is_chosen(s3: S3Server, tmp
     assert after == 5  # the manifest, the listing, three files
 
 
-def test_the_order_of_an_upload(s3: S3Server, tmp_path: Path) -> None:
-    put(store_of(s3), tmp_path, checkpoint(tmp_path, 4, {"a": 5, "b": 5}))
-    puts = [request.partition("checkpoints/")[2].partition("?")[0] for request in s3.proxy.requests if "PUT" in request]
-    assert puts == ["step-4/a", "step-4/b", "step-4/manifest.json", "LATEST"]
-
-
 def test_a_manifest_that_is_not_as_it_was_sealed(s3: S3Server, tmp_path: Path) -> None:
     store, manifest = store_of(s3), checkpoint(tmp_path, 4, {"a": 5})
     store.upload_text("step-4/manifest.json", sealed(manifest).replace('"bytes": 5', '"bytes": 6'))
     with pytest.raises(Damaged, match="does not have the SHA-256"):
-        store.manifest(4)
-    store.upload_text("step-4/manifest.json", sealed(manifest)[:-40])
-    with pytest.raises(Damaged, match="is not a complete manifest"):
         store.manifest(4)
     store.upload_text("step-4/manifest.json", sealed(manifest | {"format": 99}))
     with pytest.raises(Unusable, match="format 99"):
@@ -474,26 +412,12 @@ def test_a_download_is_whole_or_not_there(s3: S3Server, tmp_path: Path) -> None:
     assert local.read_bytes() == path.read_bytes()
 
 
-def test_a_download_onto_a_full_disk(s3: S3Server) -> None:
-    store = store_of(s3)
-    store.upload_text("one", "text")
-    with pytest.raises(OSError, match=r"No such file or directory|Not a directory|Permission denied"):
-        store.download("one", Path("/proc/nowhere/one"), sha256="", size=4)
-
-
 @pytest.mark.parametrize(
     ("options", "key"),
     [
         ({"key": "AKIA1234"}, "checkpoint.storage_options.key"),
-        ({"secret": "hush"}, "checkpoint.storage_options.secret"),
-        ({"token": "hush"}, "checkpoint.storage_options.token"),
-        ({"password": "hush"}, "checkpoint.storage_options.password"),
         ({"client_kwargs": {"aws_secret_access_key": "hush"}}, "storage_options.client_kwargs.aws_secret_access_key"),
-        ({"client_kwargs": {"aws_access_key_id": "hush"}}, "client_kwargs.aws_access_key_id"),
         ({"s3_additional_kwargs": {"SSECustomerKey": "hush"}}, "s3_additional_kwargs.SSECustomerKey"),
-        ({"account_key": "hush"}, "account_key"),
-        ({"connection_string": "hush"}, "connection_string"),
-        ({"sas_token": "hush"}, "sas_token"),
         ({"token": {"private_key": "hush"}}, "token.private_key"),
         ({"client_kwargs": [{"api-key": "hush"}]}, "client_kwargs.api-key"),
         ({"endpoint_url": "https://user:hush@store.example"}, "endpoint_url"),
@@ -513,10 +437,3 @@ def test_what_is_no_secret_is_not_refused() -> None:
     refuse_secrets("s3://runs/demo", {"profile": "train", "key": None, "anon": False})
     with pytest.raises(UserError, match="checkpoint.dir: holds a user or password"):
         refuse_secrets("ftp://user:hush@host/runs", {})
-
-
-def test_errors_are_described_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SESSION_TOKEN", "session-token-value")
-    text = "GET https://u:hush@s3.example/a?X-Amz-Signature=beef session-token-value"
-    assert without_secrets(text) == "GET https://s3.example/a <AWS_SESSION_TOKEN>"
-    assert os.environ["AWS_SESSION_TOKEN"] not in without_secrets(text)
