@@ -20,8 +20,7 @@ from config.deepspeed.document import read_document
 from config.errors import UserError
 from config.files import why_not_writable, write_atomically
 from config.options import positive_int
-from tools.audit.given import KINDS, read_given, read_model, read_trainer_file
-from tools.audit.static import audit_configs
+from tools.audit.configs import KINDS, audit_configs, read_given, read_model, read_trainer_file
 
 
 @entry_point(closed_pipe=DIVERGED)

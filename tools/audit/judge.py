@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from precision.dtypes import DTYPES
 from precision.tolerance import unit_roundoff
-from tools.audit.given import read_data
+from tools.audit.configs import read_data
 from tools.audit.gradients import (
     Micros,
     NotRecomputed,
