@@ -8,9 +8,9 @@ list of which any may be, or text that opens with >, <, >=, <=, == or !=, for nu
 
 from __future__ import annotations
 
-import argparse
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
 from pathlib import Path
@@ -26,7 +26,6 @@ from config.deepspeed.document import leaves, offload, read_document, unknown_ke
 from config.deepspeed.keys import DTYPES, REFUSED, SECTIONS
 from config.errors import UserError, one_line
 from config.load import show
-from tools.audit.report import finish
 from tracking.environment import package_version
 
 
@@ -46,6 +45,7 @@ KINDS: dict[str, Any] = NAMES["trainer_files"]
 ACCELERATE = "Accelerate YAML"
 ABSENT = "absent"
 """The value of a key that the JSON does not have."""
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "!=": operator.ne}
 _ELSEWHERE = re.compile(f"({'|'.join(NAMES['no_numerics'])})$")
 
 
@@ -79,17 +79,30 @@ class Given(NamedTuple):
         return None if value == "auto" else value
 
 
-def audit_configs(given: Given, options: argparse.Namespace) -> int:
-    """Report on a run's configs; returns the exit code."""
+class Audit(NamedTuple):
+    """What an audit found: the JSON with its verdict, what was audited (a line each), findings that are told in full,
+    and further lines by their heading."""
+
+    report: dict[str, Any]
+    head: str
+    told: list[dict[str, Any]]
+    more: Mapping[str, Sequence[str]]
+
+
+def verdict_of(found: list[dict[str, Any]], otherwise: str) -> str:
+    """The verdict of findings. otherwise: where none is bad."""
+    wrong = sum(finding["severity"] in BAD for finding in found)
+    return f"wrong; findings: {wrong}" if wrong else otherwise
+
+
+def audit_configs(given: Given) -> Audit:
+    """Report on a run's configs."""
     known, facts = read_known(), given.facts
     found = [finding for entry in known if (finding := find(entry, given)) is not None]
     certain = [finding for finding in found if not finding["why"]]
     possible = [finding for finding in found if finding["why"] and finding["severity"] in BAD]
-    wrong = sum(finding["severity"] in BAD for finding in certain)
     may_be = f"; {len(possible)} may be, see what is open" if possible else ""
-    report: dict[str, Any] = {
-        "verdict": f"wrong; defects hit: {wrong}" if wrong else f"nothing known to be wrong{may_be}"
-    }
+    report: dict[str, Any] = {"verdict": verdict_of(certain, f"nothing known to be wrong{may_be}")}
     report |= {"sources": given.sources, "facts": facts, "versions": given.versions}
     report |= {"findings": certain, "possible": possible, "numerics": list(numerics(given))}
     report |= {"measured_as_sound": list(sound(given)), "never_measured": list(never_measured(given, known))}
@@ -104,7 +117,7 @@ def audit_configs(given: Given, options: argparse.Namespace) -> int:
         "Numerics": report["numerics"],
     }
     told = [finding for finding in certain if finding["severity"] != "note"]
-    return finish(options, report, head, told, sections)
+    return Audit(report, head, told, sections)
 
 
 def read_known() -> list[dict[str, Any]]:
@@ -118,10 +131,13 @@ def holds(wanted: Any, value: Any) -> bool | None:
         return None
     if isinstance(wanted, list):
         return any(holds(one, value) for one in wanted)
-    if not isinstance(wanted, str) or wanted[0] not in "<>=!":
+    if not isinstance(wanted, str) or not wanted.startswith(("<", ">", "=", "!")):
         return bool(value == wanted)
-    with suppress(InvalidVersion):  # for packaging a number is a version, too
-        return SpecifierSet(wanted).contains(str(value), prereleases=True)
+    conditions = SpecifierSet(wanted)
+    if isinstance(value, int | float):
+        return all(_OPERATORS[each.operator](value, float(each.version)) for each in conditions)
+    with suppress(InvalidVersion):  # text that is no version
+        return conditions.contains(value, prereleases=True)
     return False
 
 
