@@ -32,7 +32,7 @@ _OF_RUN = "training world stage compute model model_config parameters optimizer 
 _OF_STEP = "training step rank stride scale applied applied_before groups weights micros norm fp32 before after"
 IGNORED = -100
 _NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
-_OF_RUNTIME = ("model_type", "dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
+_OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
 """Keys of a model's config that are not handed to a plain model."""
 
 Objective = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
@@ -179,16 +179,12 @@ class Micros:
 
     def rounded_sum(self, weights: torch.Tensor, dtype: torch.dtype) -> float:
         """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
-
-        def added(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-            return (total + part).to(dtype).double()
-
         apart = Apart()
         for parts in (weights[:, None] * rows for rows in self.plain.values()):
             own: dict[int, torch.Tensor] = {}
             for (rank, _), part in zip(self.places, parts, strict=True):
-                own[rank] = added(own.get(rank, torch.zeros_like(part)), part)
-            apart.add(reduce(added, own.values()), parts.sum(0))
+                own[rank] = (own.get(rank, torch.zeros(1)) + part).to(dtype).double()
+            apart.add(reduce(lambda total, part: (total + part).to(dtype).double(), own.values()), parts.sum(0))
         return apart.error
 
 
@@ -245,10 +241,8 @@ class Oracle:
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
         """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
         self._recorded, self._source, self._reference = recorded, source, reference
-        self.stored: Tensors = {}
+        self.stored: Tensors = {name: item.data for name, item in self.model.named_parameters()} if source else {}
         """The checkpoint's weights."""
-        if source is not None:
-            self.stored = {name: item.data for name, item in self.model.named_parameters()}
 
     @cached_property
     def model(self) -> Any:
@@ -257,16 +251,15 @@ class Oracle:
 
         facts, source = self._recorded.facts, self._source
         told = f"--model {source}" if source else "the recorded config"
-        config: Any = facts["model_config"] or {}
-        kind: Any = config.get("model_type")
-        model: Any
-        if source is None and (kind is None or facts["model"] not in (config.get("architectures") or [facts["model"]])):
+        config: dict[str, Any] = {"model_type": None, **(facts["model_config"] or {})}
+        known = config["model_type"] and facts["model"] in (config.get("architectures") or [facts["model"]])
+        if source is None and not known:
             raise NotRecomputed(f"{facts['model']} is no model that transformers builds by itself; give --model")
         try:
             if source is not None:
-                model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+                model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
             else:
-                shape = AutoConfig.for_model(kind, **{key: config[key] for key in config.keys() - {*_OF_RUNTIME}})
+                shape = AutoConfig.for_model(**{key: config[key] for key in config.keys() - {*_OF_RUNTIME}})
                 model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
@@ -320,11 +313,9 @@ def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Te
         loss, counted = objective(model, micro)
         if not counted:
             continue
-        loss.backward()
-        for name, parameter in trained.items():
-            whole = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients[name].append(whole.flatten()[:: step.facts["stride"]].double())
-        model.zero_grad()
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+        for name, gradient in zip(trained, found, strict=True):
+            gradients[name].append(gradient.flatten()[:: step.facts["stride"]].double())
         places.append(place)
         rows.append((counted, float(loss.detach())))
     if not rows:
