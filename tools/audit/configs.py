@@ -50,11 +50,8 @@ _ELSEWHERE = re.compile(f"({'|'.join(NAMES['no_numerics'])})$")
 
 
 class TrainerFile(NamedTuple):
-    """The config of a trainer, of a kind in KINDS.
-
-    decided: facts; one is missing where the file leaves the decision to somebody else. json: the DeepSpeed JSON that it
-    names, holds or stands for, and where that is from.
-    """
+    """The config of a trainer: the facts that it decides, and the DeepSpeed JSON that it names, holds or stands for,
+    after where that is from."""
 
     path: Path
     kind: str

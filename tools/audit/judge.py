@@ -1,9 +1,7 @@
 """The audit of a probe's folder: what is measured of each step, and which entries of findings.yaml that meets.
 
-Distances, clipping, rounding and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in
-FP64, as in its oracle. The judges there compare an engine, or the events of a run, with a reference that is built
-from the run config; another trainer's step is tensors alone. Nothing of `training.engine` is used, which needs the
-pinned DeepSpeed, while this is started beside any.
+Clipping and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in FP64, as in its
+oracle. Nothing of `training.engine` is used, which needs the pinned DeepSpeed, while this is started beside any.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import torch
 from torch.optim.adamw import adamw
 
 from precision.dtypes import DTYPES
-from precision.tolerance import unit_roundoff
 from tools.audit.configs import ABSENT, Audit, holds, read_data, verdict_of
 from tools.audit.recompute import Micros, NotRecomputed, Oracle, Recorded, Step, read
 from tools.parity.judge_steps import NORM_ROUNDING
@@ -122,9 +119,8 @@ class Judge:
         self._dtypes()
         self._batches(last)
         stale = self._ranks()
-        if not self._gradient:
-            self.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
-        elif all(bool(value.isfinite().all()) for value in self._gradient.values()):
+        self._row["gradients"] = len(self._gradient)
+        if self._gradient and all(bool(value.isfinite().all()) for value in self._gradient.values()):
             try:
                 if stale:
                     raise NotRecomputed("they were computed with other weights than the recorded")
@@ -153,7 +149,6 @@ class Judge:
         given = self._facts["fp32"], [micro["loss_dtype"] for micro in micros]
         stepped, losses = (next((_NAMED[dtype] for dtype in dtypes if dtype in _NAMED), "") for dtypes in given)
         self._row.update(stepped=stepped, masters=_held(self._after.values()), loss_dtype=losses)
-        self._row["loss_rounding"] = unit_roundoff(LOW[losses]) if losses else 0.0
         if not any(call["autocast"] for micro in micros for call in micro["calls"]):
             low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
             self._row.update(low_modules=len(low), modules=", ".join(low))
