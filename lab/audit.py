@@ -328,6 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = 0
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
         base = options.model or _base(options, Path(scratch) / "base")
         for loop, stage, dtype in itertools.product(options.trainer, options.stage, options.dtype):
             folder = out / f"{loop}-{stage}-{dtype}"
