@@ -149,7 +149,9 @@ class Judge:
         given = self._facts["fp32"], [micro["loss_dtype"] for micro in micros]
         stepped, losses = (next((_NAMED[dtype] for dtype in dtypes if dtype in _NAMED), "") for dtypes in given)
         self._row.update(stepped=stepped, masters=_held(self._after.values()), loss_dtype=losses)
-        if not any(call["autocast"] for micro in micros for call in micro["calls"]):
+        calls = [call for micro in micros for call in micro["calls"]]
+        self._row["evaluates"] = self._run["dropout"] and not all(call.get("training", True) for call in calls)
+        if not any(call["autocast"] for call in calls):
             low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
             self._row.update(low_modules=len(low), modules=", ".join(low))
         if not self._done:
@@ -170,9 +172,11 @@ class Judge:
                     continue
                 if where != here:
                     self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
-                labels = given.get("labels", ids[:0])
+                labels, mask = (given.get(key, ids[:0]) for key in ("labels", "attention_mask"))
                 if labels.shape == ids.shape and _are_shifted(labels, ids):
                     self._add("labels-shifted-twice", 1.0, here)
+                if labels.shape == mask.shape == ids.shape and (learned := int(((labels >= 0) & (mask == 0)).sum())):
+                    self._add("padding-learned", learned / len(ids.flatten()), f"{learned} labels of {here}")
 
     def _ranks(self) -> bool:
         """Compare ranks, and weights with masters; whether the latter differ."""

@@ -138,7 +138,8 @@ class Probe:
         device = self.engine.device.type
         dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         drawn = [torch.get_rng_state(), get_accelerator().get_rng_state()]
-        self._calls.append({"inputs": _copies(given), "autocast": dtype, "rng": drawn})
+        called = {"inputs": _copies(given), "autocast": dtype, "rng": drawn, "training": self.model.training}
+        self._calls.append(called)
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]

@@ -99,6 +99,35 @@ def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest
     assert "whether masters start rounded: they start as BF16" in capsys.readouterr().out
 
 
+def _pad(recorded: dict[str, Any]) -> None:
+    recorded["micros"][1]["calls"][0]["inputs"]["attention_mask"][0, -3:] = 0
+
+
+def _evaluate(recorded: dict[str, Any]) -> None:
+    recorded["micros"][0]["calls"][0]["training"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "dropout", "told"),
+    [
+        (_pad, False, "the model learns padding: labels count where the attention mask is 0"),
+        (_evaluate, True, "the model has dropout and is trained in evaluation mode, which turns it off"),
+    ],
+)
+def test_a_mistake_is_found_in_what_was_recorded(
+    change: Any, dropout: bool, told: str, probed: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    for number in (1, 4):
+        (folder / f"step-{number:06d}.rank0.pt").unlink()
+        (folder / f"step-{number:06d}.rank1.pt").unlink()
+    _change(folder / "probe.json", lambda held: held.update(dropout=dropout))
+    assert told not in {each["says"] for each in audit_folder(folder, None, None).told}
+    _change(folder / "step-000002.rank0.pt", change)
+    [found] = [each for each in audit_folder(folder, None, None).told if each["says"] == told]
+    assert (found["severity"], found["steps"]) == ("wrong", "2")
+
+
 def test_a_step_that_a_crash_cut_short_is_left_out(probed: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
     (folder / "step-000004.rank1.pt").unlink()
