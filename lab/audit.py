@@ -28,6 +28,7 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import free_port
 from config.options import comma_separated, positive_int
+from tools.audit.command import finish
 from tools.audit.judge import audit_folder
 from tools.audit.mantissa_probe import Probe
 
@@ -327,6 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
     code = 0
     with tempfile.TemporaryDirectory() as scratch:
         out = options.out or Path(scratch)
+        out.mkdir(parents=True, exist_ok=True)
         base = options.model or _base(options, Path(scratch) / "base")
         for loop, stage, dtype in itertools.product(options.trainer, options.stage, options.dtype):
             folder = out / f"{loop}-{stage}-{dtype}"
@@ -334,13 +336,10 @@ def main(arguments: list[str] | None = None) -> int:
                 train(loop, options, base, folder, stage, dtype)
                 if options.without_probe:
                     continue
-                audit = argparse.Namespace(
-                    model=base, reference=base, json=Path(f"{folder}.json"), page=Path(f"{folder}.html")
-                )
-                code = max(code, audit_folder(folder, audit))
-                found = json.loads(audit.json.read_text(encoding="utf-8"))["findings"]
-                signs = {"wrong": "", "note": "note: "}
-                rows = (f"{signs[each['severity']]}{each['says']} ({each['size']:.2g})" for each in found)
+                audit = audit_folder(folder, base, base)
+                files = argparse.Namespace(json=Path(f"{folder}.json"), page=Path(f"{folder}.html"))
+                code, signs = max(code, finish(files, audit)), {"wrong": "", "note": "note: "}
+                rows = (f"{signs[each['severity']]}{each['says']} ({each['size']:.2g})" for each in audit.told)
                 told = "; ".join(rows) or "sound"
             except RuntimeError as error:
                 told, code = f"does not run: {str(error).splitlines()[-1][:120]}", 1

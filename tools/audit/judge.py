@@ -1,14 +1,11 @@
-"""The audit of a probe's folder: which entries of findings.yaml apply to its steps.
+"""The audit of a probe's folder: what is measured of each step, and which entries of findings.yaml that meets.
 
-Distances, clipping, rounding and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in
-FP64, as in its oracle. The judges there compare an engine, or the events of a run, with a reference that is built
-from the run config; another trainer's step is tensors alone. Nothing of `training.engine` is used, which needs the
-pinned DeepSpeed, while this is started beside any.
+Clipping and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in FP64, as in its
+oracle. Nothing of `training.engine` is used, which needs the pinned DeepSpeed, while this is started beside any.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,24 +15,10 @@ import torch
 from torch.optim.adamw import adamw
 
 from precision.dtypes import DTYPES
-from precision.tolerance import unit_roundoff
-from tools.audit.given import read_data
-from tools.audit.gradients import (
-    Micros,
-    NotRecomputed,
-    Objective,
-    fit,
-    labelled,
-    load_model,
-    preferred,
-    recompute,
-    rounded_sum,
-)
-from tools.audit.recorded import Recorded, Step, Tensors, read
-from tools.audit.report import finish
+from tools.audit.configs import ABSENT, Audit, holds, read_data, verdict_of
+from tools.audit.recompute import Micros, NotRecomputed, Oracle, Recorded, Step, read
 from tools.parity.judge_steps import NORM_ROUNDING
 from tools.parity.plain import Apart, clip_coefficient
-from tracking.jsonl import plain
 
 FINDINGS: dict[str, dict[str, Any]] = {entry["id"]: entry for entry in read_data("findings.yaml")}
 ADAMW = ("AdamW", "FusedAdam", "DeepSpeedCPUAdam")
@@ -46,20 +29,20 @@ _SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
 """Readable names of the fields that all ranks record alike. gradients: only without ZeRO."""
 
 
-def audit_folder(folder: Path, options: argparse.Namespace) -> int:
-    """Report on a probe's folder. 0: nothing is wrong; 3: something is. Raises UserError for bad input."""
+def audit_folder(folder: Path, source: str | None, reference: str | None) -> Audit:
+    """Report on a probe's folder. source, reference: models, as of `Oracle`. Raises UserError for bad input."""
     recorded = read(folder)
-    judged, facts = Judge(recorded, options.model, options.reference), recorded.facts
+    judged, facts = Judge(recorded, source, reference), recorded.facts
     run = {key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")}
     run["trainer"] = facts["trainer"].get("class", facts["engine"])
-    wrong = sum(each["severity"] == "wrong" for each in judged.findings)
-    report = {"folder": str(folder), "run": run, "findings": judged.findings, "not_checked": judged.unchecked}
-    report |= {"verdict": f"wrong; findings: {wrong}" if wrong else "nothing wrong was found", "steps": judged.measured}
+    report: dict[str, Any] = {"verdict": verdict_of(judged.findings, "nothing wrong was found"), "run": run}
+    report |= {"folder": str(folder), "findings": judged.findings}
+    report |= {"not_checked": judged.unchecked, "steps": judged.measured}
     head = f"{folder}: {run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, "
     head += f"{run['world']} ranks, DeepSpeed {run['versions']['deepspeed']}, steps "
-    head += ", ".join(map(str, recorded.numbers))
-    unchecked = [f"{what}: {why}" for what, why in judged.unchecked.items()]
-    return finish(options, plain(report), head, judged.findings, {"Not checked": unchecked})
+    head += ", ".join(str(step.number) for step in recorded.steps)
+    more = {"Not checked": [f"{what}: {why}" for what, why in judged.unchecked.items()]}
+    return Audit(report, head, judged.findings, more)
 
 
 class Judge:
@@ -67,10 +50,7 @@ class Judge:
 
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
         """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
-        self._recorded, self._run = recorded, recorded.facts
-        self._objective: Objective | None = None
-        self._stored: Tensors = {}
-        """The checkpoint's weights."""
+        self._recorded, self._run, self._oracle = recorded, recorded.facts, Oracle(recorded, source, reference)
         why = "its files are incomplete, as a crash leaves them"
         self.unchecked = {f"step {number}": why for number in recorded.incomplete}
         """Checks that could not be made, and why."""
@@ -79,20 +59,9 @@ class Judge:
         self._found: dict[str, dict[str, Any]] = {}
         self._resumed: float | None = None
         """Updates that the optimizer had counted before the probe came."""
-        try:
-            self._model = load_model(recorded, source)
-            if source is not None:
-                self._stored = {name: item.detach().clone() for name, item in self._model.named_parameters()}
-            if self._run["dropout"]:
-                raise NotRecomputed("the model drops values by chance")
-            pairs = "DPO" in self._run["trainer"].get("class", "")
-            self._objective = preferred(self._model, recorded, reference) if pairs else labelled
-        except NotRecomputed as error:
-            self.unchecked["gradients and losses"] = str(error)
         last: Step | None = None
-        for number in recorded.numbers:
-            step = recorded.step(number)
-            self._judge(step, last if last is not None and last.number + 1 == number else None)
+        for step in recorded.steps:
+            self._judge(step, last if last is not None and last.number + 1 == step.number else None)
             last = step
 
     @property
@@ -107,17 +76,37 @@ class Judge:
     def _add(self, entry: str, size: float, measured: str = "", *, note: bool = False, **words: Any) -> None:
         """Add a finding, or this step to it. words: for the entry's text, which tells findings apart."""
         says, severity = FINDINGS[entry]["says"].format(**words), "note" if note else "wrong"
-        new = {**FINDINGS[entry], "says": says, "size": -1.0, "severity": "note", "steps": ""}
+        new = {key: value for key, value in FINDINGS[entry].items() if key in ("id", "kind", "instead")}
+        new |= {"says": says, "size": -1.0, "severity": "note", "steps": ""}
         known, number = self._found.setdefault(says, new), str(self._step.number)
         if number not in known["steps"].split(", "):
             known["steps"] += f", {number}" if known["steps"] else number
         if not (severity, abs(size)) <= (known["severity"], known["size"]):  # also of nan
             known |= {"size": abs(size), "measured": measured or f"{abs(size):.2g}", "severity": severity}
 
+    def _find(self) -> None:
+        """Add the entries whose conditions the step's figures meet, as findings or as what could not be checked."""
+        figures = self._run | {name: value for name, value in self._row.items() if value is not None}
+        for name, entry in FINDINGS.items():
+            conditions = entry.get("when", {}).items()
+            if not conditions or not all(holds(wanted, figures.get(key, ABSENT)) for key, wanted in conditions):
+                continue
+            if "unchecked" in entry:
+                self.unchecked[entry["unchecked"]] = entry["says"].format(**figures)
+                continue
+            size, measured = figures.get(entry.get("size", ""), 1.0), entry.get("measured", "")
+            if "compare" in entry:
+                found, expected = (figures.get(key, key) for key in entry["compare"])
+                size, measured = found / expected - 1, measured or f"{found:.6g} for {expected:.6g}"
+                if abs(size) <= figures.get(entry["within"], entry["within"]):
+                    continue
+            note = "note" in entry and size <= figures[entry["note"]]
+            self._add(name, size, measured.format(**figures), note=note, **figures)
+
     def _judge(self, step: Step, last: Step | None) -> None:
         """last: the step before, where it was recorded."""
         self._step, self._facts, self._scale, self._stride = step, step.facts, step.facts["scale"], step.facts["stride"]
-        self._row = {"step": step.number, "applied": self._facts["applied"]}
+        self._row = {"step": step.number, "applied": self._facts["applied"], "scale": self._scale}
         self.measured.append(self._row)
         self._before, self._after = step.named("before"), step.named("after")
         self._groups = {name: step.facts["groups"][place] for name, (*_, place) in self._run["parameters"].items()}
@@ -127,23 +116,21 @@ class Judge:
             counted = (self._facts["optimizer_step"] or 0) - self._facts["applied"] - self._facts["applied_before"]
             self._resumed = counted if made else 0
         self._done = self._facts["applied_before"] + self._resumed
-        self._masters()
         self._dtypes()
         self._batches(last)
         stale = self._ranks()
-        if not self._gradient:
-            self.unchecked["gradients"] = "DeepSpeed hands out no reduced gradient here"
-        elif all(bool(value.isfinite().all()) for value in self._gradient.values()):
+        self._row["gradients"] = len(self._gradient)
+        if self._gradient and all(bool(value.isfinite().all()) for value in self._gradient.values()):
             try:
                 if stale:
                     raise NotRecomputed("they were computed with other weights than the recorded")
-                if self._objective is not None:
-                    micros = recompute(self._model, self._recorded, step, self._objective)
-                    self._reduced(micros, self._loss(micros))
+                micros = self._oracle.recompute(step)
+                self._reduced(micros, self._loss(micros))
             except NotRecomputed as error:
                 self.unchecked["gradients and losses"] = str(error)
             self._norm_and_update()
         self._schedule()
+        self._find()
         if last is not None:
             self._moved("moved-between", last)
 
@@ -157,34 +144,20 @@ class Judge:
     def _start(self, name: str, stride: int) -> torch.Tensor:
         return _flat(self._before[name])[::stride]
 
-    def _masters(self) -> None:
-        low = [_NAMED[dtype] for dtype in self._facts["fp32"] if dtype in _NAMED]
-        if low:
-            self._add("no-fp32-masters", 1.0, dtype=low[0])
-        elif self._facts["applied"] and (dtype := _held(self._after.values())):
-            self._add("rounded-masters", 1.0, dtype=dtype)
-        if self._done:
-            return
-        rounded, unsure = _held(self._before.values()), "whether masters start rounded"
-        if not self._stored:
-            if rounded and self._run["compute"] != "fp32":
-                self.unchecked[unsure] = f"they start as {rounded} numbers; give --model, where the run began"
-            return
-        apart = Apart((value, self._stored[name]) for name, value in self._before.items()).error
-        if apart > 0.01:
-            self.unchecked[unsure] = f"the weights of --model are {apart:.0%} from those that the run began with"
-        elif apart > 1e-6:
-            entry = "rounded-start" if rounded else "another-start"
-            self._add(entry, apart, f"{apart:.1e} of the weights", dtype=rounded)
-
     def _dtypes(self) -> None:
-        micros = self._step.micros.values()
-        for name in {_NAMED[micro["loss_dtype"]] for micro in micros if micro["loss_dtype"] in _NAMED}:
-            self._add("loss-in-16-bits", unit_roundoff(LOW[name]), dtype=name)
-        low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
-        cast = any(call["autocast"] for micro in micros for call in micro["calls"])
-        if low and self._run["compute"] == "fp32" and not cast:
-            self._add("modules-in-16-bits", 1.0, ", ".join(low))
+        micros, stored = self._step.micros.values(), self._oracle.stored
+        given = self._facts["fp32"], [micro["loss_dtype"] for micro in micros]
+        stepped, losses = (next((_NAMED[dtype] for dtype in dtypes if dtype in _NAMED), "") for dtypes in given)
+        self._row.update(stepped=stepped, masters=_held(self._after.values()), loss_dtype=losses)
+        calls = [call for micro in micros for call in micro["calls"]]
+        self._row["evaluates"] = self._run["dropout"] and not all(call.get("training", True) for call in calls)
+        if not any(call["autocast"] for call in calls):
+            low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
+            self._row.update(low_modules=len(low), modules=", ".join(low))
+        if not self._done:
+            self._row["start"] = _held(self._before.values())
+            if stored:
+                self._row["start_error"] = Apart((value, stored[name]) for name, value in self._before.items()).error
 
     def _batches(self, last: Step | None) -> None:
         seen: dict[bytes, tuple[int, str]] = {}
@@ -199,9 +172,11 @@ class Judge:
                     continue
                 if where != here:
                     self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
-                labels = given.get("labels", ids[:0])
+                labels, mask = (given.get(key, ids[:0]) for key in ("labels", "attention_mask"))
                 if labels.shape == ids.shape and _are_shifted(labels, ids):
                     self._add("labels-shifted-twice", 1.0, here)
+                if labels.shape == mask.shape == ids.shape and (learned := int(((labels >= 0) & (mask == 0)).sum())):
+                    self._add("padding-learned", learned / len(ids.flatten()), f"{learned} labels of {here}")
 
     def _ranks(self) -> bool:
         """Compare ranks, and weights with masters; whether the latter differ."""
@@ -230,34 +205,29 @@ class Judge:
         mean, weights = float(micros.exact_loss.sum()) / total, micros.reported / micros.plain_loss
         least = 1e-4 if self._run["compute"] == "fp32" else 2e-3
         bound = 3 * float((micros.plain_loss / micros.exact_loss - 1).abs().max()) + least
-        times, said = weights * total, self._recorded.reported.get(self._step.number)
-        self._row |= {"trained_loss": float(micros.reported.sum()), "mean_loss": mean, "reported_loss": said}
-        if _spread(times) > 2 * bound:
-            right = torch.full_like(weights, 1 / total)
-            off = Apart((weights @ rows, right @ rows) for rows in micros.exact.values()).error
-            told = f"labels count {float(times.min()):.2f} to {float(times.max()):.2f} times"
-            entry = "mean-of-means" if _spread(weights * counts) <= 2 * bound else "other-loss"
-            self._add(entry, off, f"{told}; the gradient is {off:.1%} off")
-        elif abs(float(times.mean()) - 1) > bound:
-            self._add("multiple-loss", float(times.mean()) - 1, f"{float(times.mean()):.4g} times")
-        if said is not None and abs(said / mean - 1) > bound + 1e-4 / mean:
-            self._add("reported-loss", said / mean - 1, f"{said:.6g} for {mean:.6g}")
+        times, right = weights * total, torch.full_like(weights, 1 / total)
+        off = Apart((weights @ rows, right @ rows) for rows in micros.exact.values()).error
+        said = self._recorded.reported.get(self._step.number)
+        self._row.update(trained_loss=float(micros.reported.sum()), mean_loss=mean, reported_loss=said)
+        self._row.update(least=float(times.min()), most=float(times.max()), times=float(times.mean()), loss_cost=off)
+        self._row.update(
+            labels_differ=_spread(times) / (2 * bound), means_differ=_spread(weights * counts) / (2 * bound)
+        )
+        self._row.update(loss_bound=bound, report_bound=bound + 1e-4 / mean)
         return weights
 
     def _reduced(self, micros: Micros, weights: torch.Tensor) -> None:
         """Judge whether the reduced gradient is that of the loss that was trained."""
         tolerance, least = (1e-3, 2e-5) if self._run["compute"] == "fp32" else (0.02, 2e-3)
-        fitted = fit(self._gradient, micros, weights, tolerance)
+        fitted = micros.fit(self._gradient, weights, tolerance)
         shares, noise = fitted.overall, fitted.noise
-        self._row |= {"gradient_error": fitted.error, "dtype_error": noise, "shares": shares.tolist()}
+        self._row.update(gradient_error=fitted.error, dtype_error=noise, shares=shares.tolist())
         rounding, dtype = 0.0, _held(self._gradient.values(), self._scale)
         if dtype and len(weights) > 1:
-            rounding = rounded_sum(micros, weights, LOW[dtype])
-            told = f"rounding the sums costs {rounding:.1e} of the gradient, computing in {dtype} {noise:.1e}"
-            self._add("sums-in-16-bits", rounding, told, note=rounding <= noise, dtype=dtype)
-        if fitted.error > 2 * (noise + rounding) + least:
-            told = f"{fitted.error:.1e} of it, where the dtype explains {noise:.1e}"
-            self._add("other-gradient", fitted.error, told)
+            rounding = micros.rounded_sum(weights, LOW[dtype])
+            self._row.update(sums_dtype=dtype, sums_cost=rounding)
+        self._row["gradient_of"] = fitted.error / (2 * (noise + rounding) + least)
+        if self._row["gradient_of"] > 1:
             return
         listed = f"{', '.join(f'{share:.3g}' for share in shares.tolist())} of the micro-batches' gradients"
         if self._scale != 1.0 and bool(((shares * self._scale - 1).abs() < 0.05).all()):
@@ -274,20 +244,13 @@ class Judge:
             self._add("shares-in-some", max(map(abs, sizes.values())), told, shares=what)
 
     def _norm_and_update(self) -> None:
-        facts, unsure = self._facts, "clipping and updates"
-        norm = math.sqrt(sum(facts["squares"].values())) / self._scale
-        self._row |= {"reported_norm": facts["norm"], "gradient_norm": norm, "scale": self._scale}
-        if not facts["norm"]:
-            self.unchecked["the reported norm"] = "the engine reports none"
-        elif facts["applied"] and abs(facts["norm"] / norm - 1) > NORM_ROUNDING:
-            self._add("reported-norm", facts["norm"] / norm - 1, f"{facts['norm']:.6g} for {norm:.6g}")
+        facts, norm = self._facts, math.sqrt(sum(self._facts["squares"].values())) / self._scale
+        rule, moments = self._run["optimizer"] in ADAMW, "exp_avg_after" in facts
+        self._row.update(reported_norm=facts["norm"] or None, gradient_norm=norm, norm_bound=NORM_ROUNDING)
+        self._row.update(rule=rule, moments=moments)
         if not facts["applied"]:
             self._moved("moved-in-skipped", self._step)
-        elif self._run["optimizer"] not in ADAMW:
-            self.unchecked[unsure] = f"the rule of {self._run['optimizer']} is not known here"
-        elif "exp_avg_after" not in facts:
-            self.unchecked[unsure] = "the optimizer's moments cannot be read"
-        elif norm:
+        elif rule and moments and norm:
             self._update(self._factor(norm, self._run["clipping"]))
 
     def _factor(self, norm: float, clipping: float) -> float:
@@ -297,20 +260,16 @@ class Judge:
             beta = self._groups[name]["betas"][0]
             pairs.append((_flat(end[name]) - beta * _flat(start.get(name, torch.zeros(1))), (1 - beta) * value))
         factor, expected = Apart(pairs).factor, clip_coefficient(norm, clipping)
-        self._row |= {"factor": factor, "factor_by_rule": expected}
-        if abs(factor / expected - 1) > 2e-3:
-            entry = "clipped-by-partial-norm" if clipping and expected < factor < 1.001 else "other-factor"
-            if self._scale != 1.0 and abs(factor / clip_coefficient(norm * self._scale, clipping) - 1) < 2e-2:
-                entry = "clipped-by-scaled-norm"
-            implied = f", as of a norm of {clipping / factor:.4g} where it is {norm:.4g}" if clipping and factor else ""
-            self._add(entry, factor / expected - 1, f"times {factor:.4g} for {expected:.4g}{implied}")
+        self._row.update(factor=factor, factor_by_rule=expected, implied_norm=clipping / factor if factor else math.inf)
+        self._row["clips_less"] = clipping > 0 and expected < factor < 1.001
+        if self._scale != 1.0:
+            self._row["scaled_off"] = abs(factor / clip_coefficient(norm * self._scale, clipping) - 1)
         return factor
 
     def _update(self, factor: float) -> None:
         """The masters and second moments against torch's AdamW in FP64 on the moments that the optimizer had."""
         done, count = self._done + 1, self._facts["optimizer_step"]
-        if count is not None and count != done:
-            self._add("updates-counted", count / done - 1, f"{count:.0f} for {done:.0f}")
+        self._row.update(updates=done, counted=count)
         moved, second, slack, still, every = Apart(), Apart(), 0.0, 0, 0
         first, squares, ends = (self._step.named(f"exp_avg_{when}") for when in ("before", "sq_before", "sq_after"))
         usual = {"foreach": False, "amsgrad": False, "maximize": False}
@@ -330,28 +289,17 @@ class Judge:
         if not moved.size:
             return
         ratio, error, around = moved.factor, moved.error, 2e-3 + 6 * math.sqrt(slack / moved.size)
-        rates = [group["lr"] for group in self._facts["groups"]]
-        self._row |= {"lr": rates, "rate_ratio": ratio, "update_error": error}
-        if second.error > 5e-4:
-            self._add("second-moment", second.error)
-        if still > 0.05 * every and error > 0.01 or still > 0.5 * every:
-            told = f"{still / every:.1%} of the values stand still; {error:.1%} of the update is missing"
-            self._add("updates-rounded" if still < every else "update-lost", error, told)
-        elif error > around and abs(error - abs(ratio - 1)) < 0.1 * error + around:
-            self._add("other-rate", ratio - 1, f"{ratio * rates[0]:.4g} for {rates[0]:.4g}")
-        elif error > around and second.error <= 5e-4:
-            self._add("other-update", error, f"{error:.1e} of the update")
+        rates, stands = [group["lr"] for group in self._facts["groups"]], error > 0.01 or still > 0.5 * every
+        self._row.update(lr=rates, rate=rates[0], moved_at=ratio * rates[0], rate_ratio=ratio, update_error=error)
+        self._row.update(second_error=second.error, still=still / every if stands else 0.0, update_of=error / around)
+        self._row["rate_of"] = abs(error - abs(ratio - 1)) / (0.1 * error + around)
 
     def _schedule(self) -> None:
-        at, what = self._facts["schedule"], "the step of the learning rate"
-        if at is None:
-            self.unchecked[what] = "the probe knows no scheduler that counts; give it `scheduler=`"
-        elif at == self._done * self._run["world"] != self._done:
-            why = "the schedule is stepped once for each process, as Accelerate does: it has to be so much longer"
-            self.unchecked[what] = why
-        elif at != self._done:
-            told, off = f"at {at:.0f} after {self._done:.0f} updates", (at - self._done) / max(1.0, self._done)
-            self._add("schedule", off, told, where="ahead of" if off > 0 else "behind")
+        at, done = self._facts["schedule"], self._done
+        self._row.update(schedule=at, done=done)
+        if at is not None:
+            per_process, where = at == done * self._run["world"], "ahead of" if at > done else "behind"
+            self._row.update(ahead=(at - done) / max(1.0, done), where=where, per_process=per_process)
 
 
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:

@@ -82,7 +82,7 @@ class Probe:
         """Which one: the same on all ranks, and in each file."""
         self._trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
-        self._fp32_of = self._fp32_without_zero()
+        self._places = self._placed()
         self._bind = inspect.signature(self.model.forward).bind_partial
         if self.rank == 0:
             facts = {**self._facts(), "trainer": trainer or {}}
@@ -138,7 +138,8 @@ class Probe:
         device = self.engine.device.type
         dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
         drawn = [torch.get_rng_state(), get_accelerator().get_rng_state()]
-        self._calls.append({"inputs": _copies(given), "autocast": dtype, "rng": drawn})
+        called = {"inputs": _copies(given), "autocast": dtype, "rng": drawn, "training": self.model.training}
+        self._calls.append(called)
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]
@@ -269,7 +270,7 @@ class Probe:
                 whole.narrow(0, here.start, here.numel).copy_(part)
             dist.all_reduce(whole, group=parameter._dp_group)
         else:
-            source, at = self._fp32_of.get(id(parameter), (parameter, 0))
+            _, source, at = self._places[id(parameter)]
             whole = (self._optimizer.state[source][key] if key else source).reshape(-1)[at : at + parameter.numel()]
         return whole.view(_shape(parameter))
 
@@ -277,26 +278,26 @@ class Probe:
         partitions = getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", None)  # ZeRO-3's
         return partitions or [each for group in self._optimizer.param_groups for each in group["params"]]
 
-    def _fp32_without_zero(self) -> dict[int, tuple[torch.Tensor, int]]:
-        """By parameter, the FP32 tensor of a 16-bit optimizer without ZeRO, and where in it the master is."""
-        optimizer, found = self.engine.optimizer, dict[int, tuple[torch.Tensor, int]]()
-        for index, group in enumerate([] if self.stage else getattr(optimizer, "fp16_groups", [])):
-            at = 0
+    def _placed(self) -> dict[int, tuple[int, Any, int]]:
+        """By parameter, its group, and without ZeRO the tensor that its master is in, and where."""
+        optimizer, found = self.engine.optimizer, dict[int, tuple[int, Any, int]]()
+        listed = (getattr(optimizer, f"{dtype}_groups", None) for dtype in ("bit16", "fp16", "bf16"))
+        groups = next(filter(None, listed), None) or [group["params"] for group in optimizer.param_groups]
+        for index, group in enumerate(groups):
+            number = getattr(optimizer, "sub_group_to_group_id", {}).get(index, index)  # ZeRO-3's
+            own, at = [] if self.stage else self._optimizer.param_groups[number]["params"], 0
             for place, parameter in enumerate(group):
-                whole = hasattr(optimizer, "fp32_groups")
-                source = optimizer.fp32_groups[index][place] if whole else optimizer.fp32_groups_flat[index]
-                found[id(parameter)] = source, 0 if whole else at
+                flat = len(own) < len(group)  # one tensor of the group's masters
+                source = own[0 if flat else place] if own else None
+                found[id(parameter)] = number, source, at if flat else 0
                 at += parameter.numel()
         return found
 
     def _facts(self) -> dict[str, Any]:
-        engine, optimizer, groups = self.engine, self.engine.optimizer, dict[int, int]()
+        engine = self.engine
         config: Any = getattr(self.model, "config", None)
         embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
-        listed = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
-        for index, group in enumerate(listed or [group["params"] for group in optimizer.param_groups]):
-            number = getattr(optimizer, "sub_group_to_group_id", {}).get(index, index)  # ZeRO-3's
-            groups |= dict.fromkeys(map(id, group), number)
+        drops = [each for each in self.model.modules() if "Dropout" in type(each).__name__]
         found = {"training": self._training, "world": dist.get_world_size(), "stage": self.stage}
         found |= {"versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__}}
         found |= {"engine": type(engine).__name__, "accumulation": engine.gradient_accumulation_steps()}
@@ -304,10 +305,9 @@ class Probe:
         found["compute"] = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         found |= {"model": type(self.model).__name__, "padding_idx": getattr(embedding, "padding_idx", None)}
         found["model_config"] = config.to_dict() if hasattr(config, "to_dict") else None
-        drops = [each for each in self.model.modules() if "Dropout" in type(each).__name__]
         found["dropout"] = any(getattr(each, "p", 0) for each in drops)
         found["parameters"] = {
-            name: [list(_shape(each)), each.requires_grad, groups.get(id(each), 0)]
+            name: [list(_shape(each)), each.requires_grad, self._places.get(id(each), (0,))[0]]
             for name, each in self.model.named_parameters()
         }
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from config.cli import DIVERGED, DONE
-from config.errors import UserError
+from config.cli import CONFIG_ERROR, DIVERGED, DONE
 from lab.audit import main
-from tools.audit.command import main as static
+from tools.audit.command import main as command
 from tools.audit.judge import audit_folder
 
 PLANTS = "tests.tools.audit.probe_cases"
@@ -70,10 +68,6 @@ def audited(out: Path, loop: str, stage: int, dtype: str, *more: str, plant: str
     return found
 
 
-def asked(**given: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"model": None, "reference": None, "json": None, "page": None, **given})
-
-
 def are_equal(first: Path, second: Path) -> bool:
     """Whether two files hold the same weights, bit for bit."""
     weights, others = torch.load(first), torch.load(second)
@@ -101,15 +95,43 @@ def test_a_probe_changes_no_step_and_its_run_is_audited(probed: Path) -> None:
 
 
 def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert audit_folder(probed / "bare-2-bf16", asked()) == DONE
+    assert command([str(probed / "bare-2-bf16")]) == DONE
     assert "whether masters start rounded: they start as BF16" in capsys.readouterr().out
+
+
+def _pad(recorded: dict[str, Any]) -> None:
+    recorded["micros"][1]["calls"][0]["inputs"]["attention_mask"][0, -3:] = 0
+
+
+def _evaluate(recorded: dict[str, Any]) -> None:
+    recorded["micros"][0]["calls"][0]["training"] = False
+
+
+@pytest.mark.parametrize(
+    ("change", "dropout", "told"),
+    [
+        (_pad, False, "the model learns padding: labels count where the attention mask is 0"),
+        (_evaluate, True, "the model has dropout and is trained in evaluation mode, which turns it off"),
+    ],
+)
+def test_a_mistake_is_found_in_what_was_recorded(
+    change: Any, dropout: bool, told: str, probed: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    for number in (1, 4):
+        (folder / f"step-{number:06d}.rank0.pt").unlink()
+        (folder / f"step-{number:06d}.rank1.pt").unlink()
+    _change(folder / "probe.json", lambda held: held.update(dropout=dropout))
+    assert told not in {each["says"] for each in audit_folder(folder, None, None).told}
+    _change(folder / "step-000002.rank0.pt", change)
+    [found] = [each for each in audit_folder(folder, None, None).told if each["says"] == told]
+    assert (found["severity"], found["steps"]) == ("wrong", "2")
 
 
 def test_a_step_that_a_crash_cut_short_is_left_out(probed: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
     (folder / "step-000004.rank1.pt").unlink()
-    audit_folder(folder, asked(json=tmp_path / "report.json"))
-    report = json.loads((tmp_path / "report.json").read_text())
+    report = audit_folder(folder, None, None).report
     assert [row["step"] for row in report["steps"]] == [1, 2] and "step 4" in report["not_checked"]
 
 
@@ -147,7 +169,9 @@ DAMAGED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGED)
-def test_bad_input_is_one_line(name: str, damage: Any, words: str, probed: Path, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(
+    name: str, damage: Any, words: str, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
     if damage is None:
         (folder / name).unlink()
@@ -155,9 +179,9 @@ def test_bad_input_is_one_line(name: str, damage: Any, words: str, probed: Path,
         (folder / name).write_bytes(damage)
     else:
         _change(folder / name, damage)
-    with pytest.raises(UserError, match=words) as raised:
-        audit_folder(folder, asked(json=tmp_path / "report.json"))
-    assert "\n" not in str(raised.value) and not (tmp_path / "report.json").exists()
+    assert command([str(folder), "--json", str(tmp_path / "report.json")]) == CONFIG_ERROR
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1) and words in error and not (tmp_path / "report.json").exists()
 
 
 @pytest.mark.slow
@@ -191,7 +215,7 @@ def test_sums_in_16_bits_are_judged_alike_by_config_and_probe(
     document = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
     document |= {"gradient_accumulation_steps": accumulation}
     (tmp_path / "ds.json").write_text(json.dumps(document))
-    code = static(["--deepspeed-config", str(tmp_path / "ds.json"), "--json", str(tmp_path / "static.json")])
+    code = command(["--deepspeed-config", str(tmp_path / "ds.json"), "--json", str(tmp_path / "static.json")])
     assert code == (DIVERGED if report["verdict"].startswith("wrong") else DONE)
     found = {each["id"]: each for each in json.loads((tmp_path / "static.json").read_text())["findings"]}
     assert found[f"{entry}-in-16-bits"]["severity"] == severity

@@ -8,8 +8,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, combinations
-from tools.audit.given import Given, read_given
-from tools.audit.static import BAD, SEVERITIES, find, holds, read_known, sound
+from tools.audit.configs import BAD, SEVERITIES, Given, find, holds, read_given, read_known, sound
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,

@@ -70,9 +70,9 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     code, out, _ = audit(capsys, *files, *NOW, *old)
     assert code == 3
     assert "[zero2-keeps-last-micro-batch]" in page.read_text() and 'class="note bad"' in page.read_text()
-    assert "verdict: wrong; defects hit: 1" in out
+    assert "verdict: wrong; findings: 1" in out
     report = json.loads(json_file.read_text())
-    assert report["verdict"] == "wrong; defects hit: 1"
+    assert report["verdict"] == "wrong; findings: 1"
     assert report["findings"][0]["id"] == "zero2-keeps-last-micro-batch"
     assert report["facts"]["accumulation"] == 8 and report["facts"]["dtype"] == "bf16"
     assert "gradients are summed in: BF16 (data_types.grad_accum_dtype is not set)" in report["numerics"]

@@ -1,0 +1,324 @@
+"""Reads the steps that a probe recorded, recomputes the gradients of their micro-batches in plain torch, and says what
+the reduced gradient is made of.
+
+The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the share of one
+is 0 where it was lost and 2 where it was added twice, whatever happened to the others. Rounding and distances are those
+of `tools.parity.plain`. The passes are not those of `tools.parity`, whose oracle derives the batches and the loss from
+a run config and prepared data: of another trainer's step there is only what went into the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from config import json_text
+from config.errors import UserError, one_line
+from precision.dtypes import DTYPES
+from tools.parity.plain import Apart, in_dtype, sigmoid_preference
+from tracking.compare.surviving import read_events
+
+Tensors = dict[str, torch.Tensor]
+"""By the parameter's name, or by that of an input."""
+_NAME = re.compile(r"step-(\d+)\.rank(\d+)\.pt$")
+_OF_RUN = "training world stage compute model model_config parameters optimizer clipping engine trainer"
+_OF_STEP = "training step rank stride scale applied applied_before groups weights micros norm fp32 before after"
+IGNORED = -100
+_NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
+_OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
+"""Keys of a model's config that are not handed to a plain model."""
+
+Objective = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
+"""(model, a recorded micro-batch) -> the sum over what counts in it, and how much does."""
+
+
+@dataclass
+class Step:
+    """One recorded step, as each rank wrote it."""
+
+    number: int
+    ranks: list[dict[str, Any]]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Rank 0's."""
+        return self.ranks[0]
+
+    @property
+    def micros(self) -> dict[tuple[int, int], dict[str, Any]]:
+        """Each micro-batch, by its rank and number."""
+        return {(rank, at): micro for rank, facts in enumerate(self.ranks) for at, micro in enumerate(facts["micros"])}
+
+    def named(self, kind: str) -> Tensors:
+        """Tensors of each parameter that rank 0 kept, FP32."""
+        return {name: value.float() for name, value in self.facts.get(kind, {}).items()}
+
+
+class Recorded(NamedTuple):
+    """A probe's folder. `reported`: losses by step; `incomplete`: steps that a crash cut short."""
+
+    facts: dict[str, Any]
+    reported: dict[int, float]
+    steps: list[Step]
+    incomplete: list[int]
+
+
+def read(folder: Path) -> Recorded:
+    """Raises UserError where the folder is no probe's, or ranks are missing."""
+    path = folder / "probe.json"
+    if not path.is_file():
+        raise UserError(f"{folder} has no probe.json: give the folder that mantissa_probe.Probe wrote into")
+    facts = json_text.read_object(path, "probe's JSON")
+    if missing := [key for key in _OF_RUN.split() if key not in facts]:
+        raise UserError(f"{path} has no {missing[0]}: it is not as mantissa_probe wrote it; record again")
+    seen: dict[int, set[int]] = {}
+    for found in filter(None, (_NAME.search(path.name) for path in folder.iterdir())):
+        seen.setdefault(int(found[1]), set()).add(int(found[2]))
+    wanted = set(range(facts["world"]))
+    whole, odd = (sorted(number for number in seen if (seen[number] == wanted) is same) for same in (True, False))
+    if not whole or any(seen[number] - wanted or number < max(whole) for number in odd):
+        where = "no step was recorded"
+        if odd:
+            ranks = ", ".join(map(str, sorted(seen[odd[0]])))
+            where = f"step {odd[0]} has files of rank {ranks}, and probe.json is of {len(wanted)} ranks"
+        raise UserError(f"{folder}: {where}; copy the files of every rank of one training there, or record again")
+    steps = [Step(number, [_read(folder, facts, number, rank) for rank in sorted(wanted)]) for number in whole]
+    path, reported = folder / "reported.jsonl", {}
+    for entry in read_events(path) if path.is_file() else ():
+        if not all(isinstance(entry.get(key), int | float) for key in ("step", "loss")):
+            raise UserError(f"{path}: {entry} has no step and loss; remove that line")
+        reported[entry["step"]] = entry["loss"]
+    return Recorded(facts, reported, steps, odd)
+
+
+def _read(folder: Path, facts: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
+    """A rank's file of a step, whose tensors are read when they are used."""
+    path = folder / f"step-{number:06d}.rank{rank}.pt"
+    try:
+        found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        training, *place = [found[key] for key in _OF_STEP.split()][:3]
+    except Exception as error:  # torch raises many kinds for a file that is cut short
+        why = f"cannot be read ({type(error).__name__}); record again, or delete step {number}'s files"
+        raise UserError(f"{path} {why}") from error
+    if training != facts["training"] or place != [number, rank]:
+        told = f"is not of step {number} of rank {rank} of the training that probe.json is of"
+        raise UserError(f"{path} {told}; record each training into its own folder")
+    return found
+
+
+class NotRecomputed(Exception):
+    """A step cannot be recomputed, and why."""
+
+
+@dataclass
+class Fit:
+    """How much of each micro-batch's gradient the reduced gradient holds: 1 where it is right.
+
+    deviating: the shares in parameters that have others than most; judged: the number of parameters. error: the part of
+    the reduced gradient that no shares explain; noise: the same of a sum that plain torch makes in the run's dtype.
+    """
+
+    overall: torch.Tensor
+    deviating: Tensors
+    judged: int
+    error: float
+    noise: float
+
+
+@dataclass
+class Micros:
+    """The micro-batches of a step in which anything counts, each a row in FP64.
+
+    Losses are sums over what counts, and gradients, by parameter, those of the sums. exact: FP32 of the rounded weights
+    in a run of 16 bits, and FP64 in one of FP32. plain: the run's own dtype. reported: the loss that went into
+    backward, as the engine divides it. places: rank and number of each.
+    """
+
+    places: list[tuple[int, int]]
+    counts: torch.Tensor
+    exact_loss: torch.Tensor
+    plain_loss: torch.Tensor
+    reported: torch.Tensor
+    exact: Tensors
+    plain: Tensors
+
+    def fit(self, reduced: Tensors, weights: torch.Tensor, tolerance: float) -> Fit:
+        """reduced: unscaled, FP64. weights: of each micro-batch's gradient, which a right reduction gives it."""
+        count, explained, noise = len(weights), Apart(), Apart()
+        columns = {name: self.exact[name] * weights[:, None] for name in reduced}
+        sizes = {name: max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced}
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        for name in sorted(reduced, key=lambda name: -sizes[name]):
+            value, rows, size = reduced[name], columns[name], sizes[name]
+            if value.numel() < 8 * count or size < 1e-3 * max(sizes.values()):
+                continue
+            plain = weights @ (self.plain[name] - self.exact[name])
+            noise.add(rows.sum(0) + plain, rows.sum(0))
+            share, spread = torch.ones_like(weights), torch.zeros_like(weights)
+            left = float((value - rows.sum(0)).square().sum())
+            if left > 4 * float(plain.square().sum()) + (tolerance * size) ** 2:  # else it is what it should be
+                inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
+                share = inverse @ (rows @ value)
+                left = float((value - share @ rows).square().sum())
+                spread = (inverse.diagonal() * left / (value.numel() - count)).sqrt()
+            explained.add(share @ rows, value)
+            if float(spread.max()) < 0.1:  # else micro-batches are too alike to be told apart
+                found[name] = share, (6 * spread).clamp_min(4 * tolerance)
+        if not found:
+            raise NotRecomputed("no parameter's gradient tells the micro-batches apart")
+        overall = torch.stack([share for share, _ in found.values()]).median(0).values
+        off = {name: share for name, (share, sure) in found.items() if bool(((share - overall).abs() > sure).any())}
+        return Fit(overall, off, len(found), explained.error, noise.error)
+
+    def rounded_sum(self, weights: torch.Tensor, dtype: torch.dtype) -> float:
+        """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
+        apart = Apart()
+        for parts in (weights[:, None] * rows for rows in self.plain.values()):
+            own: dict[int, torch.Tensor] = {}
+            for (rank, _), part in zip(self.places, parts, strict=True):
+                own[rank] = (own.get(rank, torch.zeros(1)) + part).to(dtype).double()
+            apart.add(reduce(lambda total, part: (total + part).to(dtype).double(), own.values()), parts.sum(0))
+        return apart.error
+
+
+def _labelled(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
+    given = [(call["inputs"], (micro["batch"] | call["inputs"]).get("labels")) for call in micro["calls"]]
+    if any(labels is None for _, labels in given):
+        raise NotRecomputed("the model was given no labels; set `probe.batch` to the micro-batch before the forward")
+    total = sum((_nats(model, inputs, labels).sum() for inputs, labels in given), torch.zeros((), dtype=torch.float64))
+    return total, sum(int((labels[..., 1:] != IGNORED).sum()) for _, labels in given)
+
+
+def _preference(recorded: Recorded, source: str | None) -> Objective:
+    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows."""
+    facts = recorded.facts["trainer"]
+    if facts.get("loss_type") not in (["sigmoid"], "sigmoid"):
+        raise NotRecomputed(f"the DPO loss {facts.get('loss_type')} is not known here, sigmoid is")
+    if source is None and recorded.steps[0].number != 1:
+        raise NotRecomputed("the reference is not known: record step 1, or give --reference")
+    reference = Oracle(recorded, source, None).model
+    if source is None:
+        _set_weights(reference, recorded, recorded.steps[0], DTYPES[recorded.facts["compute"]])
+    settings = {"beta": float(facts["beta"]), "label_smoothing": float(facts.get("label_smoothing") or 0.0)}
+
+    def loss(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        batch = micro["batch"]
+        if not {"input_ids", "completion_mask"} <= batch.keys():
+            raise NotRecomputed("the batch has no input_ids and completion_mask, so that pairs cannot be told")
+        inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+        answers = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
+        with torch.no_grad():
+            known = _nats(reference, inputs, answers)
+        chosen, rejected = (known - _nats(model, inputs, answers)).chunk(2)
+        return sigmoid_preference(chosen - rejected, **settings).sum(), len(chosen)
+
+    return loss
+
+
+def _nats(model: Any, inputs: Tensors, labels: torch.Tensor) -> torch.Tensor:
+    """The negative log-probability of each row's labels."""
+    wanted = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
+    ids, size = wanted.get("input_ids", torch.zeros(1)), model.get_input_embeddings().num_embeddings
+    if other := ids[(ids < 0) | (ids >= size)].tolist():
+        told = f"the batch has token {max(other)} and the model {size} embeddings: another tokenizer or model"
+        raise UserError(f"{told}; give the one that was trained with --model")
+    logits = model(**wanted, use_cache=False).logits[..., :-1, :].movedim(-1, 1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(logits, labels[..., 1:], ignore_index=IGNORED, reduction="none").sum(-1)
+
+
+class Oracle:
+    """The plain model of a recorded training, and the loss that its trainer is for."""
+
+    def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
+        """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
+        self._recorded, self._source, self._reference = recorded, source, reference
+        self.stored: Tensors = {name: item.data for name, item in self.model.named_parameters()} if source else {}
+        """The checkpoint's weights."""
+
+    @cached_property
+    def model(self) -> Any:
+        """The plain model in FP32, of the checkpoint or of the config that the probe kept."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        facts, source = self._recorded.facts, self._source
+        told = f"--model {source}" if source else "the recorded config"
+        config: dict[str, Any] = {"model_type": None, **(facts["model_config"] or {})}
+        known = config["model_type"] and facts["model"] in (config.get("architectures") or [facts["model"]])
+        if source is None and not known:
+            raise NotRecomputed(f"{facts['model']} is no model that transformers builds by itself; give --model")
+        try:
+            if source is not None:
+                model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            else:
+                shape = AutoConfig.for_model(**{key: config[key] for key in config.keys() - {*_OF_RUNTIME}})
+                model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
+        model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
+        own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        trained = {name: shape for name, (shape, *_) in facts["parameters"].items()}
+        if off := sorted(name for name in own.keys() | trained.keys() if own.get(name) != trained.get(name)):
+            here, there = (held.get(off[0], "missing") for held in (own, trained))
+            differs = f"{off[0]} is {here} in it and {there} in the probe; give the trained one with --model"
+            raise UserError(f"{told} is another model than the one trained: {differs}")
+        return model
+
+    @cached_property
+    def _objective(self) -> Objective:
+        pairs = "DPO" in self._recorded.facts["trainer"].get("class", "")
+        return _preference(self._recorded, self._reference) if pairs else _labelled
+
+    def recompute(self, step: Step) -> Micros:
+        """Every micro-batch of a step from its recorded masters, rounded as the run computes. Raises NotRecomputed."""
+        recorded, compute = self._recorded, self._recorded.facts["compute"]
+        if recorded.facts["dropout"]:
+            raise NotRecomputed("the model drops values by chance")
+        model, objective = self.model, self._objective
+        _set_weights(model, recorded, step)
+        autocast = {call["autocast"] for micro in step.micros.values() for call in micro["calls"]} - {None}
+        inside = getattr(torch, autocast.pop().removeprefix("torch.")) if autocast else None
+        wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
+        buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+        with in_dtype({model: compute}, buffers, computed=wide):
+            places, counts, exact_loss, exact = _passes(model, step, objective)
+        with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
+            *_, plain_loss, plain = _passes(model, step, objective)
+        micros = [step.micros[place] for place in places]
+        losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
+        return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
+
+
+def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype = torch.float32) -> None:
+    """Give a model the weights that a step began with, rounded to a dtype."""
+    before = step.named("before") | step.named("frozen")
+    for name, parameter in model.named_parameters():
+        parameter.data = before[name].to(dtype).float()
+        parameter.requires_grad_(recorded.facts["parameters"][name][1])
+
+
+def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Tensors]:
+    """Places, what counts, losses and the kept values of the gradients of the micro-batches, as `Micros` has them."""
+    trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
+    for place, micro in step.micros.items():
+        loss, counted = objective(model, micro)
+        if not counted:
+            continue
+        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+        for name, gradient in zip(trained, found, strict=True):
+            gradients[name].append(gradient.flatten()[:: step.facts["stride"]].double())
+        places.append(place)
+        rows.append((counted, float(loss.detach())))
+    if not rows:
+        raise NotRecomputed("no label of the step counts")
+    counts, losses = torch.tensor(rows, dtype=torch.float64).T
+    return places, counts, losses, {name: torch.stack(each) for name, each in gradients.items()}
