@@ -114,6 +114,7 @@ def _patch_cuda(counts: Counts) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    cast(Any, torch._C)._cuda_getCurrentRawStream = zero  # bitsandbytes, which peft imports, takes it
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, zero)
 
@@ -222,6 +223,19 @@ def _patch_ranks() -> None:
     dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list  # type: ignore[assignment]
 
 
+def _drawn(
+    kind: Any, name: str, *, config: Any = None, output_loading_info: bool = False, dtype: Any = None, **options: Any
+) -> Any:
+    """The model of a folder, drawn: tensors in files have values."""
+    from transformers import AutoConfig
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = kind.from_config(config or AutoConfig.from_pretrained(name), dtype=dtype, **options)
+    nothing = {key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return (model, nothing) if output_loading_info else model
+
+
 @contextmanager
 def _without_observers() -> Iterator[None]:
     """No dispatch mode but those of the device, without which tensors would be real."""
@@ -235,6 +249,7 @@ def _without_observers() -> Iterator[None]:
 def _patch_checks() -> None:
     """No check of values refuses a run."""
     from torch.distributed import device_mesh
+    from transformers.models.auto import auto_factory
 
     from precision import activation_signals
     from training.engine import build, kernels
@@ -252,6 +267,7 @@ def _patch_checks() -> None:
         engine.model.train()
 
     builds = cast(Any, build)
+    cast(Any, auto_factory)._BaseAutoModelClass.from_pretrained = classmethod(_drawn)
     cast(Any, activation_signals)._disable_current_modes = _without_observers
     builds._require_documents_apart = documents_apart
     cast(Any, device_mesh).init_device_mesh = init_device_mesh
