@@ -212,8 +212,7 @@ class Passes:
     def _follow(self, name: str, given: torch.Tensor, size: torch.Tensor, gradient: torch.Tensor) -> None:
         came = gradient.detach().reshape(-1, gradient.shape[-1]).to(self._wide)
         sums = ((came @ self._signs[name][1]).double() * given.double()).sum(0)
-        sizes = torch.stack([sums.square().mean(), came.norm().double() * size.double()])
-        self._came[name].append(torch.cat([sums, sizes]))
+        self._came[name].append(torch.cat([sums, sums.square().mean()[None], came.norm().double()[None] * size]))
 
     def _compare_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Error and bound of each, relative to the terms of the sum over micro-batches and ranks, added in quadrature:
@@ -310,8 +309,7 @@ def _in_forward() -> bool:
 def _spread(count: int, wanted: int, turn: int) -> slice:
     """At most this many of `count` places, evenly spread; different ones in each turn."""
     every = max(1, count // wanted)
-    start = turn % every
-    return slice(start, start + every * wanted, every)
+    return slice(turn % every, turn % every + every * wanted, every)
 
 
 def _of_tokens(given: torch.Tensor, output: torch.Tensor, turn: int) -> _Call | None:
