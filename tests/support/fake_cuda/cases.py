@@ -15,53 +15,33 @@ _COMMON = (
     *("tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes", "data.sequence_length=64"),
     *("evaluate={every_steps: 100, batches: 1}", "model.activation_checkpointing=none"),
 )
-_MIXTRAL = ("model.architecture=mixtral", f"model.config={{{_LLAMA}, num_local_experts: 4}}")
 _RECOMPUTES = "model.activation_checkpointing"
 _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-0 fp32": (2, "adamw", ()),
-    "ZeRO-0 bf16.json": (2, "sgd", ()),
-    "ZeRO-1 fp32": (2, "lion", ()),
     "ZeRO-1 bf16": (1, "adamw", ()),
-    "ZeRO-1 fp16": (8, "lamb", ("model.attention=eager",)),
-    "ZeRO-1 bf16.json": (2, "sgd", ()),
-    "ZeRO-1 fp8.json": (1, "muon", ()),
-    "ZeRO-1 bf16, recomputing attention": (2, "stable_adamw", (f"{_RECOMPUTES}=attention",)),
-    "ZeRO-1 fp16, offload": (2, "adamw", ("deepspeed.offload=cpu",)),
+    "ZeRO-1 fp8.json": (1, "adamw", (f"{_RECOMPUTES}=full",)),
     "ZeRO-1 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
     "ZeRO-1 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
     "ZeRO-1 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
-    "ZeRO-2 fp32": (1, "sgd", ("model.loss=full",)),
     "ZeRO-2 bf16": (2, "muon", ("data.document_masking=true",)),
     "ZeRO-2 fp16": (8, "adamw", ()),
-    "ZeRO-2 bf16.json": (2, "lion", ()),
-    "ZeRO-2 llama_mixed.json": (2, "lamb", ()),
-    "ZeRO-2 bf16, recomputing ops": (2, "stable_adamw", (f"{_RECOMPUTES}=ops",)),
-    "ZeRO-2 bf16, recomputing selective": (2, "adamw", (f"{_RECOMPUTES}=selective",)),
-    "ZeRO-2 bf16, offload": (2, "muon", ("deepspeed.offload=cpu",)),
+    "ZeRO-2 bf16.json": (2, "adamw", (f"{_RECOMPUTES}=full",)),
     "ZeRO-2 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
-    "ZeRO-2 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
-    "ZeRO-2 bf16, expert": (4, "adamw", ("parallel.expert=2", *_MIXTRAL)),
-    "ZeRO-3 fp32": (2, "stable_adamw", ()),
     "ZeRO-3 bf16": (8, "adamw", (f"{_RECOMPUTES}=full",)),
-    "ZeRO-3 fp16": (1, "lion", ("model.loss=chunked", "data.document_masking=true")),
-    "ZeRO-3 bf16.json": (2, "lamb", ()),
-    "ZeRO-3 fp8.json": (2, "sgd", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-3 fp8.json": (2, "adamw", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-3 fp16": (1, "stable_adamw", (f"{_RECOMPUTES}=full", "model.loss=chunked")),
     "ZeRO-3 bf16, recomputing ops": (2, "muon", (f"{_RECOMPUTES}=ops",)),
     "ZeRO-3 bf16, recomputing budget": (2, "adamw", (f"{_RECOMPUTES}=budget", "model.activation_memory_gib=1")),
-    "ZeRO-3 bf16, reentrant": (2, "adamw", (f"{_RECOMPUTES}=full", "model.checkpointing_reentrant=true")),
-    "ZeRO-3 bf16, offload": (2, "adamw", ("deepspeed.offload=cpu",)),
     "ZeRO-3 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
-    "ZeRO-3 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
-    "ZeRO-3 bf16, mixtral": (2, "adamw", _MIXTRAL),
 }
 """Stage, and dtype or manifest, to ranks, optimizer and what else differs from a small Llama's usual run."""
-BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-2 fp16", "ZeRO-3 bf16")
-"""Cases that also take steps in DeepSpeed's own loop."""
-_TASKS = [name for name, job in task_jobs.JOBS.items() if not job.quantised]
+BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
+"""Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
+_TASKS = ("sft", "dpo", "classify", "mlm")
 NAMES = (*_PRETRAINED, *_TASKS)
-SCALED = tuple(f"ZeRO-{stage}, {ranks:,} ranks" for stage in range(4) for ranks in (8, 64, 1024))
+SCALED = tuple(f"ZeRO-{stage}, 64 ranks" for stage in (0, 1, 3))
 """Cases of four blocks of Llama-3.2-1B on many ranks, whose collectives are counted."""
-QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16")
+QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16", "ZeRO-3 fp8.json")
 """Cases that every run of the tests takes; the rest is slow."""
 _EXTRAS = ("evaluate", "attribute", "discard", "checksums", "momentum")
 
@@ -77,19 +57,15 @@ def cases(folder: Path) -> dict[str, Any]:
         chosen = f"compute={kind}" if kind in DTYPES else f"manifest={REPOSITORY}/config/manifests/{kind}"
         given = [*_COMMON, f"model.config={{{_LLAMA}}}", f"deepspeed.stage={stage}", f"precision.{chosen}"]
         given.append(f"batch={{global_size: {4 * ranks}, micro_size: 2}}")
-        given += [
-            f"data.path={folder}/text",
-            f"data.cache_dir={folder}/cache",
-            f"optimizer.name={optimizer}",
-            *overrides,
-        ]
+        given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", f"optimizer.name={optimizer}"]
+        given += overrides
         extras = _EXTRAS if name.endswith(" bf16") else ()
         found[name] = {"arguments": given, "ranks": ranks, "extras": extras, "bare": name in BARE}
     for name in _TASKS:
         given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=2"]
         found[name] = {"arguments": given, "ranks": 2, "extras": ("evaluate",)}
     for name in SCALED:
-        stage, ranks = int(name[5]), int(name.split()[1].replace(",", ""))
+        stage, ranks = int(name[5]), int(name.split()[1])
         given = ["run.resume=never", "tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes"]
         given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
         given += ["model.config.num_hidden_layers=4", "model.config.vocab_size=32768", "guard.self_check_every=0"]
