@@ -15,10 +15,13 @@ _COMMON = (
     *("tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes", "data.sequence_length=64"),
     *("evaluate={every_steps: 100, batches: 1}", "model.activation_checkpointing=none"),
 )
+_MIXTRAL = ("model.architecture=mixtral", f"model.config={{{_LLAMA}, num_local_experts: 4}}")
 _RECOMPUTES = "model.activation_checkpointing"
 _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-0 fp32": (2, "adamw", ()),
     "ZeRO-1 bf16": (1, "adamw", ()),
+    "ZeRO-1 fp32": (2, "lion", ()),
+    "ZeRO-1 fp16": (8, "lamb", ("model.attention=eager",)),
     "ZeRO-1 fp8.json": (1, "adamw", (f"{_RECOMPUTES}=full",)),
     "ZeRO-1 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
     "ZeRO-1 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
@@ -26,10 +29,17 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-2 bf16": (2, "muon", ("data.document_masking=true",)),
     "ZeRO-2 fp16": (8, "adamw", ()),
     "ZeRO-2 bf16.json": (2, "adamw", (f"{_RECOMPUTES}=full",)),
+    "ZeRO-2 llama_mixed.json": (2, "lamb", ()),
+    "ZeRO-2 bf16, recomputing ops": (2, "stable_adamw", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-2 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
     "ZeRO-2 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
     "ZeRO-3 bf16": (8, "adamw", (f"{_RECOMPUTES}=full",)),
     "ZeRO-3 fp8.json": (2, "adamw", (f"{_RECOMPUTES}=ops",)),
-    "ZeRO-3 fp16": (1, "stable_adamw", (f"{_RECOMPUTES}=full", "model.loss=chunked")),
+    "ZeRO-3 fp32": (2, "stable_adamw", ()),
+    "ZeRO-3 fp16": (1, "lion", ("model.loss=chunked", "data.document_masking=true")),
+    "ZeRO-3 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
+    "ZeRO-3 bf16, mixtral": (2, "adamw", _MIXTRAL),
+    "ZeRO-3 bf16, reentrant": (2, "adamw", (f"{_RECOMPUTES}=full", "model.checkpointing_reentrant=true")),
     "ZeRO-3 bf16, recomputing ops": (2, "muon", (f"{_RECOMPUTES}=ops",)),
     "ZeRO-3 bf16, recomputing budget": (2, "adamw", (f"{_RECOMPUTES}=budget", "model.activation_memory_gib=1")),
     "ZeRO-3 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
@@ -37,9 +47,22 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
 """Stage, and dtype or manifest, to ranks, optimizer and what else differs from a small Llama's usual run."""
 BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
 """Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
-_TASKS = ("sft", "dpo", "classify", "mlm")
+_TASKS = ("sft, LoRA", "dpo", "classify", "mlm")
 NAMES = (*_PRETRAINED, *_TASKS)
-SCALED = tuple(f"ZeRO-{stage}, 64 ranks" for stage in (0, 1, 3))
+SCALED = (
+    "ZeRO-0, 8 ranks",
+    "ZeRO-0, 64 ranks",
+    "ZeRO-0, 1,024 ranks",
+    "ZeRO-1, 8 ranks",
+    "ZeRO-1, 64 ranks",
+    "ZeRO-1, 1,024 ranks",
+    "ZeRO-2, 8 ranks",
+    "ZeRO-2, 64 ranks",
+    "ZeRO-2, 1,024 ranks",
+    "ZeRO-3, 8 ranks",
+    "ZeRO-3, 64 ranks",
+    "ZeRO-3, 1,024 ranks",
+)
 """Cases of four blocks of Llama-3.2-1B on many ranks, whose collectives are counted."""
 QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16", "ZeRO-3 fp8.json")
 """Cases that every run of the tests takes; the rest is slow."""
@@ -65,7 +88,7 @@ def cases(folder: Path) -> dict[str, Any]:
         given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=2"]
         found[name] = {"arguments": given, "ranks": 2, "extras": ("evaluate",)}
     for name in SCALED:
-        stage, ranks = int(name[5]), int(name.split()[1])
+        stage, ranks = int(name[5]), int(name.split()[1].replace(",", ""))
         given = ["run.resume=never", "tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes"]
         given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
         given += ["model.config.num_hidden_layers=4", "model.config.vocab_size=32768", "guard.self_check_every=0"]
