@@ -86,7 +86,7 @@ def _dispatched(
     of_mine = group.exchange(by_expert.view(size, own), [1] * size, [1] * size)
     sent, received = torch.stack([by_expert.view(size, own).sum(1), of_mine.sum(1)]).tolist()
     rows = _Exchange.apply(hidden.repeat_interleave(k, 0)[order], sent, received, group)
-    ids = torch.arange(own, device=index.device).repeat(size).repeat_interleave(of_mine.flatten())
+    ids = torch.arange(own, device=rows.device).repeat(size).repeat_interleave(of_mine.flatten(), output_size=len(rows))
     idle = not len(rows)
     if idle:  # a row whose result nobody uses, so that the backward pass is the same, collectives included
         rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)

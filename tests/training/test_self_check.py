@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
 from data.text.prepare import prepare
 from lab.detection.plants.site import ATTENTION, LINEAR, NORM
@@ -105,6 +106,15 @@ def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(
     incident = of(events, "incident")[0]
     assert (incident["step"], incident["verdict"]) == (1, "SKIP") and NORM in incident["reason"]
     assert not of(events, "step")[0]["applied"] and "updates" not in of(events, "self_check")[0]["checks"]
+
+
+def test_products_of_the_check_are_not_taken_for_the_models_own(pair: ProcessGroup, folder: Path) -> None:
+    """The first step is both checked and observed, on the manifest path with sums in FP64."""
+    manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
+    settings = ["deepspeed.stage=2", "precision.compute=auto", "precision.path=manifest", manifest]
+    events = events_of(pair, folder, settings)
+    assert not of(events, "warning") and "gradients" in of(events, "self_check")[0]["checks"]
+    assert of(events, "precision")[0]["flop_share"] == {"bf16": 1.0}
 
 
 def test_no_step_is_checked_where_it_is_switched_off(pair: ProcessGroup, folder: Path) -> None:

@@ -27,6 +27,7 @@ from data.batches.loader import IGNORED_LABEL, Batch
 from modeling.compiling import CompiledBlock
 from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
+from precision.activation_signals import unseen
 from precision.closeness import OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
 from precision.manifest import find_regions
@@ -167,12 +168,12 @@ class Passes:
         if not _in_forward():  # a recomputation, or a pass of a reference
             return
         if name in self._linears and output.requires_grad:
-            given = args[0].detach().reshape(-1, args[0].shape[-1]).to(self._wide)
-            output.register_hook(partial(self._follow, name, given @ self._signs[name][0], given.norm()))
+            with unseen(output.device.type):  # a product of the check is none of the module's
+                given = args[0].detach().reshape(-1, args[0].shape[-1]).to(self._wide)
+                output.register_hook(partial(self._follow, name, given @ self._signs[name][0], given.norm()))
         if self._micro != self._drawn or name not in self._modules or name in self._calls:
             return
-        alone = name not in self._of_samples and not kwargs and len(args) == 1
-        alone = alone and isinstance(args[0], torch.Tensor) and isinstance(output, torch.Tensor)
+        alone = name not in self._of_samples and not kwargs and [*map(torch.is_tensor, (*args, output))] == [True, True]
         call = _of_tokens(args[0].detach(), output.detach(), self._turn) if alone else None
         self._calls[name] = call or _of_first_sample(args, kwargs, output)
 
@@ -204,15 +205,14 @@ class Passes:
         dice = torch.Generator().manual_seed(1_000_003 * self._turn + row)
         outputs, inputs = shape_of(module.weight)
         signs = torch.randint(2, (inputs + outputs, _SIGNS), generator=dice).mul_(2).sub_(1)
-        u, v = signs.to(self._engine.world.device, self._wide).split([inputs, outputs])
-        return u, v
+        signs = signs.to(self._engine.world.device, self._wide)
+        return signs[:inputs], signs[inputs:]
 
     @torch.no_grad()
     def _follow(self, name: str, given: torch.Tensor, size: torch.Tensor, gradient: torch.Tensor) -> None:
         came = gradient.detach().reshape(-1, gradient.shape[-1]).to(self._wide)
         sums = ((came @ self._signs[name][1]).double() * given.double()).sum(0)
-        sizes = torch.stack([sums.square().mean(), came.norm().double() * size.double()])
-        self._came[name].append(torch.cat([sums, sizes]))
+        self._came[name].append(torch.cat([sums, sums.square().mean()[None], came.norm().double()[None] * size]))
 
     def _compare_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Error and bound of each, relative to the terms of the sum over micro-batches and ranks, added in quadrature:
@@ -309,8 +309,7 @@ def _in_forward() -> bool:
 def _spread(count: int, wanted: int, turn: int) -> slice:
     """At most this many of `count` places, evenly spread; different ones in each turn."""
     every = max(1, count // wanted)
-    start = turn % every
-    return slice(start, start + every * wanted, every)
+    return slice(turn % every, turn % every + every * wanted, every)
 
 
 def _of_tokens(given: torch.Tensor, output: torch.Tensor, turn: int) -> _Call | None:

@@ -108,7 +108,7 @@ class ReducedGradients:
             norm = combine_grad_norm_groups(self._norm_groups())
         else:
             norm = self._scaled_norm()
-        norm = norm.float()
+        norm = norm.to(self._engine.device, torch.float32)  # with offload DeepSpeed has it in host memory
         # DeepSpeed writes -1 for a norm that is not finite.
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
@@ -128,8 +128,9 @@ class ReducedGradients:
     def largest_uncounted(self) -> torch.Tensor:
         """() FP32: largest magnitude in this rank's replicas of gradients that `norm` counts on another rank; nan where
         one of them has a nan. No collective and no device sync."""
-        uncounted = [gradient for gradient, parameter in self._local() if not counts_here(parameter, self._tensor)]
-        return torch.nn.utils.get_total_norm(uncounted, math.inf).float().to(self._engine.device)
+        zero = torch.zeros((), device=self._engine.device)  # torch's own norm of no tensors is in host memory
+        uncounted = (gradient for gradient, parameter in self._local() if not counts_here(parameter, self._tensor))
+        return torch.nn.utils.get_total_norm([zero, *uncounted], math.inf).float()
 
     def _local(self) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
         """This rank's part of the reduced gradients, with the parameters; not where they are offloaded."""

@@ -4,33 +4,67 @@ from pathlib import Path
 from typing import Any
 
 from config.cli import REPOSITORY
+from precision.dtypes import DTYPES
 from tests.support.jobs import task_jobs
 from tests.training.tasks.mlm_cases import write_text
 
-_MODEL = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2"
+_SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
+_LLAMA = f"{_SHAPE}, num_key_value_heads: 2"
 _COMMON = (
     *("run.resume=never", "run.steps=100", "generate.tokens=0", "telemetry.every_steps=2", "guard.spike_sigmas=6"),
     *("tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes", "data.sequence_length=64"),
-    "evaluate={every_steps: 100, batches: 1}",
+    *("evaluate={every_steps: 100, batches: 1}", "model.activation_checkpointing=none"),
 )
-_PRETRAINED = {
-    "ZeRO-0 fp32": ("adamw", 2, ()),
-    "ZeRO-1 bf16": ("adamw", 1, ()),
-    "ZeRO-2 bf16": ("muon", 2, ("data.document_masking=true",)),
-    "ZeRO-2 fp16": ("adamw", 8, ("model.activation_checkpointing=full",)),
-    "ZeRO-3 bf16": ("adamw", 8, ("model.activation_checkpointing=full",)),
-    "ZeRO-3 fp16": ("stable_adamw", 1, ("model.loss=chunked",)),
+_MIXTRAL = ("model.architecture=mixtral", f"model.config={{{_LLAMA}, num_local_experts: 4}}")
+_RECOMPUTES = "model.activation_checkpointing"
+_PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "ZeRO-0 fp32": (2, "adamw", ()),
+    "ZeRO-1 bf16": (1, "adamw", ()),
+    "ZeRO-1 fp32": (2, "lion", ()),
+    "ZeRO-1 fp16": (8, "lamb", ("model.attention=eager",)),
+    "ZeRO-1 fp8.json": (1, "adamw", (f"{_RECOMPUTES}=full",)),
+    "ZeRO-1 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
+    "ZeRO-1 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
+    "ZeRO-1 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
+    "ZeRO-2 bf16": (2, "muon", ("data.document_masking=true",)),
+    "ZeRO-2 fp16": (8, "adamw", ()),
+    "ZeRO-2 bf16.json": (2, "adamw", (f"{_RECOMPUTES}=full",)),
+    "ZeRO-2 llama_mixed.json": (2, "lamb", ()),
+    "ZeRO-2 bf16, recomputing ops": (2, "stable_adamw", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-2 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
+    "ZeRO-2 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
+    "ZeRO-3 bf16": (8, "adamw", (f"{_RECOMPUTES}=full",)),
+    "ZeRO-3 fp8.json": (2, "adamw", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-3 fp32": (2, "stable_adamw", ()),
+    "ZeRO-3 fp16": (1, "lion", ("model.loss=chunked", "data.document_masking=true")),
+    "ZeRO-3 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
+    "ZeRO-3 bf16, mixtral": (2, "adamw", _MIXTRAL),
+    "ZeRO-3 bf16, reentrant": (2, "adamw", (f"{_RECOMPUTES}=full", "model.checkpointing_reentrant=true")),
+    "ZeRO-3 bf16, recomputing ops": (2, "muon", (f"{_RECOMPUTES}=ops",)),
+    "ZeRO-3 bf16, recomputing budget": (2, "adamw", (f"{_RECOMPUTES}=budget", "model.activation_memory_gib=1")),
+    "ZeRO-3 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
 }
-_BERT = f"{_MODEL.partition(', num_key')[0]}, max_position_embeddings: 64"
-_TASKS = {
-    "sft": f"llama model.config={{{_MODEL}}}",
-    "dpo": f"llama model.config={{{_MODEL}}}",
-    "classify": f"bert model.config={{{_BERT}}}",
-    "mlm": f"bert model.config={{{_BERT}}}",
-}
-"""Jobs of `task_jobs` to the model that is drawn in place of the one in files: a file has values, a fake has none."""
+"""Stage, and dtype or manifest, to ranks, optimizer and what else differs from a small Llama's usual run."""
+BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
+"""Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
+_TASKS = ("sft, LoRA", "dpo", "classify", "mlm")
 NAMES = (*_PRETRAINED, *_TASKS)
-QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16")
+SCALED = (
+    "ZeRO-0, 8 ranks",
+    "ZeRO-0, 64 ranks",
+    "ZeRO-0, 1,024 ranks",
+    "ZeRO-1, 8 ranks",
+    "ZeRO-1, 64 ranks",
+    "ZeRO-1, 1,024 ranks",
+    "ZeRO-2, 8 ranks",
+    "ZeRO-2, 64 ranks",
+    "ZeRO-2, 1,024 ranks",
+    "ZeRO-3, 8 ranks",
+    "ZeRO-3, 64 ranks",
+    "ZeRO-3, 1,024 ranks",
+)
+"""Cases of four blocks of Llama-3.2-1B on many ranks, whose collectives are counted."""
+QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16", "ZeRO-3 fp8.json")
 """Cases that every run of the tests takes; the rest is slow."""
 _EXTRAS = ("evaluate", "attribute", "discard", "checksums", "momentum")
 
@@ -38,22 +72,31 @@ _EXTRAS = ("evaluate", "attribute", "discard", "checksums", "momentum")
 def cases(folder: Path) -> dict[str, Any]:
     """Name to arguments, ranks and what else is done, for `run.take_steps`. folder: gets the data and models."""
     task_jobs.write_all(folder)
-    write_text(folder / "text", 60)
+    if not (folder / "text").exists():
+        write_text(folder / "text", 60)
     found = {}
-    for name, (optimizer, ranks, overrides) in _PRETRAINED.items():
-        stage, kind = name.removeprefix("ZeRO-").split()
-        shape, chosen = f"model.config={{{_MODEL}}}", [f"precision.compute={kind}"]
-        given = [*_COMMON, shape, f"deepspeed.stage={stage}", *chosen, f"optimizer.name={optimizer}"]
+    for name, (ranks, optimizer, overrides) in _PRETRAINED.items():
+        stage, kind = name.partition(",")[0].removeprefix("ZeRO-").split()[:2]
+        chosen = f"compute={kind}" if kind in DTYPES else f"manifest={REPOSITORY}/config/manifests/{kind}"
+        given = [*_COMMON, f"model.config={{{_LLAMA}}}", f"deepspeed.stage={stage}", f"precision.{chosen}"]
         given.append(f"batch={{global_size: {4 * ranks}, micro_size: 2}}")
-        given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", *overrides]
-        extras = _EXTRAS if kind == "bf16" else ()
-        found[name] = {"arguments": given, "ranks": ranks, "extras": extras}
-    for name, model in _TASKS.items():
+        given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", f"optimizer.name={optimizer}"]
+        given += overrides
+        extras = _EXTRAS if name.endswith(" bf16") else ()
+        found[name] = {"arguments": given, "ranks": ranks, "extras": extras, "bare": name in BARE}
+    for name in _TASKS:
         given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=2"]
-        tokenizer = f"data.tokenizer={folder}/{task_jobs.JOBS[name].model}"
-        given += [tokenizer, "model.name_or_path=null", *f"model.architecture={model}".split(" ", 1)]
         found[name] = {"arguments": given, "ranks": 2, "extras": ("evaluate",)}
+    for name in SCALED:
+        stage, ranks = int(name[5]), int(name.split()[1].replace(",", ""))
+        given = ["run.resume=never", "tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes"]
+        given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
+        given += ["model.config.num_hidden_layers=4", "model.config.vocab_size=32768", "guard.self_check_every=0"]
+        given += [f"batch={{global_size: {2 * ranks}, micro_size: 1}}", f"deepspeed.stage={stage}"]
+        given += [f"precision.compute={'bf16' if stage else 'fp32'}"]
+        found[name] = {"arguments": given, "ranks": ranks, "extras": (), "recipe": "benchmark_1b"}
     for number, case in enumerate(found.values()):
         own = [f"run.dir={folder}/runs", f"run.name=case-{number}"]
-        case["arguments"] = ["--config", f"{REPOSITORY}/config/recipes/demo.yaml", *case["arguments"], *own]
+        recipe = f"{REPOSITORY}/config/recipes/{case.pop('recipe', 'demo')}.yaml"
+        case["arguments"] = ["--config", recipe, *case["arguments"], *own]
     return found

@@ -40,12 +40,14 @@ class Counts:
         self.collectives: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         """Kind of collective to the bytes of its larger side on this rank."""
+        self.operators: Counter[str] = Counter()
+        """Operators of aten by name, on tensors of either device."""
         self._on = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Forget what was counted before, and count inside."""
-        for counter in (self.waits, self.collectives, self.bytes):
+        for counter in (self.waits, self.collectives, self.bytes, self.operators):
             counter.clear()
         self._on = True
         try:
@@ -57,6 +59,11 @@ class Counts:
         """The host waits for the device here."""
         if self._on:
             self.waits[f"{kind} {_place()}"] += 1
+
+    def operator(self, name: str) -> None:
+        """An operator is called."""
+        if self._on:
+            self.operators[name] += 1
 
     def collective(self, kind: str, size: int) -> None:
         """A collective whose larger side has `size` bytes."""
@@ -93,7 +100,10 @@ class Device(TorchDispatchMode):
         kwargs, name = kwargs or {}, function.name().partition("::")[2].partition(".")[0]
         if function.namespace == "c10d" and name in _COLLECTIVES:
             self._counts.collective(_COLLECTIVES[name], max(map(_bytes, args), default=0))
-        elif name in ("_to_copy", "copy_"):
+            return function(*args, **kwargs)
+        if function.namespace == "aten":
+            self._counts.operator(name)
+        if name in ("_to_copy", "copy_"):
             self._copy(name, args, kwargs)
         elif _of_host_only(args, kwargs):
             with _disable_current_modes():  # a batch that the loader's thread has read

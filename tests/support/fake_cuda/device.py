@@ -8,20 +8,20 @@ no numerics and no choice of kernels.
 import os
 import types
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch._dynamo  # it wants each function of torch.cuda under one name, so it comes before they are replaced
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import UserError
-from tests.support.fake_cuda.counts import Counts, answer_without_values
+from tests.support.fake_cuda.counts import Counts, Device, answer_without_values
 
 NAME = "NVIDIA H100 80GB HBM3"
 
@@ -114,6 +114,7 @@ def _patch_cuda(counts: Counts) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+    cast(Any, torch._C)._cuda_getCurrentRawStream = zero  # bitsandbytes, which peft imports, takes it
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, zero)
 
@@ -222,12 +223,35 @@ def _patch_ranks() -> None:
     dist.all_gather_object, dist.broadcast_object_list = all_gather_object, broadcast_object_list  # type: ignore[assignment]
 
 
+def _drawn(
+    kind: Any, name: str, *, config: Any, output_loading_info: bool = False, dtype: Any = None, **options: Any
+) -> Any:
+    """The model of a folder, drawn: tensors in files have values."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = kind._from_config(config, dtype=dtype, attn_implementation=options.get("attn_implementation"))
+    nothing = {key: [] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return (model, nothing) if output_loading_info else model
+
+
+@contextmanager
+def _without_observers() -> Iterator[None]:
+    """No dispatch mode but those of the device, without which tensors would be real."""
+    with _disable_current_modes() as modes, ExitStack() as stack:
+        for mode in reversed(modes):
+            if isinstance(mode, (FakeTensorMode, Device)):
+                stack.enter_context(mode)
+        yield
+
+
 def _patch_checks() -> None:
     """No check of values refuses a run."""
     from torch.distributed import device_mesh
+    from transformers import PreTrainedModel
 
     from precision import activation_signals
-    from training.engine import build, kernels
+    from training.engine import build, kernels, weights
 
     own_mesh: Any = device_mesh.init_device_mesh
     own_documents: Any = build._require_documents_apart
@@ -242,7 +266,9 @@ def _patch_checks() -> None:
         engine.model.train()
 
     builds = cast(Any, build)
-    cast(Any, activation_signals)._disable_current_modes = nullcontext  # without modes a tensor would be real
+    cast(Any, PreTrainedModel).from_pretrained = classmethod(_drawn)
+    cast(Any, weights).compare_with_files = lambda engine, folder: set()
+    cast(Any, activation_signals)._disable_current_modes = _without_observers
     builds._require_documents_apart = documents_apart
     cast(Any, device_mesh).init_device_mesh = init_device_mesh
     cast(Any, kernels).kernel_problem = lambda *args: None  # torch._scaled_mm, tried on values

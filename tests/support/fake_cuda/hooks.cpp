@@ -1,6 +1,8 @@
 // A CUDA device for torch's CPU build: a guard whose streams and events do nothing, and hooks that say there is one
 // device. With it autograd and factory functions take the device type "cuda"; tensors on it are fake, without values.
+#include <ATen/SDPBackend.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 using c10::Device, c10::DeviceIndex, c10::Stream;
@@ -21,6 +23,19 @@ struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// An H100's first choice. Were none registered, torch would take the attention that is composed of FP32 matmuls.
+static int64_t attention(
+    const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    std::optional<double>, bool grouped) {
+  using enum at::SDPBackend;
+  const auto kind = query.scalar_type();
+  const auto fused = kind == at::kFloat && !grouped ? efficient_attention : math;
+  return static_cast<int64_t>(kind == at::kHalf || kind == at::kBFloat16 ? cudnn_attention : fused);
+}
+namespace at::native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &attention)
+}
 
 namespace at { namespace cuda {
 // torch looks for hooks of this name.

@@ -32,10 +32,13 @@ class _Fake(FakeTensorMode):
 COUNTS, PINNED = Counts(), dict[int, Any]()
 
 
-def take_steps(arguments: list[str], ranks: int, extras: list[str]) -> dict[str, Any]:
-    """The device operations of the third step. The first is observed, the second has telemetry. extras: more steps, by
-    name in _EXTRAS."""
+def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool = False) -> dict[str, Any]:
+    """The device operations of the third step. The first is observed, the second has telemetry.
+
+    extras: more steps, by name in _EXTRAS. bare: also count the third step of DeepSpeed's own loop on the same model.
+    """
     from config.command_line import read_command_line
+    from lab.benchmark.overhead import PlainLoop
     from training.build import build
     from training.session import locked_run_dir, session
     from training.step import train_step
@@ -65,7 +68,14 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str]) -> dict[str,
             "waits": dict(COUNTS.waits),
             "collectives": dict(COUNTS.collectives),
             "bytes": dict(COUNTS.bytes),
+            "operators": dict(COUNTS.operators),
         }
+        if bare:
+            plain = PlainLoop(resolved, corpus, opened.world)
+            for _ in range(3):
+                with COUNTS.counting():
+                    plain.step()
+            found["bare"] = {"operators": dict(COUNTS.operators), "waits": dict(COUNTS.waits)}
         for name in extras:
             _EXTRAS[name](parts, progress)
         parts.record.close()
