@@ -81,11 +81,11 @@ from tools.parity.task_loss import loss_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
+from training.corruption.updates import BY_VALUE, excess
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
-from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
 from training.engine.tensors import (
@@ -424,10 +424,10 @@ class StepParity:
         update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
         optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
         FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
-        is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
-        counted (`adamw.after`). constants: of the optimizer, those with whose values an update that differs is
-        explained, as text by parameter. states: those before it, as the reference's weights are the masters before it.
-        norm: what the engine clipped by; that it is the gradient's is judged for itself.
+        is slightly wrong shows however small its effect on one update is; for optimizers that take each value for
+        itself (`training.corruption.updates`). constants: of the optimizer, those with whose values an update that
+        differs is explained, as text by parameter. states: those before it, as the reference's weights are the masters
+        before it. norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
@@ -440,10 +440,10 @@ class StepParity:
                 continue
             decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
-            counted = engine.has_torch_adamw
+            counted = section.name in BY_VALUE
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
-            # AdamW's values are each of their own: a part at a time, since FP64 takes ten times the parameter's memory
+            # a part at a time where that is possible, since FP64 takes ten times the parameter's memory
             parts = zip(
                 *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
             )
@@ -456,10 +456,8 @@ class StepParity:
                 size += float(given.master.square().sum())
                 explained += rounding(section.name, given)
                 if counted:
-                    values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
-                    rows = zip([found, *found_states], values, slack, strict=True)
-                    close = [(mine.double() - value).abs() <= least for mine, value, least in rows]  # no nan is
-                    within += int(torch.stack(close).all(0).sum())
+                    taken = dataclasses.replace(given, gradient=gradient.double() * reported)
+                    within += int((excess(taken, [found, *found_states]) <= 1).all(0).sum())
             beyond_rounding = max(0.0, math.sqrt(moved.off) - 2.0**-24 * math.sqrt(size) - explained)
             errors[name] = relative(beyond_rounding, math.sqrt(moved.size))
             if counted:

@@ -6,6 +6,7 @@ or a wrong update. How many values differ travels in the gather of the next step
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from training.engine.optimizers import adamw, lion, sgd
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import Shard, first_of_slice, local_gradient, shard_of, states_of, trainable_parameters
 
+BY_VALUE = ("adamw", "lion", "sgd")
+"""Optimizers whose step takes each value for itself."""
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers with Adam's averages whose step depends on all of a parameter."""
 
@@ -107,7 +110,7 @@ class UpdateCheck:
                 matrix=group["matrix"],
             )
             found = self._held(own)
-            self.compared.append(Compared(own, given, found, _excess(given, found).amax(0)))
+            self.compared.append(Compared(own, given, found, excess(given, found).amax(0)))
         self._slices, self._gradients = None if self._of_each else self._keep(), []
 
     def examine(self) -> list[Flip]:
@@ -185,12 +188,12 @@ class UpdateCheck:
             explained = ~_beyond(flipped, found)
             if bool(explained.any()):
                 return kind, (int(explained.nonzero()[0]),)
-        apart = _excess(done.given, done.found) > 1
+        apart = excess(done.given, done.found) > 1
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
 
 
 def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
-    return _excess(given, found).amax(0) > 1
+    return excess(given, found).amax(0) > 1
 
 
 def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -205,9 +208,9 @@ def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return expected, slack
 
 
-def _excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
+def excess(given: UpdateInputs, found: Sequence[torch.Tensor]) -> torch.Tensor:
     """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
-    is non-finite too."""
+    is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
     expected, slack = _after(given)
     rows = []
     for a, b, c in zip(found, expected, slack, strict=True):
