@@ -66,7 +66,7 @@ from tools.parity.oracle.judge import STEPS, Unknown, judge
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
-from tools.parity.room import shortages
+from tools.parity.room import estimates
 from tracking.compare.surviving import read_events, surviving
 from tracking.jsonl import encode
 from tracking.summary import read_inputs
@@ -337,8 +337,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=options.processes,
         launcher=shlex.split(options.launch),
     )
-    for line in shortages(chosen):
-        print(line)
+    for line in estimates(chosen):
+        print(line, flush=True)
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(confidence_line(found["confidence"]))
