@@ -57,7 +57,7 @@ def estimates(chosen: Plan) -> Iterator[str]:
 
 
 def _estimate(what: str, least: float, about: float, free: float, whole: float, place: str, fix: str) -> str:
-    """That `about` bytes are needed, a warning if fewer are free. Raises UserError where `least` are more than exist."""
+    """How many bytes are needed, a warning if fewer are free. Raises UserError if `least` are more than there are."""
     if least > whole:
         raise UserError(f"{what} would take at least {least / 1e9:.1f} GB, and {place} has {whole / 1e9:.1f}; {fix}")
     line = f"{what} will take about {about / 1e9:.1f} GB, and {free / 1e9:.1f} are free on {place}"

@@ -51,7 +51,7 @@ from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
 from precision.sampling import distances
-from precision.statistics import compare_gradients, to_plain
+from precision.statistics import PART, compare_gradients, in_fp64, to_plain
 from precision.tolerance import relative, unit_roundoff
 from tools.parity.alternatives import alternatives
 from tools.parity.constants import of_update
@@ -148,19 +148,20 @@ class StepParity:
         health = compared = engine.health(outcome)
         found = self._reduced_gradients()
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
-        norms = to_plain({name: gradients[name].double().norm() for name in found})
+        norms = {name: _norm({name: gradients[name]}) for name in found}
         reference_norm = _norm(gradients)
+        del found  # which the engine still has
         plain = self._plain_agreement(batch, gradients)
         compared_norms = {"parameters": agreement, "reference_norms": norms}
         beyond = beyond_bounds(compared_norms, self._resolved.config.parity)
         others = self._alternatives(batch, gradients, plain, more_than_noise(compared_norms))
-        del gradients  # FP32 of the whole model: at most four times that is held at once beside the engine
+        del gradients
         if dropped and self.no_dropout:
             engine.discard_gradients()
             restore_generators(drawn, engine.world.device)
             engine.model.train()
             health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
-            found = self._reduced_gradients()
+        found = self._reduced_gradients()
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
         states = self._states()
         update = engine.step(health, lr, apply=apply)
@@ -407,8 +408,10 @@ class StepParity:
             return {}  # the weights are the masters
         found = {}
         for name, parameter in trainable_parameters(self._engine).items():
-            found[name] = distances(self._reference.weight(name), whole_weight(self._engine, parameter))[0]
-        return to_plain(found)
+            pair = self._reference.weight(name), whole_weight(self._engine, parameter)
+            parts = zip(*map(_parts, pair), strict=True)
+            found[name] = float(torch.stack([distances(*part)[0] for part in parts]).amax())
+        return found
 
     def _judge_update(
         self,
@@ -576,7 +579,7 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    return values.reshape(-1).split(MOST_VALUES)
+    return values.reshape(-1).split(PART)
 
 
 def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -585,7 +588,10 @@ def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected||, in FP64; expected: what adds up to it."""
-    return Apart([(found, torch.stack([part.double() for part in expected]).sum(0))]).error
+    apart = Apart()
+    for part, *added in in_fp64(found, *expected):
+        apart.add(part, torch.stack(added).sum(0))
+    return apart.error
 
 
 def _beyond_noise(
@@ -597,7 +603,8 @@ def _beyond_noise(
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:
     """Global L2 norm in FP64."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    parts = (part for gradient in gradients.values() for (part,) in in_fp64(gradient))
+    return math.sqrt(sum(float(part.square().sum()) for part in parts))
 
 
 @entry_point(launched=True)
