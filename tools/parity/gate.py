@@ -87,9 +87,9 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None
+    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]  # first: it may be refused
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
-    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0], log)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
