@@ -40,8 +40,7 @@ class Agreement(NamedTuple):
 
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
     """Cosine, sign agreement and relative error, in FP64, of each gradient against the one of the same name."""
-    references = dict(reference)
-    result = {}
+    result, references = {}, dict(reference)
     for name, gradient in gradients:
         if gradient.shape != references[name].shape:
             raise ValueError(f"{name}: shape {tuple(gradient.shape)}, reference {tuple(references[name].shape)}")

@@ -81,7 +81,7 @@ from tools.parity.task_loss import loss_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
-from training.corruption.updates import BY_VALUE, excess
+from training.corruption.updates import excess
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import read_start
@@ -99,6 +99,8 @@ from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import Session, session
 
+_BY_VALUE = ("adamw", "lion", "sgd")
+"""Optimizers whose step takes each value for itself."""
 MAX_SKIPS = 12
 """Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
 
@@ -443,7 +445,7 @@ class StepParity:
                 continue
             decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
-            counted = section.name in BY_VALUE
+            counted = section.name in _BY_VALUE
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
             # a part at a time where that is possible, since FP64 takes ten times the parameter's memory

@@ -6,7 +6,6 @@ or a wrong update. How many values differ travels in the gather of the next step
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,8 +18,6 @@ from training.engine.optimizers import adamw, lion, sgd
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import Shard, first_of_slice, local_gradient, shard_of, states_of, trainable_parameters
 
-BY_VALUE = ("adamw", "lion", "sgd")
-"""Optimizers whose step takes each value for itself."""
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers with Adam's averages whose step depends on all of a parameter."""
 
@@ -185,15 +182,11 @@ class UpdateCheck:
             tried[row] = (tried[row].view(torch.int32) ^ masks).view(torch.float32)
             gradient = done.given.gradient[index].expand(32)
             flipped = replace(done.given, master=tried[0], gradient=gradient, states=tried[1:])
-            explained = ~_beyond(flipped, found)
+            explained = excess(flipped, found).amax(0) <= 1
             if bool(explained.any()):
                 return kind, (int(explained.nonzero()[0]),)
         apart = excess(done.given, done.found) > 1
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
-
-
-def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
-    return excess(given, found).amax(0) > 1
 
 
 def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -208,7 +201,7 @@ def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return expected, slack
 
 
-def excess(given: UpdateInputs, found: Sequence[torch.Tensor]) -> torch.Tensor:
+def excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
     """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
     is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
     expected, slack = _after(given)
