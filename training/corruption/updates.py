@@ -189,7 +189,7 @@ class UpdateCheck:
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
 
 
-def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and state after the step and the bounds of their errors, inf of a master that its values alone do not
     determine."""
     name = given.section.name
@@ -204,7 +204,7 @@ def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]
 def excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
     """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
     is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
-    expected, slack = _after(given)
+    expected, slack = after(given)
     rows = []
     for a, b, c in zip(found, expected, slack, strict=True):
         apart = (a.double() - b).abs() / c.clamp_min(torch.finfo(torch.float32).tiny)
