@@ -936,8 +936,8 @@ class ParitySection:
     update_error: float = limit(0.001, above=0.0)
     """[fraction] Largest relative error of a module's update against the optimizer in FP64 on the reduced gradient."""
     update_rounding: float = limit(0.0, at_least=0.0, at_most=1.0)
-    """[fraction] Largest share of a module's values whose master or moments differ after an AdamW update from FP64's by
-    more than FP32's rounding explains: a moment kept in fewer bits, a slightly wrong coefficient."""
+    """[fraction] Largest share of a module's values whose master or moments differ after an update by AdamW, Lion or
+    SGD from FP64's by more than FP32's rounding explains: a moment kept in fewer bits, a slightly wrong coefficient."""
     weight_drift: float = limit(0.0, at_least=0.0)
     """[fraction] Largest relative distance of a 16-bit weight from its rounded master."""
     price_per_device_hour: float = limit(0.0, at_least=0.0)

@@ -5,7 +5,7 @@ Nothing here waits for the device: everything stays a tensor until `to_plain`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,8 @@ NEGLIGIBLE = 1e-4
 SIGNLESS = 1e-3
 """Values of a gradient below this share of its root mean square may have any sign in 16 bits: those of queries and keys
 in one projection with the values, where attention is still nearly even."""
+PART = 1 << 20
+"""Values of which FP64 copies are made at a time: whole ones of an embedding take gigabytes."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -38,21 +40,26 @@ class Agreement(NamedTuple):
 
 def compare_gradients(gradients: Named, reference: Named) -> dict[str, Agreement]:
     """Cosine, sign agreement and relative error, in FP64, of each gradient against the one of the same name."""
-    references = dict(reference)
-    result = {}
+    result, references = {}, dict(reference)
     for name, gradient in gradients:
         if gradient.shape != references[name].shape:
             raise ValueError(f"{name}: shape {tuple(gradient.shape)}, reference {tuple(references[name].shape)}")
-        mine, other = gradient.detach().double().reshape(-1), references[name].detach().double().reshape(-1)
-        norms, difference = mine.norm() * other.norm(), (mine - other).norm()
-        both_zero = (mine.norm() + other.norm()) == 0
-        cosine = torch.where(norms == 0, both_zero.double(), (mine @ other) / norms)
-        error = torch.where(both_zero, torch.zeros_like(difference), difference / other.norm())
-        floor = SIGNLESS * other.square().mean().sqrt()
-        noise = (other != 0) & (other.abs() < floor)
-        same = ((mine.sign() == other.sign()) & ~noise).sum().double() / (~noise).sum()
+        pair = gradient, references[name]
+        squares = [torch.stack([a @ a, b @ b, a @ b, (a - b) @ (a - b)]) for a, b in in_fp64(*pair)]
+        mine, other, along, difference = torch.stack(squares).sum(0)
+        both_zero, floor = mine + other == 0, SIGNLESS * (other / gradient.numel()).sqrt()
+        cosine = torch.where(mine * other == 0, both_zero.double(), along / (mine.sqrt() * other.sqrt()))
+        error = torch.where(both_zero, torch.zeros_like(difference), (difference / other).sqrt())
+        signs = [((b == 0) | (b.abs() >= floor), a.sign() == b.sign()) for a, b in in_fp64(*pair)]
+        same = sum((has & alike).sum().double() for has, alike in signs) / sum(has.sum() for has, _ in signs)
         result[name] = Agreement(cosine.clamp(-1, 1), same, error)
     return result
+
+
+def in_fp64(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Flat FP64 copies of tensors of one size, PART values at a time."""
+    for parts in zip(*(tensor.detach().reshape(-1).split(PART) for tensor in tensors), strict=True):
+        yield [part.double() for part in parts]
 
 
 class ActivationMeter:

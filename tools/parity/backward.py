@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -193,19 +193,25 @@ class Backward:
         small, run = fewer_rows(call) if kind == "linear" and not call.inside else call, self._of_run(call)
         if small is not call:  # its parameters' gradients are sums over all rows
             run = {_INPUT: small.made[0]} if 0 in small.made else {}
-        computed = [self._again(small, dtype) for dtype in COMPUTED_IN]
+        if not run:  # as of an embedding that shares its weight
+            return []
+        computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
         if kind == "linear" and self._plan.has_halves(call.name):
             planned, exact = computed[0], computed[-1]
             u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])
             known = [part for part in run if part in planned and part in exact]
             if any(further_off(run[part], planned[part], exact[part], u) for part in known):
                 with self._plan.in_halves(call.name):
-                    computed[0] = self._again(small, None)
+                    computed[0] = self._again(small, None, run)
         first = leaves_of(small.output)[0]
         tokens = first.numel() // first.shape[-1]
-        sums = {f"{GRADIENT}{key}": walk for key, walk in walks(self._plan.modules[call.name], call).items()}
+        of_sums = walks(self._plan.modules[call.name], call, computed[-1].get(f"{GRADIENT}weight"))
         came = max(map(_mean_square, call.came.values()))
-        size: dict[str, Any] = {"tokens": tokens, "came": came, "walks": sums}
+        size: dict[str, Any] = {
+            "tokens": tokens,
+            "came": came,
+            "walks": {f"{GRADIENT}{key}": walk for key, walk in of_sums.items()},
+        }
         if kind == "attention":
             size["moved"] = self._moved(small, computed[-1], torch.float64)
         elif _is_far(computed[1], computed[-1], max(terms_of(kind, small), tokens)):
@@ -229,9 +235,9 @@ class Backward:
             # not around the call: its weights are rounded as the plan says
             with torch.enable_grad(), as_fp64() if dtype is torch.float64 else nullcontext():
                 loss = objective.score(lambda output=output, **_: output, inputs, labels).loss
-            found = self._gradients(call, leaves, [(loss, self._of_loss[0])])
+            found = self._gradients(call, leaves, [(loss, self._of_loss[0])], run)
             computed.append({_OUTPUT: loss.detach(), **found})
-        own = self._own_code_of_loss(call, inputs, labels)
+        own = self._own_code_of_loss(call, inputs, labels, run)
         logits = computed[0][_OUTPUT] if head is not None else self._made_loss
         vocabulary = self._plan.modules[self._plan.head or ""].weight.shape[0]
         rows = self._rows(LOSS, "loss", max(int(vocabulary), labels.numel()), run, computed, own=own)
@@ -242,7 +248,9 @@ class Backward:
                 row["roundoff"] = self._plan.roundoff("", leaves_of(whole.output)[0])
         return rows
 
-    def _own_code_of_loss(self, call: Call, inputs: dict[str, Any], labels: torch.Tensor) -> _Gradients:
+    def _own_code_of_loss(
+        self, call: Call, inputs: dict[str, Any], labels: torch.Tensor, parts: Collection[str]
+    ) -> _Gradients:
         """The results of the run's own model and loss in FP32; empty where they cannot be computed."""
         came, leaves = self._of_loss[0], Leaves()
         if self._own_loss is None or self._slices.group is not None:
@@ -257,7 +265,7 @@ class Backward:
         try:
             with torch.enable_grad():
                 loss = self._own_loss(inputs, labels, came, forward=forward).loss
-            return {_OUTPUT: loss.detach(), **self._gradients(call, leaves, [(loss, came)])}
+            return {_OUTPUT: loss.detach(), **self._gradients(call, leaves, [(loss, came)], parts)}
         except Exception:  # as that of modules
             return {}
 
@@ -272,12 +280,12 @@ class Backward:
         inside = self._whole.inside if self._whole is not None else []
         return next((call.name for call in inside if call.name == self._plan.head and call.output.numel() == 1), None)
 
-    def _again(self, call: Call, dtype: torch.dtype | None) -> _Gradients:
+    def _again(self, call: Call, dtype: torch.dtype | None, parts: Collection[str]) -> _Gradients:
         leaves = Leaves()
         with torch.enable_grad():
             output = again(self._plan, call, dtype, leaves)["output"]
         made = leaves_of(output)
-        return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()])
+        return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()], parts)
 
     def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
         """The sum of squared changes of gradients, by part, when all that they are computed from is rounded to FP32.
@@ -285,12 +293,18 @@ class Backward:
         made: those of this dtype. FP64's are what rounding does to the definition; FP32's have their roundings drawn
         anew as well, which terms that cancel inside a module leave: a cast to fewer bits stays as it was.
         """
-        found = self._again(rounded(call), dtype)
+        found = self._again(rounded(call), dtype, made)
         there = ((part, values) for part, values in made.items() if part in found)
         return {part: float((found[part] - values).double().square().sum()) for part, values in there}
 
-    def _gradients(self, call: Call, leaves: Leaves, ends: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> _Gradients:
-        """Gradients by part. ends: the outputs, each with its incoming gradient."""
+    def _gradients(
+        self,
+        call: Call,
+        leaves: Leaves,
+        ends: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        parts: Collection[str],
+    ) -> _Gradients:
+        """Gradients of these parts. ends: the outputs, each with its incoming gradient."""
         pairs = list(ends)
         for place, handed in reversed(leaves.handed.items()):  # as the backward pass comes to them
             got = leaves_of(handed)
@@ -300,7 +314,7 @@ class Backward:
         for place, returned in leaves.returned.items():
             wanted |= {_numbered(_returned(call, place), number): leaf for number, leaf in enumerate(returned)}
         wanted |= {f"{GRADIENT}{key}": leaf for key, leaf in leaves.own.items()}
-        wanted = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad}
+        wanted = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad and name in parts}
         if not pairs or not wanted:
             return {}
         outputs, gradients = zip(*pairs, strict=True)

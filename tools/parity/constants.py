@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from training.corruption.updates import after
 from training.engine.optimizer import IMPLEMENTATIONS
-from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 
 Make = Callable[[float], torch.Tensor]

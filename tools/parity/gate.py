@@ -66,7 +66,7 @@ from tools.parity.oracle.judge import STEPS, Unknown, judge
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
-from tools.parity.room import shortages
+from tools.parity.room import estimates
 from tracking.compare.surviving import read_events, surviving
 from tracking.jsonl import encode
 from tracking.run_facts import median
@@ -88,9 +88,9 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None
+    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]  # first: it may be refused
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
-    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0], log)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
@@ -341,8 +341,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         processes=options.processes,
         launcher=shlex.split(options.launch),
     )
-    for line in shortages(chosen):
-        print(line)
+    for line in estimates(chosen):
+        print(line, flush=True)
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
     print(confidence_line(found["confidence"]))

@@ -181,10 +181,12 @@ def train_twin(
 
 
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
-    """The half-precision job. Raises UserError when it does not start; that it ends early is a finding."""
+    """The half-precision job. Raises UserError when it takes no step, as where a model's activations exceed FP16 from
+    the start; that it ends later is a finding."""
     run = _train(chosen, f"candidate-seed-{seed}", seed, _saving(chosen), log)
-    if not run.folder.events.exists():
-        raise UserError(f"the run did not start: {run.error_line}; see {_log(chosen, run.folder.name)}")
+    events = read_events(run.folder.events) if run.folder.events.exists() else ()
+    if not run.finished and not any(event["event"] == "step" and event["applied"] for event in events):
+        raise UserError(f"the run took no step: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from config.schema import ParitySection
 from precision.statistics import NEGLIGIBLE
 from precision.tolerance import relative
-from tools.parity.rounding import OTHER_KERNEL, findings, pooled, resolutions
+from tools.parity.rounding import findings, pooled, resolutions
 
 COMPARED = "step compared:"
 """Beginning of the line that `tools.parity.steps` prints of each step that it has compared."""
@@ -36,7 +36,10 @@ roundings tip some values to another FP8 number, so that its errors are of the s
 
 PLAIN_MARGIN = 1.5
 """[factor] Largest ratio of a gradient's error to that of plain torch in the run's dtype, where it is beyond the bound
-for all. Both are errors of the same roundings in another order: of the same size and not the same."""
+for all; more where sound alternatives are further apart. Both are errors of the same roundings in another order: of the
+same size and not the same. In a pretrained model one token can hold nearly all of it, and ratios scatter: of SmolLM2's
+272 gradients 4% are more than 1.5 apart. The run and the alternatives are draws of the same, so that the largest ratio
+of the one may well be the larger, by this factor."""
 PLAIN_MOST = 0.5
 """[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
 still less than the error of a gradient that is lost, which is 1."""
@@ -94,7 +97,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     planned = [float(error) for step in attempted for error in step.get("planned_error", {}).values()]
     read_back = _constants(taken, "constants")
     others, note = _alternatives(attempted)
-    most_excess = max(bounds.gradient_excess, (1 + OTHER_KERNEL) * others)
+    margin = PLAIN_MARGIN * max(1.0, others)
+    most_excess = max(bounds.gradient_excess, PLAIN_MARGIN * others)
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
         _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
@@ -103,10 +107,16 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
         _over(attempted, "dropout", 0.0, _dropout, floor=0.0),
         _over(attempted, "task_loss", 1.0, _task_loss, note=_constants(attempted, "other_constants"), floor=0.0),
-        _over(taken, "gradient_error", bounds.gradient_error, gradient_errors, note=_gradient_note(taken)),
+        _over(
+            taken,
+            "gradient_error",
+            bounds.gradient_error,
+            _gradients("relative_error", margin),
+            note=_gradient_note(taken, margin),
+        ),
         _over(taken, "gradient_excess", most_excess, _excess, note=note, floor=0.0),
-        _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine"), at_least=True),
-        _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement"), at_least=True),
+        _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine", margin), at_least=True),
+        _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement", margin), at_least=True),
         _over(
             taken, "update_error", bounds.update_error, _figures("update_error"), note=_constants(taken, "constants")
         ),
@@ -259,20 +269,20 @@ def _beyond(value: float, planned: float) -> float:
     return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
 
 
-def _gradient_note(steps: Sequence[Mapping[str, Any]]) -> str:
+def _gradient_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
     planned = [found for step in steps for found in step.get("planned", {}).values()]
     fp8 = _fp8_note([float(found["relative_error"]) for found in planned])
-    notes = _scale_note(steps), fp8, _plain_note(steps)
+    notes = _scale_note(steps), fp8, _plain_note(steps, margin)
     return "; ".join(filter(None, notes))
 
 
-def _plain_note(steps: Sequence[Mapping[str, Any]]) -> str:
+def _plain_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
     """Note on gradients that are left out since plain torch's are no closer to FP32's."""
     names = {
         name: float(plain["relative_error"])
         for step in steps
         for name, plain in step.get("plain", {}).items()
-        if _is_plain("relative_error", step["parameters"][name], plain)
+        if _is_plain("relative_error", step["parameters"][name], plain, margin)
     }
     if not names:
         return ""
@@ -304,13 +314,17 @@ def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, f
     return found
 
 
-def _gradients(what: str) -> _Values:
-    """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype."""
+def _gradients(what: str, margin: float = PLAIN_MARGIN) -> _Values:
+    """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype.
+
+    margin: how many times plain torch's error may be theirs.
+    """
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         planned, plain, found = step.get("planned", {}), step.get("plain", {}), step["parameters"]
         agreement = {
-            name: _agreement(what, found[name], planned.get(name), plain.get(name)) for name in more_than_noise(step)
+            name: _agreement(what, found[name], planned.get(name), plain.get(name), margin)
+            for name in more_than_noise(step)
         }
         return _by_module(agreement, worst=max if what == "relative_error" else min).items()
 
@@ -353,27 +367,32 @@ def more_than_noise(step: Mapping[str, Any]) -> list[str]:
     return [name for name in step["parameters"] if norms[name] > floor]
 
 
-def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any]) -> bool:
+def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any], margin: float) -> bool:
     """Whether plain torch in the run's dtype agrees with FP32 as little, as where a gradient's terms cancel.
 
     1 less a cosine, and so its margin, goes by the square of an error.
     """
-    if not float(plain["relative_error"]) <= PLAIN_MOST:
+    error = float(plain["relative_error"])
+    if not error <= PLAIN_MOST:
         return False
+    margin = min(margin, relative(PLAIN_MARGIN * PLAIN_MOST, error))
     if what == "relative_error":
-        return float(found[what]) <= PLAIN_MARGIN * float(plain[what])
-    margin = PLAIN_MARGIN**2 if what == "cosine" else PLAIN_MARGIN
-    return 1.0 - float(found[what]) <= margin * (1.0 - float(plain[what]))
+        return float(found[what]) <= margin * float(plain[what])
+    return 1.0 - float(found[what]) <= (margin**2 if what == "cosine" else margin) * (1.0 - float(plain[what]))
 
 
 def _agreement(
-    what: str, found: Mapping[str, Any], planned: Mapping[str, Any] | None, plain: Mapping[str, Any] | None
+    what: str,
+    found: Mapping[str, Any],
+    planned: Mapping[str, Any] | None,
+    plain: Mapping[str, Any] | None,
+    margin: float,
 ) -> float:
     """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more.
 
     1 less a cosine, and so its margin, goes by the square of an error.
     """
-    if plain is not None and _is_plain(what, found, plain):
+    if plain is not None and _is_plain(what, found, plain, margin):
         return 0.0 if what == "relative_error" else 1.0
     value = float(found[what])
     if planned is None:

@@ -25,8 +25,9 @@ class Walk:
 
 
 @torch.no_grad()
-def walks(module: torch.nn.Module, call: Call) -> dict[str, Walk]:
-    """The walk of each parameter, by its name in the module. call: with the gradient that came to its output.
+def walks(module: torch.nn.Module, call: Call, exact: torch.Tensor | None) -> dict[str, Walk]:
+    """The walk of each parameter, by its name in the module. call: with the gradient that came to its output. exact:
+    that of its weight in FP64; None where it is not compared.
 
     Empty for modules that are written out: their terms are rounded before they are added, in FP32 as in 16 bits.
     """
@@ -46,9 +47,9 @@ def walks(module: torch.nn.Module, call: Call) -> dict[str, Walk]:
         values, came = (item.double().reshape(-1, item.shape[-1]) for item in (given, came))
         # T_k of an order drawn by lot: its mean square is (k / n)^2 S^2 + k / n (1 - k / n) Q, S the sum and Q that of
         # the squares of its terms; sums over k
-        squares, terms = len(came) * _squares(values.T @ came) / 3, (values.square().sum(1) @ came.square().sum(1))
-        found = {"weight": Walk(squares + len(came) * float(terms) / 6, False)}
-        return found | {"bias": Walk(_squares(came.cumsum(0)), False)}
+        squares, terms = 0.0 if exact is None else _squares(exact), values.square().sum(1) @ came.square().sum(1)
+        weight = Walk(len(came) * (squares / 3 + float(terms) / 6), False)
+        return {"weight": weight, "bias": Walk(_squares(came.cumsum(0)), False)}
     return {}
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from precision.dtypes import DTYPES
+from precision.statistics import in_fp64
 from precision.tolerance import relative
 
 
@@ -26,10 +27,10 @@ class Apart:
 
     def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Take one more tensor into account."""
-        found, expected = found.double(), expected.double()
-        self.off += float((found - expected).square().sum())
-        self.size += float(expected.square().sum())
-        self.along += float((found * expected).sum())
+        for part, right in in_fp64(found, expected):
+            self.off += float((part - right).square().sum())
+            self.size += float(right.square().sum())
+            self.along += float((part * right).sum())
 
     @property
     def error(self) -> float:

@@ -44,6 +44,7 @@ _KINDS: dict[RegionKind, Kind] = {
 }
 
 
+_HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset(DTYPES.values())
 _CASTS = (torch.Tensor.float, torch.Tensor.bfloat16, torch.Tensor.half)
 
@@ -157,6 +158,7 @@ def _again(
             own |= leaves.own
             args, kwargs = leaves.of((args, kwargs), leaves.inputs)
         if dtype is None:
+            stack.enter_context(products_in_fp32())
             output = plan.call(name, module, own, args, kwargs, device)
         else:
             stack.enter_context(torch.autocast(device, enabled=False))
@@ -383,6 +385,34 @@ class as_fp64(TorchFunctionMode):
         if function is functional.rms_norm and len(args) < 4 and kwargs.get("eps") is None:
             kwargs["eps"] = torch.finfo(torch.float32).eps  # which is what it is where 16 bits are computed, too
         return function(*args, **kwargs)
+
+
+class products_in_fp32(TorchFunctionMode):
+    """Computes linear layers in 16 bits on a CPU in FP32, and rounds once, as kernels with sums in FP32 do.
+
+    It is as right as torch's own, which takes up to 4 times as long in BF16 and 20 times in FP16 where the processor
+    has no such instructions.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is functional.linear and args[0].is_cpu and args[0].dtype == args[1].dtype in _HALVES:
+            return _RoundedLinear.apply(*args, *(kwargs or {}).values())
+        return function(*args, **(kwargs or {}))
+
+
+class _RoundedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        ctx.save_for_backward(given, weight)
+        return functional.linear(given.float(), weight.float(), None if bias is None else bias.float()).to(given.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *came: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (given, weight), rows = ctx.saved_tensors, came[0].float().flatten(0, -2)
+        wanted = ctx.needs_input_grad
+        of_given = (rows @ weight.float()).view(given.shape).to(given.dtype) if wanted[0] else None
+        of_weight = (rows.T @ given.float().flatten(0, -2)).to(weight.dtype) if wanted[1] else None
+        return of_given, of_weight, *(rows.sum(0).to(weight.dtype) if want else None for want in wanted[2:])
 
 
 def _autocast(device: str, compute: str) -> torch.autocast:

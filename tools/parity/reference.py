@@ -28,6 +28,7 @@ from modeling.router_balance import RouterBalance, router_balance
 from modeling.sequence_parallel import SequenceAttention
 from tools.dequantise import dequantise
 from tools.parity.plain import in_dtype
+from tools.parity.recompute import products_in_fp32
 from training.distributed import World
 from training.engine.rng import generators, restore_generators
 from training.tasks.task import objective_of
@@ -97,7 +98,7 @@ class Reference:
         """
         sums = {name: torch.zeros_like(parameter) for name, parameter in self._trained()}
         self.model.zero_grad()
-        with in_dtype({self.model: dtype}, {}), ExitStack() as stack:
+        with in_dtype({self.model: dtype}, {}), products_in_fp32(), ExitStack() as stack:
             for name, parameter in self._trained():
                 moving = parameter.register_post_accumulate_grad_hook(partial(_move, sums[name]))
                 stack.callback(moving.remove)

@@ -13,14 +13,14 @@ from launch.plan.model import read_shape
 from launch.plan.plan import PROCESS_BYTES
 from tools.parity.jobs import Plan
 
-REFERENCE, BESIDE, ORACLE = 8, 23, 40
+REFERENCE, BESIDE, ORACLE = 8, 20, 40
 """[bytes per trained parameter] What a rank of the single steps' job holds beside its engine at least, the FP32
 reference and its gradients, and at its peak; and what the oracle's process holds (docs/parity.md, "Limits")."""
 
 
-def shortages(chosen: Plan) -> Iterator[str]:
-    """A line for each job that probably needs more memory than is free; none where a launcher is given, whose machines
-    may be others.
+def estimates(chosen: Plan) -> Iterator[str]:
+    """A line on the memory that each job probably needs, a warning where less is free; none where a launcher is given,
+    whose machines may be others.
 
     Raises UserError where one certainly needs more than there is.
     """
@@ -50,16 +50,15 @@ def shortages(chosen: Plan) -> Iterator[str]:
             return
         cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in found["list"]]
         known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"
-    yield from _shortage("single steps", ranks * least, ranks * about, there, known, place, fix)
+    yield _estimate("single steps", ranks * least, ranks * about, there, known, place, fix)
     if chosen.resolved.config.parity.oracle_steps:
         size = float(ORACLE * trained + 8 * frozen)
-        yield from _shortage("the oracle", size, size, free, whole, "this machine", "set parity.oracle_steps=0")
+        yield _estimate("the oracle", size, size, free, whole, "this machine", "set parity.oracle_steps=0")
 
 
-def _shortage(what: str, least: float, about: float, free: float, whole: float, place: str, fix: str) -> Iterator[str]:
-    """A warning that `about` bytes are more than are free. Raises UserError where `least` are more than there are."""
+def _estimate(what: str, least: float, about: float, free: float, whole: float, place: str, fix: str) -> str:
+    """How many bytes are needed, a warning if fewer are free. Raises UserError if `least` are more than there are."""
     if least > whole:
         raise UserError(f"{what} would take at least {least / 1e9:.1f} GB, and {place} has {whole / 1e9:.1f}; {fix}")
-    if about > free:
-        there = f"{free / 1e9:.1f} are free on {place}"
-        yield f"warning: {what} would take about {about / 1e9:.1f} GB, and {there}; {fix}"
+    line = f"{what} will take about {about / 1e9:.1f} GB, and {free / 1e9:.1f} are free on {place}"
+    return line if about <= free else f"warning: {line}; {fix}"

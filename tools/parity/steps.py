@@ -51,7 +51,7 @@ from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
 from precision.sampling import distances
-from precision.statistics import compare_gradients, to_plain
+from precision.statistics import PART, compare_gradients, in_fp64, to_plain
 from precision.tolerance import relative, unit_roundoff
 from tools.parity.alternatives import alternatives
 from tools.parity.constants import of_update
@@ -81,11 +81,11 @@ from tools.parity.task_loss import loss_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
+from training.corruption.updates import excess
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
-from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
 from training.engine.tensors import (
@@ -99,6 +99,8 @@ from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import Session, session
 
+_BY_VALUE = ("adamw", "lion", "sgd")
+"""Optimizers whose step takes each value for itself."""
 MAX_SKIPS = 12
 """Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
 
@@ -148,19 +150,20 @@ class StepParity:
         health = compared = engine.health(outcome)
         found = self._reduced_gradients()
         agreement = to_plain(compare_gradients(found.items(), gradients.items()))
-        norms = to_plain({name: gradients[name].double().norm() for name in found})
+        norms = {name: _norm({name: gradients[name]}) for name in found}
         reference_norm = _norm(gradients)
+        del found  # which the engine still has
         plain = self._plain_agreement(batch, gradients)
         compared_norms = {"parameters": agreement, "reference_norms": norms}
         beyond = beyond_bounds(compared_norms, self._resolved.config.parity)
         others = self._alternatives(batch, gradients, plain, more_than_noise(compared_norms))
-        del gradients  # FP32 of the whole model: at most four times that is held at once beside the engine
+        del gradients
         if dropped and self.no_dropout:
             engine.discard_gradients()
             restore_generators(drawn, engine.world.device)
             engine.model.train()
             health = engine.health(engine.forward_backward(batch, step=batch.position + 1))
-            found = self._reduced_gradients()
+        found = self._reduced_gradients()
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
         states = self._states()
         update = engine.step(health, lr, apply=apply)
@@ -407,8 +410,10 @@ class StepParity:
             return {}  # the weights are the masters
         found = {}
         for name, parameter in trainable_parameters(self._engine).items():
-            found[name] = distances(self._reference.weight(name), whole_weight(self._engine, parameter))[0]
-        return to_plain(found)
+            pair = self._reference.weight(name), whole_weight(self._engine, parameter)
+            parts = zip(*map(_parts, pair), strict=True)
+            found[name] = float(torch.stack([distances(*part)[0] for part in parts]).amax())
+        return found
 
     def _judge_update(
         self,
@@ -424,10 +429,10 @@ class StepParity:
         update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
         optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
         FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
-        is slightly wrong shows however small its effect on one update is; for torch's own AdamW, whose roundings are
-        counted (`adamw.after`). constants: of the optimizer, those with whose values an update that differs is
-        explained, as text by parameter. states: those before it, as the reference's weights are the masters before it.
-        norm: what the engine clipped by; that it is the gradient's is judged for itself.
+        is slightly wrong shows however small its effect on one update is; for optimizers that take each value for
+        itself (`training.corruption.updates`). constants: of the optimizer, those with whose values an update that
+        differs is explained, as text by parameter. states: those before it, as the reference's weights are the masters
+        before it. norm: what the engine clipped by; that it is the gradient's is judged for itself.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
@@ -440,10 +445,10 @@ class StepParity:
                 continue
             decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
-            counted = engine.has_torch_adamw
+            counted = section.name in _BY_VALUE
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
-            # AdamW's values are each of their own: a part at a time, since FP64 takes ten times the parameter's memory
+            # a part at a time where that is possible, since FP64 takes ten times the parameter's memory
             parts = zip(
                 *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
             )
@@ -456,10 +461,8 @@ class StepParity:
                 size += float(given.master.square().sum())
                 explained += rounding(section.name, given)
                 if counted:
-                    values, slack = after(dataclasses.replace(given, gradient=gradient.double() * reported))
-                    rows = zip([found, *found_states], values, slack, strict=True)
-                    close = [(mine.double() - value).abs() <= least for mine, value, least in rows]  # no nan is
-                    within += int(torch.stack(close).all(0).sum())
+                    taken = dataclasses.replace(given, gradient=gradient.double() * reported)
+                    within += int((excess(taken, [found, *found_states]) <= 1).all(0).sum())
             beyond_rounding = max(0.0, math.sqrt(moved.off) - 2.0**-24 * math.sqrt(size) - explained)
             errors[name] = relative(beyond_rounding, math.sqrt(moved.size))
             if counted:
@@ -578,7 +581,7 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    return values.reshape(-1).split(MOST_VALUES)
+    return values.reshape(-1).split(PART)
 
 
 def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -587,7 +590,10 @@ def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
     """||found - expected|| / ||expected||, in FP64; expected: what adds up to it."""
-    return Apart([(found, torch.stack([part.double() for part in expected]).sum(0))]).error
+    apart = Apart()
+    for part, *added in in_fp64(found, *expected):
+        apart.add(part, torch.stack(added).sum(0))
+    return apart.error
 
 
 def _beyond_noise(
@@ -599,7 +605,8 @@ def _beyond_noise(
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:
     """Global L2 norm in FP64."""
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+    parts = (part for gradient in gradients.values() for (part,) in in_fp64(gradient))
+    return math.sqrt(sum(float(part.square().sum()) for part in parts))
 
 
 @entry_point(launched=True)

@@ -107,7 +107,7 @@ class UpdateCheck:
                 matrix=group["matrix"],
             )
             found = self._held(own)
-            self.compared.append(Compared(own, given, found, _excess(given, found).amax(0)))
+            self.compared.append(Compared(own, given, found, excess(given, found).amax(0)))
         self._slices, self._gradients = None if self._of_each else self._keep(), []
 
     def examine(self) -> list[Flip]:
@@ -182,18 +182,14 @@ class UpdateCheck:
             tried[row] = (tried[row].view(torch.int32) ^ masks).view(torch.float32)
             gradient = done.given.gradient[index].expand(32)
             flipped = replace(done.given, master=tried[0], gradient=gradient, states=tried[1:])
-            explained = ~_beyond(flipped, found)
+            explained = excess(flipped, found).amax(0) <= 1
             if bool(explained.any()):
                 return kind, (int(explained.nonzero()[0]),)
-        apart = _excess(done.given, done.found) > 1
+        apart = excess(done.given, done.found) > 1
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
 
 
-def _beyond(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
-    return _excess(given, found).amax(0) > 1
-
-
-def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and state after the step and the bounds of their errors, inf of a master that its values alone do not
     determine."""
     name = given.section.name
@@ -205,10 +201,10 @@ def _after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return expected, slack
 
 
-def _excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
+def excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
     """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
-    is non-finite too."""
-    expected, slack = _after(given)
+    is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
+    expected, slack = after(given)
     rows = []
     for a, b, c in zip(found, expected, slack, strict=True):
         apart = (a.double() - b).abs() / c.clamp_min(torch.finfo(torch.float32).tiny)

@@ -176,11 +176,6 @@ class Engine:
         """Whether an overflow of this step could not lower the loss scale."""
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
-    @property
-    def has_torch_adamw(self) -> bool:
-        """Whether torch's own AdamW updates the masters; `optimizers.adamw.after` counts its roundings."""
-        return isinstance(self.deepspeed.basic_optimizer, torch.optim.AdamW)
-
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; copies where masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)

@@ -125,6 +125,13 @@ def with_rounded_moment(world: World, *, key: str, steps: int, **how: Any) -> li
         return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
 
 
+def with_damped_gradients(world: World, *, steps: int, **how: Any) -> list[dict[str, Any]]:
+    """Some real steps in which the embedding's gradients are so small that FP32 holds their squares in a few bits."""
+    with compared(world, **how) as (engine, parity):
+        engine.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 1e-17)
+        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+
+
 def summed(world: World, *, rounded: bool = False, **how: Any) -> dict[str, float]:
     """The errors of known sums of gradients. rounded: the engine adds up in BF16."""
     with compared(world, **how) as (engine, parity):

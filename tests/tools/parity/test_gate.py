@@ -268,6 +268,17 @@ def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
         parity_jobs.train_twin(chosen, 0, print)
 
 
+def test_a_model_that_fp16_cannot_hold_is_refused_with_its_module_before_its_twin_trains(tmp_path):
+    config = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, %s}"
+    huge = ["model.architecture=granite", f"model.config={config % 'residual_multiplier: 1.0e+9'}"]
+    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", *huge, "precision.compute=fp16", "parity.whole_steps=0"]
+    said = "took no step: .*an activation of model.layers.0.* exceeds FP16's 65,504.*use precision.compute=bf16"
+    with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
+        chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
+        parity.gate(chosen)
+    assert [path.name for path in (tmp_path / "report/runs").iterdir()] == ["candidate-seed-0"]
+
+
 def test_a_launcher_that_does_not_exist_is_told(tmp_path):
     with pytest.raises(UserError, match="there is no program nolauncher"):
         launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])

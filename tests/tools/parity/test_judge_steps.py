@@ -310,6 +310,11 @@ def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dt
         assert failed(checks) >= {"gradient_error", "gradient_cosine", "sign_agreement"}
         assert checks["gradient_error"].modules == ("b",)
 
+    sound = {"alternatives": {"sums in halves": 2.0}}  # as far apart as in a model where one token holds the energy
+    assert not failed(walked({**measured(0.45, plain=0.2), **sound}))
+    for error, plain in ((0.65, 0.2), (0.8, 0.4), (1.0, 0.5)):
+        assert "gradient_error" in failed(walked({**measured(error, plain=plain), **sound}))
+
 
 @pytest.mark.parametrize(("error", "names"), [(0.05, set()), (0.07, {"gradient_excess"}), (math.nan, None)])
 def test_a_gradient_is_no_further_off_than_plain_torchs(error: float, names: set[str] | None) -> None:

@@ -10,7 +10,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from tools.parity.gate import main
 from tools.parity.jobs import Plan, plan
-from tools.parity.room import _shortage, shortages
+from tools.parity.room import _estimate, estimates
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 HUGE = "model.config={hidden_size: 65536, intermediate_size: 65536, num_hidden_layers: 2, num_attention_heads: 64}"
@@ -28,14 +28,16 @@ def test_what_cannot_fit_is_one_line_and_trains_nothing(tmp_path: Path, refusal:
 
 
 def test_jobs_of_a_launcher_are_on_machines_that_are_not_asked(tmp_path: Path) -> None:
-    assert list(shortages(dataclasses.replace(of(tmp_path, HUGE), launcher=("somewhere",)))) == []
+    assert list(estimates(dataclasses.replace(of(tmp_path, HUGE), launcher=("somewhere",)))) == []
 
 
-def test_what_does_not_fit_now_is_a_warning(tmp_path: Path) -> None:
-    """Between what is free and what there is; what is within both is not worth a line."""
+def test_what_is_needed_is_said_and_what_does_not_fit_now_is_a_warning(tmp_path: Path) -> None:
+    said = [line.split(" will take about ")[0] for line in estimates(of(tmp_path))]
+    assert [line.removeprefix("warning: ") for line in said] == ["single steps", "the oracle"]
     given = ("the oracle", 4e9, 6e9)
-    assert list(_shortage(*given, 7e9, 8e9, "this machine", "wait")) == []
-    said = "warning: the oracle would take about 6.0 GB, and 5.0 are free on this machine; wait"
-    assert list(_shortage(*given, 5e9, 8e9, "this machine", "wait")) == [said]
+    line = "the oracle will take about 6.0 GB, and 7.0 are free on this machine"
+    assert _estimate(*given, 7e9, 8e9, "this machine", "wait") == line
+    line = f"warning: {line.replace('7.0', '5.0')}; wait"
+    assert _estimate(*given, 5e9, 8e9, "this machine", "wait") == line
     with pytest.raises(UserError, match=r"at least 4\.0 GB, and this machine has 3\.0; wait"):
-        list(_shortage(*given, 2e9, 3e9, "this machine", "wait"))
+        _estimate(*given, 2e9, 3e9, "this machine", "wait")

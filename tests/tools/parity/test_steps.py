@@ -326,6 +326,15 @@ def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key
         assert key == "exp_avg" or checks["update_error"].passed
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "lion"])
+def test_second_moments_below_the_smallest_normal_number_are_no_finding(pair, optimizer):
+    """The embedding of a pretrained model has them: where a token's probability is 1e-15, its gradient's square is."""
+    how = {"stage": 2, "compute": "bf16", "steps": 2, "overrides": [f"optimizer.name={optimizer}"]}
+    for steps in pair.run(parity_cases.with_damped_gradients, **how):
+        assert judged(steps)["update_rounding"].measured == 0.0
+        assert steps[0]["update_rounding"]
+
+
 @pytest.mark.parametrize("kind", ["coarse_output", "fp16_norm"])
 def test_a_defect_without_its_module_is_refused(solo, kind):
     with pytest.raises(AssertionError, match="it needs a module"):
