@@ -15,7 +15,7 @@ from lab.detection.cells import Cell, base, precision
 from lab.detection.judge import judged, judged_steps
 from lab.detection.made_of import made_of, made_with
 from lab.detection.plants.site import Plant, planted
-from tools.parity.apart import moved_start
+from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
 from tools.parity.jobs import Run, trajectory
 from tools.parity.judge_runs import CHAOTIC, judge_trajectories

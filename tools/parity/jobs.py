@@ -46,7 +46,7 @@ TWIN = "fp32-"
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
-APART = ("-m", "tools.parity.apart")
+APART = ("-m", "tools.parity.alternatives")
 """`train.py` from weights a bit off."""
 
 Log = Callable[[str], object]

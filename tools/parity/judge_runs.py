@@ -120,7 +120,7 @@ def judge_trajectories(
 def unless_chaotic(checks: Sequence[Check], apart: Trajectory, whole: Trajectory, bounds: ParitySection) -> list[Check]:
     """The checks of whole runs, without those whose bounds two FP32 runs a bit apart exceed: they are not judged.
 
-    apart: an FP32 run whose weights are those of `whole` but for a bit of FP16 (`tools.parity.apart`).
+    apart: an FP32 run whose weights are those of `whole` but for a bit of FP16 (`tools.parity.alternatives`).
     """
     again = {check.name: check for check in judge_trajectories([apart], [whole], bounds) if not check.passed}
     found = []

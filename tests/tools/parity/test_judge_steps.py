@@ -12,7 +12,7 @@ import torch
 from config.schema import LossScaleSection, ModelSection, ParitySection
 from modeling.build import model_config
 from precision.loss_scale import make_policy
-from tools.parity.apart import moved_start
+from tools.parity.alternatives import moved_start
 from tools.parity.judge_runs import (
     Settling,
     Trajectory,
