@@ -73,7 +73,8 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
 def test_what_is_computed_beside_a_run_is_not_taken_for_its_own_dtypes(pair: ProcessGroup, folder: Path) -> None:
     """The sums over a layer's inputs are in FP64 here, which no module was promised to compute in."""
     (folder / "mixed.json").write_text(json.dumps(observer_cases.MANIFESTS["mixed"]))
-    events = events_of(pair, folder, observer_cases.manifest("mixed", 1))
+    overrides = [item.format(folder=folder) for item in observer_cases.manifest("mixed", 1)]
+    events = events_of(pair, folder, overrides)
     assert of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13 and not of(events, "warning")
     assert "fp64" not in of(events, "precision")[0]["flop_share"]
 
