@@ -1,12 +1,11 @@
 """Is a computation as close to the exact values as plain torch in the same dtype is?
 
 Three tensors of the same values: a run's, those of plain torch in the run's dtype (the plan), and those in a wider
-dtype, which count as exact. The plan's errors measure what the dtype costs, so that no bound depends on how many times
-a module rounds. Errors are divided by what is expected of each value, e^2 = (u x)^2 + m^2, m the root mean square of
-the plan's errors in its row or in a usual row where that is more: one row that holds most of a tensor's energy (Sun et
-al. 2024, "Massive activations in large language models") would otherwise be all that is judged.
+dtype, which count as exact. Errors are divided by what is expected of each value, e^2 = (u x)^2 + m^2, m the root mean
+square of the plan's errors in its row or in a usual row where that is more: one row that holds most of a tensor's
+energy (Sun et al. 2024, "Massive activations in large language models") would otherwise be all that is judged.
 
-- *Size*: the mean square of the run's errors is at most `OTHER_KERNEL` squared times the plan's.
+- *Size*: the mean square of the run's errors is at most the square of a factor times the plan's.
 - *Bias*: <run - plan, x> / <x, x> is zero within a share of u. A wrong factor is in every value, and so shows here long
   before it shows in the size.
 
@@ -19,6 +18,8 @@ import torch
 
 OTHER_KERNEL = 1.15
 """[factor] Tolerated size of errors of a kernel that sums in another order, as in `tools.parity.rounding`."""
+IN_HALVES = 2.5
+"""[factor] The same of linear layers: four roundings for one, of parts larger than their sum; 2.24 over 240 layers."""
 _SURE = 6.0
 """Standard errors beyond which chance is no explanation."""
 _BIAS, _BIAS_FP32 = 0.2, 2.0

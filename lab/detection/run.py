@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from config.files import write_atomically
 from config.resolved import Resolved
 from lab.detection.cells import Cell, base, precision
 from lab.detection.judge import judged, judged_steps
-from lab.detection.made_of import made_with
+from lab.detection.made_of import made_of, made_with
 from lab.detection.plants.site import Plant, planted
+from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
 from tools.parity.jobs import Run, trajectory
-from tools.parity.judge_runs import A_BIT, CHAOTIC, judge_trajectories
+from tools.parity.judge_runs import CHAOTIC, judge_trajectories
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
@@ -31,23 +32,21 @@ WALK = 2
 def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: bool = False) -> None:
     """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments.
 
-    a_bit: at a learning rate that only chaos makes a difference of.
+    a_bit: from weights so little off that only chaos makes a difference of it.
     """
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"
     overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0"]
     if not cell.is_wide:
         overrides.append("checkpoint.at_end=false")
-    elif a_bit:
-        rate = _resolve(where, cell, name, overrides).config.optimizer.learning_rate * (1 + A_BIT)
-        overrides.append(f"optimizer.learning_rate={rate!r}")
-    else:
+    elif not a_bit:
         overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
     made = made_with(code, [*_arguments(where, cell, name), *overrides])
     if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
         return
     plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
-    _train(world, _resolve(where, cell, name, overrides), plant, size)
+    with moved_start() if a_bit else nullcontext():
+        _train(world, _resolve(where, cell, name, overrides), plant, size)
     if world.is_main:
         write_atomically(mark, made.encode())
     world.gather_objects(None)
@@ -80,7 +79,7 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     apart, points = None, cell.points[1:] if cell.is_wide else None
     if cell.is_wide and world.from_main(world.is_main and differs(run_dir_of(resolved), where, cell, resolved)):
         apart = where / "runs" / f"{twin_name(cell)}-a-bit-apart"
-        twin(world, folder=folder, cell=cell, name=apart.name, code="", a_bit=True)
+        twin(world, folder=folder, cell=cell, name=apart.name, code=made_of(), a_bit=True)
     if not world.is_main:
         return None
     mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))

@@ -1,21 +1,28 @@
 """A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
 from data.text.prepare import prepare
 from lab.detection.plants.site import ATTENTION, LINEAR, NORM
+from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training import observer_cases, self_check_cases
 from tests.training.observer_cases import cast
+from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
+from training.corruption.passes import Passes, _Call
+from training.corruption.plain import is_random
 from training.corruption.self_check import SelfCheck
 
 
@@ -62,6 +69,15 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
         assert compared["modules"] > 20 and compared["gradients"] > 13 and compared["updates"] > 5
         assert all(check["breaches"] == 0 and check["error"] <= check["bound"] for check in event["checks"].values())
     assert not of(events, "warning")
+
+
+def test_what_is_computed_beside_a_run_is_not_taken_for_its_own_dtypes(pair: ProcessGroup, folder: Path) -> None:
+    """The sums over a layer's inputs are in FP64 here, which no module was promised to compute in."""
+    (folder / "mixed.json").write_text(json.dumps(observer_cases.MANIFESTS["mixed"]))
+    overrides = [item.format(folder=folder) for item in observer_cases.manifest("mixed", 1)]
+    events = events_of(pair, folder, overrides)
+    assert of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13 and not of(events, "warning")
+    assert "fp64" not in of(events, "precision")[0]["flop_share"]
 
 
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
@@ -115,6 +131,48 @@ def test_products_of_the_check_are_not_taken_for_the_models_own(pair: ProcessGro
     events = events_of(pair, folder, settings)
     assert not of(events, "warning") and "gradients" in of(events, "self_check")[0]["checks"]
     assert of(events, "precision")[0]["flop_share"] == {"bf16": 1.0}
+
+
+def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> None:
+    """OPT's layers and Bloom's MLP call a function with a rate of their own; only torch's modules call it p."""
+    for name, rates in (("opt", {"dropout": 0.1}), ("bloom", {"hidden_dropout": 0.1}), ("gpt2", {"resid_pdrop": 0.1})):
+        quiet = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop", "dropout", "attention_dropout"), 0.0)
+        found = []
+        for given in (quiet, quiet | rates):
+            config = AutoConfig.for_model(name, num_hidden_layers=1, hidden_size=32, num_attention_heads=2, **given)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            (block,) = (item for item in model.modules() if type(item).__name__.endswith(("Block", "DecoderLayer")))
+            found.append(is_random(block))
+        assert found == [False, True], name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_with_a_bias_may_round_both_halves_of_their_sums(
+    dtype: torch.dtype,
+) -> None:
+    """As kernels of some processors do, alone and inside of an MLP."""
+    torch.manual_seed(0)
+    engine = SimpleNamespace(regions=None, compute={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
+    engine.world = SimpleNamespace(device=torch.device("cpu"))
+    passes: Any = Passes.__new__(Passes)
+    passes._engine, passes._resolved = (
+        engine,
+        SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa"))),
+    )
+    layers = [torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)]
+    for module in (torch.nn.Linear(32, 32), torch.nn.Sequential(*layers)):
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        module = module.to(dtype).requires_grad_(False)
+        given = torch.randn(64, 32).to(dtype)
+        with _halves():
+            output = module(given)
+        weights = dict(module.named_parameters())
+        for factor, sound in ((1.0, True), (1 + 2 * unit_roundoff(dtype), False)):
+            call = _Call((given,), {}, [(output.float() * factor).to(dtype)], [])
+            ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, weights, call))
+            assert (error <= bound) == sound, factor
 
 
 def test_no_step_is_checked_where_it_is_switched_off(pair: ProcessGroup, folder: Path) -> None:

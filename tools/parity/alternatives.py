@@ -2,20 +2,33 @@
 
 The reference's gradients in the run's dtype are computed again with linear layers that sum in halves, with the other of
 eager and fused attention, and with another number of threads. Each rounds at other places and is as right.
+
+    python -m tools.parity.alternatives --config FILE ...
+
+is `train.py` from weights that are a bit of FP16 off: an FP32 run that is as sound as its twin. Where a whole run and
+its twin differ, the gate asks whether chance alone makes as much of a difference. Weights are moved, and not the
+learning rate: Adam's first steps are little more than the signs of the gradients, which another rate leaves as they
+were, while rounding turns some of them over, each by twice the rate.
 """
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from launch.job import TRAIN
 from tools.parity.recompute import by_halves
+from training.engine import build
 
+A_BIT = 2.0**-12
+"""[fraction] Change of each weight, up or down by chance: as large as the error of rounding it to FP16."""
 _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 
@@ -54,3 +67,27 @@ def _other_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation(own)
+
+
+@contextmanager
+def moved_start() -> Iterator[None]:
+    """Context in which models are built with weights that are A_BIT off."""
+    build_model = build.build_model
+
+    def moved(*args: Any, **kwargs: Any) -> Any:
+        model = build_model(*args, **kwargs)
+        dice = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            values = getattr(parameter, "ds_tensor", parameter).data  # a rank's slice at ZeRO-3
+            up = torch.randint(2, values.shape, generator=dice).to(values.device)
+            if values.is_floating_point():
+                values.mul_(1 + A_BIT * (2 * up - 1))
+        return model
+
+    with patch.object(build, "build_model", moved):
+        yield
+
+
+if __name__ == "__main__":
+    with moved_start():
+        runpy.run_path(*TRAIN, run_name="__main__")

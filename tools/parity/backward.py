@@ -38,6 +38,7 @@ from tools.parity.recompute import (
     Call,
     Leaves,
     Plan,
+    Redrawn,
     again,
     as_fp64,
     fewer_rows,
@@ -196,13 +197,14 @@ class Backward:
         if not run:  # as of an embedding that shares its weight
             return []
         computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
-        if kind == "linear" and self._plan.has_halves(call.name):
+        in_halves = kind == "linear" and self._plan.has_halves(call.name)
+        if in_halves or call.inside:
             planned, exact = computed[0], computed[-1]
             u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])
             known = [part for part in run if part in planned and part in exact]
             if any(further_off(run[part], planned[part], exact[part], u) for part in known):
-                with self._plan.in_halves(call.name):
-                    computed[0] = self._again(small, None, run)
+                with self._plan.in_halves(call.name) if in_halves else nullcontext():
+                    computed[0] = self._again(small, None, run, in_turn=not in_halves)
         first = leaves_of(small.output)[0]
         tokens = first.numel() // first.shape[-1]
         of_sums = walks(self._plan.modules[call.name], call, computed[-1].get(f"{GRADIENT}weight"))
@@ -280,20 +282,25 @@ class Backward:
         inside = self._whole.inside if self._whole is not None else []
         return next((call.name for call in inside if call.name == self._plan.head and call.output.numel() == 1), None)
 
-    def _again(self, call: Call, dtype: torch.dtype | None, parts: Collection[str]) -> _Gradients:
+    def _again(
+        self, call: Call, dtype: torch.dtype | None, parts: Collection[str], *, in_turn: bool = False
+    ) -> _Gradients:
+        """Gradients of these parts, recomputed. in_turn: as in `_gradients`."""
         leaves = Leaves()
         with torch.enable_grad():
             output = again(self._plan, call, dtype, leaves)["output"]
         made = leaves_of(output)
-        return self._gradients(call, leaves, [(made[number], came) for number, came in call.came.items()], parts)
+        ends = [(made[number], came) for number, came in call.came.items()]
+        return self._gradients(call, leaves, ends, parts, in_turn=in_turn)
 
     def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
         """The sum of squared changes of gradients, by part, when all that they are computed from is rounded to FP32.
 
-        made: those of this dtype. FP64's are what rounding does to the definition; FP32's have their roundings drawn
-        anew as well, which terms that cancel inside a module leave: a cast to fewer bits stays as it was.
+        made: those of this dtype. FP64's are what rounding does to the definition; FP32's have all roundings drawn anew
+        as well, which terms that cancel inside a module leave: a cast to fewer bits stays as it was.
         """
-        found = self._again(rounded(call), dtype, made)
+        with Redrawn() if dtype is torch.float32 else nullcontext():
+            found = self._again(rounded(call), dtype, made)
         there = ((part, values) for part, values in made.items() if part in found)
         return {part: float((found[part] - values).double().square().sum()) for part, values in there}
 
@@ -303,8 +310,15 @@ class Backward:
         leaves: Leaves,
         ends: Sequence[tuple[torch.Tensor, torch.Tensor]],
         parts: Collection[str],
+        *,
+        in_turn: bool = False,
     ) -> _Gradients:
-        """Gradients of these parts. ends: the outputs, each with its incoming gradient."""
+        """Gradients of these parts. ends: the outputs, each with its incoming gradient.
+
+        in_turn: whether what comes from the outputs, and from each module inside, is added up in the order in which the
+        run's backward pass comes to it. Torch otherwise first adds up what modules inside hand back, whose sum is
+        rounded more finely than one with the gradient that passes them by.
+        """
         pairs = list(ends)
         for place, handed in reversed(leaves.handed.items()):  # as the backward pass comes to them
             got = leaves_of(handed)
@@ -317,9 +331,15 @@ class Backward:
         wanted = {name: leaf for name, leaf in wanted.items() if leaf.requires_grad and name in parts}
         if not pairs or not wanted:
             return {}
-        outputs, gradients = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, list(wanted.values()), gradients, allow_unused=True)
-        return {name: item for name, item in zip(wanted, found, strict=True) if item is not None}
+        found: _Gradients = {}
+        for few in [[pair] for pair in pairs] if in_turn else [pairs]:
+            outputs, gradients = zip(*few, strict=True)
+            options = {"allow_unused": True, "retain_graph": in_turn}
+            made = torch.autograd.grad(outputs, list(wanted.values()), gradients, **options)
+            for name, item in zip(wanted, made, strict=True):
+                if item is not None:
+                    found[name] = found[name] + item if name in found else item
+        return found
 
     def _of_run(self, call: Call) -> _Gradients:
         """The run's own gradients, by the same names."""

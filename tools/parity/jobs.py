@@ -32,7 +32,7 @@ from launch.job import (
 )
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
-from tools.parity.judge_runs import A_BIT, Settling, Trajectory, control_factor, settling_of
+from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
@@ -46,6 +46,9 @@ TWIN = "fp32-"
 """Prefix of the names of the FP32 runs."""
 WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
+
+APART = ("-m", "tools.parity.alternatives")
+"""`train.py` from weights a bit off."""
 
 Log = Callable[[str], object]
 
@@ -153,7 +156,7 @@ def train_twin(
     """Train the job in FP32. Raises UserError when it fails: then there is nothing to compare with.
 
     control: its index, by which the learning rate differs slightly. settling: its steps are not applied here either.
-    a_bit: the learning rate differs by so little that only chaos makes a difference of it.
+    a_bit: the weights that it starts from differ by so little that only chaos makes a difference of it.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
@@ -166,15 +169,14 @@ def train_twin(
         overrides = [*overrides, *_saving(chosen)]
     name = f"{TWIN}seed-{seed}"
     if a_bit:
-        rate = chosen.resolved.config.optimizer.learning_rate * (1 + A_BIT)
-        name, overrides = f"{TWIN}a-bit-apart", [*overrides, f"optimizer.learning_rate={rate!r}"]
+        name = f"{TWIN}a-bit-apart"
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
         name, overrides = f"{TWIN}settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
-    run = _train(chosen, name, seed, overrides, log)
+    run = _train(chosen, name, seed, overrides, log, program=APART if a_bit else TRAIN)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
@@ -199,11 +201,13 @@ def _saving(chosen: Plan) -> list[str]:
     ]
 
 
-def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log) -> Run:
+def _train(
+    chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log, *, program: Sequence[str] = TRAIN
+) -> Run:
     folder = RunDir(chosen.folder / "runs" / name)
     config = chosen.resolved.config
     program = [
-        *TRAIN,
+        *program,
         *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",

@@ -23,12 +23,8 @@ from tools.parity.power import ALPHA, POWER, detectable, half_width, pairs_neede
 
 NUDGE = 2.0**-8
 """[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
-
-
-A_BIT = 2.0**-20
-"""[fraction] Relative change of a learning rate that leaves weights about a bit of FP32 apart."""
 CHAOTIC = ("validation_delta", "loss_gap", "grad_norm_ratio")
-"""Checks of whole runs that a run without any defect fails where its rate lets one bit grow to the size of a bound."""
+"""Checks of whole runs that a run without any defect fails where a bit of FP16 grows as large as a bound."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def judge_trajectories(
 def unless_chaotic(checks: Sequence[Check], apart: Trajectory, whole: Trajectory, bounds: ParitySection) -> list[Check]:
     """The checks of whole runs, without those whose bounds two FP32 runs a bit apart exceed: they are not judged.
 
-    apart: an FP32 run at a learning rate A_BIT larger than that of `whole`.
+    apart: an FP32 run whose weights are those of `whole` but for a bit of FP16 (`tools.parity.alternatives`).
     """
     again = {check.name: check for check in judge_trajectories([apart], [whole], bounds) if not check.passed}
     found = []

@@ -19,6 +19,7 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from modeling.tensor_parallel import Cut
@@ -449,19 +450,49 @@ def fewer_rows(call: Call) -> Call:
 
 def rounded(call: Call) -> Call:
     """The call in FP64, every number of it and of what came to it off by FP32's unit roundoff, up or down by chance."""
-    u, generators = unit_roundoff(torch.float32), dict[torch.device, torch.Generator]()
+    chance = _Chance()
 
     def off(value: torch.Tensor) -> torch.Tensor:
-        if value.device not in generators:
-            generators[value.device] = torch.Generator(value.device).manual_seed(0)
-        up = torch.randint(2, value.shape, generator=generators[value.device], device=value.device)
-        return (value.detach().double() * (1 + u * (2 * up - 1))).requires_grad_(value.requires_grad)
+        return chance.off(value.detach()).requires_grad_(value.requires_grad)
 
     inside = [
         replace(inner, output=map_floats(off, inner.output), made=map_floats(off, inner.made)) for inner in call.inside
     ]
     args, kwargs, came = map_floats(off, (call.args, call.kwargs, call.came))
     return replace(call, args=args, kwargs=kwargs, came=came, inside=inside)
+
+
+class Redrawn(TorchDispatchMode):
+    """Monte Carlo arithmetic (Parker 1997): every FP32 result is off by the unit roundoff, up or down by chance.
+
+    It moves a computation by as much as its own roundings do, terms that cancel inside of it included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chance = _Chance()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if not any(item.alias_info for item in func._schema.returns):  # neither a view nor in place
+            for value in leaves_of(made):
+                if value.dtype == torch.float32:
+                    value.copy_(self._chance.off(value))
+        return made
+
+
+class _Chance:
+    """Random signs, the same for the same tensors."""
+
+    def __init__(self) -> None:
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def off(self, value: torch.Tensor) -> torch.Tensor:
+        """The values in FP64, each off by FP32's unit roundoff, up or down."""
+        if value.device not in self._generators:
+            self._generators[value.device] = torch.Generator(value.device).manual_seed(0)
+        up = torch.randint(2, value.shape, generator=self._generators[value.device], device=value.device)
+        return value.double() * (1 + unit_roundoff(torch.float32) * (2 * up - 1))
 
 
 def row_of(name: str, part: str, kind: Kind, roundoff: float, terms: int, sums: list[float]) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from modeling.compiling import CompiledBlock
 from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.activation_signals import unseen
-from precision.closeness import OTHER_KERNEL, distance
+from precision.closeness import IN_HALVES, OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
 from precision.manifest import find_regions
 from precision.tolerance import unit_roundoff
@@ -145,7 +145,7 @@ class Passes:
                 found[name] = module
         return found
 
-    def _followed(self) -> dict[str, nn.Module]:
+    def _followed(self) -> dict[str, Any]:
         """Linear layers whose weight is trained, whole on each rank and used by no other module."""
         model, regions = self._engine.model, self._engine.regions
         users = Counter(id(item) for _, item in model.named_parameters(remove_duplicate=False))
@@ -190,8 +190,8 @@ class Passes:
             with torch.autocast(self._engine.world.device.type, enabled=False):
                 output = plain(module, weights, dtype, attention)(*args, **kwargs)
             made.append([_some_rows(item) if call.versions else item for item in _floats(output)])
-        # sound kernels add up halves of a linear layer's sum, each rounded to 16 bits
-        kernel = 2.0 if isinstance(module, nn.Linear) else OTHER_KERNEL
+        # sound kernels round the halves of a linear layer's sum, the sum, and that with its bias
+        kernel = IN_HALVES if any(isinstance(item, nn.Linear) for item in module.modules()) else OTHER_KERNEL
         three = zip(call.outputs, *made, strict=False)
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
@@ -227,7 +227,6 @@ class Passes:
         engine.world.sum(table)
         terms = len(self._batch.input_ids) * ranks
         for row, (name, module) in zip(table, self._linears.items(), strict=True):
-            weight: Any = module.weight
             if not self._came[name]:  # as Mamba's dt_proj
                 self.skipped[name] = "its weight is used without a call of the layer"
                 continue
@@ -235,7 +234,7 @@ class Passes:
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
             # a few signs may all but cancel; the whole gradient's own norm does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
-            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(weight).numel() * terms) ** 0.5
+            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(module.weight).numel() * terms) ** 0.5
             bound = 4 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
             yield name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)

@@ -14,8 +14,6 @@ from training.engine import Engine
 from training.engine.tensors import whole_weight
 
 _EMPTY = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_RATES = ("p", "attention_dropout", "dropout_p")
-"""Attributes with the share that a module drops, of torch's and of transformers' modules."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -72,5 +70,5 @@ def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
 
 def is_random(module: torch.nn.Module) -> bool:
     """Whether a training pass through it draws random numbers."""
-    rates = (getattr(inner, name, 0.0) for inner in module.modules() for name in _RATES)
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+    named = (item for inner in module.modules() for item in vars(inner).items())  # by torch and by transformers
+    return any((name == "p" or "drop" in name) and isinstance(rate, float) and rate > 0 for name, rate in named)

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from transformers import AutoConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 from transformers.pytorch_utils import Conv1D
 
 from precision.tolerance import unit_roundoff
+from tests.support.models.architectures import CASES
 from tools.parity.rounding import GRADIENT, Part, findings, largest_in_plan, pooled, roundoff_of, size_of
 from tools.parity.signature import Signatures
 
@@ -113,6 +116,79 @@ def test_a_factor_on_a_norms_gradients_is_still_named(dtype: torch.dtype, wrong:
         found = {item.part for item in findings(parts_of("LayerNorm", dtype, seed, wrong=wrong))}
         assert found >= {"gradient of weight", "gradient of bias"}
         assert findings(parts_of("LayerNorm", dtype, seed)) == []
+
+
+def gradients_of(module: torch.nn.Module, dtype: torch.dtype, *, width: int, tokens: int = 64) -> list[Part]:
+    """The parts of a sound module's gradients."""
+    reference = Model(module)
+    run = copy.deepcopy(reference).to(dtype)
+    signatures = Signatures(reference, run, compute=dtype)
+    with signatures.of_candidate():
+        output = run(torch.randn(2, tokens, width).to(dtype).requires_grad_())
+        output.backward(torch.randn(output.shape).to(dtype))
+    return [part for part in pooled([signatures.measured()]) if part.part.startswith(GRADIENT)]
+
+
+class InParallel(torch.nn.Module):
+    """A block of GPT-NeoX: attention and MLP both read its input, which is added to what they make."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = (torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.mlp(given) + self.attention(given) + given
+        return found
+
+
+def test_a_gradient_that_comes_from_three_places_may_be_added_up_in_any_order() -> None:
+    """The sum of both small gradients, as torch.autograd.grad begins, is rounded once less beside the large one."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        block = InParallel(32)
+        for layer in (block.attention, block.mlp):
+            torch.nn.init.normal_(layer.weight, std=0.02)
+        parts = [part for part in gradients_of(block, torch.float16, width=32, tokens=1024) if part.module == "inside"]
+        assert "gradient of its input" in {part.part for part in parts} and findings(parts) == []
+
+
+def test_a_gradient_whose_terms_cancel_inside_of_fp32_is_not_blamed() -> None:
+    """Qwen3-Next's decays: each pair of positions adds to one and takes from the other, of which FP32 leaves
+    0.05% to 600% as an error. Rounding the inputs anew moved it by nothing at all in half of these."""
+    shape = next(case.config for case in CASES if case.architecture == "qwen3_next")
+    config = AutoConfig.for_model("qwen3_next", **shape)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net = Qwen3NextGatedDeltaNet(config, 0)
+        with torch.no_grad():
+            net.A_log.uniform_(5, 16).log_()
+            for parameter in net.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.02)
+        parts = gradients_of(net, torch.bfloat16, width=config.hidden_size)
+        decays = [part for part in parts if part.part == "gradient of A_log"]
+        assert decays and all(size_of(part, "fp32") > 1e-4 for part in decays)
+        assert findings(parts) == []
+
+
+class Narrowed(torch.nn.Module):
+    """Terms that all but cancel, the larger of them rounded to BF16 by its own code where `narrow` is set."""
+
+    def __init__(self, narrow: bool) -> None:
+        super().__init__()
+        self.narrow, self.weight = narrow, torch.nn.Parameter(torch.randn(32))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        gain = self.weight * given
+        kept = gain.bfloat16().to(gain.dtype) if self.narrow else gain
+        return (kept.float().exp() - gain.float().exp() * 0.99).to(given.dtype)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_a_cast_inside_of_fp32_is_named_though_terms_cancel(narrow: bool) -> None:
+    torch.manual_seed(0)
+    parts = gradients_of(Narrowed(narrow), torch.float16, width=32)
+    assert any("does not shrink" in item.why for item in findings(parts)) == narrow
 
 
 @pytest.mark.slow

@@ -7,9 +7,12 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 
-from config.schema import LossScaleSection, ParitySection
+from config.schema import LossScaleSection, ModelSection, ParitySection
+from modeling.build import model_config
 from precision.loss_scale import make_policy
+from tools.parity.alternatives import moved_start
 from tools.parity.judge_runs import (
     Settling,
     Trajectory,
@@ -22,6 +25,7 @@ from tools.parity.judge_runs import (
 )
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
 from tools.parity.rounding import FIELDS
+from training.engine import build
 
 BOUNDS = ParitySection()
 
@@ -188,6 +192,18 @@ def test_a_whole_run_is_not_judged_where_one_bit_of_fp32_grows_beyond_the_bound(
     found = {check.name: check for check in unless_chaotic(checks, run(validation=4.2), run(), BOUNDS)}
     assert failed(found) == {"loss_gap"}, "what did not grow is judged"
     assert found["validation_delta"].note.startswith("not judged: chaotic at this rate: two FP32 runs a bit apart")
+
+
+def test_the_run_a_bit_apart_starts_from_weights_as_far_off_as_fp16_rounds() -> None:
+    section = ModelSection(architecture="gpt2", config={"n_embd": 32, "n_layer": 1, "n_head": 2})
+    config = model_config(section, vocab_size=64, sequence_length=16)
+    whole = dict(build.build_model(section, config, seed=0).named_parameters())
+    with moved_start():
+        moved = build.build_model(section, config, seed=0)
+    signs = torch.cat([((item / whole[name]).flatten() - 1) * 2**12 for name, item in moved.named_parameters()])
+    signs = signs[signs.isfinite()]  # no bias, which is 0
+    assert torch.allclose(signs.abs(), torch.ones(()), atol=1e-2) and abs(float(signs.mean())) < 0.1
+    assert torch.equal(build.build_model(section, config, seed=0).lm_head.weight, whole["transformer.wte.weight"])
 
 
 def test_a_loss_that_becomes_nan_is_no_parity() -> None:
