@@ -34,6 +34,7 @@ from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.rollouts import rollouts as files
 from training.rollouts.gap import Gap, by_position
+from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Rewards
 from training.rollouts.rollouts import Rollouts, padded
 from training.rollouts.sync import Synced, synchronise
@@ -58,6 +59,9 @@ class RolloutBatches(Batches):
                 f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
             )
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
+        decisive = ("group_size", "max_new_tokens", "temperature", "updates")
+        self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
+        """The settings that decide which answers are sampled, and on which steps they are learned from."""
         self._by_rewards = config.task == "grpo"
         self._engine, self._longest = engine, config.data.sequence_length
         self._folder: Path | None = None
@@ -69,6 +73,8 @@ class RolloutBatches(Batches):
         self.sampler: TransformersSampler = kind(model, self._section, engine.world, ends=ends)
         has_reference = self._section.beta and config.adapter.kind == "none"
         self._reference: Any = copy_of_model(resolved, shape, engine) if has_reference else None
+        self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
+        engine.adjustable = self._remedies
         self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
@@ -90,7 +96,7 @@ class RolloutBatches(Batches):
             self._held = prompts.position, self._answered(prompts)
         found = self._held[1]
         objective: Any = self._engine.objective
-        objective.facts = files.facts_of(found)
+        objective.facts = self._remedies.note(files.facts_of(found))
         return self._batch(prompts, found, position=self._position - 1)
 
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:

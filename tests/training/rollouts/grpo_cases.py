@@ -15,9 +15,14 @@ from config.resolved import Resolved
 from tests.training.tasks import sft_cases
 from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
+from tools.replay.repeat import Collector
+from tracking.record import Record
+from training.build import assemble
+from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
 from training.session import Session, session
+from training.step import train_step
 
 GROUP, LONGEST = 2, 12
 TASK = (
@@ -185,6 +190,29 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
+def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **options: Any) -> list[dict[str, Any]]:
+    """The `step`, `incident` and `self_check` events of some steps of the loop's own, and of one after a resume."""
+    resolved, collector = resolve(folder, **options), Collector()
+    found: list[dict[str, Any]] = []
+    with session(resolved, world=world) as opened:
+        FAULTS[fault](opened)
+        parts: dict[str, Any] = {"record": Record([collector]), "self_check": SelfCheck(opened.engine, resolved)}
+        parts["checkpoints"] = opened.saved_checkpoints(folder / "none")
+        run, progress = assemble(resolved, opened.engine, opened.batches, **parts)
+        for _ in range(steps):
+            progress, _, health = train_step(run, progress)
+            found.append(health.metrics)
+        state = run.state_dict(progress)
+        changed = opened.engine.adjustable.state_dict()
+        run.load_state_dict(state)
+        assert opened.engine.adjustable.state_dict() == changed
+        run.promotions.load_state_dict({"by_step": [], "regions": {}}, opened.engine.adjustable)
+        assert opened.engine.adjustable.state_dict() == {}
+        assert all("forward" not in vars(model.lm_head) for model in (opened.engine.model, opened.answers._reference))
+    kinds = ("step", "incident", "warning", "self_check")
+    return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
+
+
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
     return why_refused(resolve(folder, **options), world)
@@ -243,6 +271,12 @@ def _nucleus(opened: Session) -> None:
     sampler._drawn = patched
 
 
+def _rounded_head(opened: Session) -> None:
+    """The sampler's logits keep eight bits less than the trainer's."""
+    head = opened.answers.sampler.model.lm_head
+    head.register_forward_hook(lambda _, args, output: output if output.dtype == torch.float32 else output.bfloat16())
+
+
 def _adapter_never_delivered(opened: Session) -> None:
     sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
     sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
@@ -268,6 +302,7 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
     "top-p on one side": _nucleus,
+    "rounded head": _rounded_head,
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
     "off by one": _shifted_by_one,

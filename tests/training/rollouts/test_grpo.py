@@ -165,6 +165,31 @@ def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: s
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
 
 
+@pytest.mark.parametrize("reaction", ["promote", "correct"])
+def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: str) -> None:
+    """The head in FP32 on both sides closes a gap that it made; masking tokens lets the run go on with the gap."""
+    given = (f"guard.reactions=[{reaction}, abort]", "grpo.beta=0.1", "guard.self_check_every=1")
+    how: dict[str, Any] = {"compute": "fp16", "stage": 3 if reaction == "promote" else 2, "overrides": given}
+    [found] = pair.run(cases.reactions, folder=folder, fault="rounded head", **how)[0]
+    checked = [
+        check for event in found["events"] if event["event"] == "self_check" for check in event["checks"].values()
+    ]
+    assert len(checked) >= 12 and not any(check["breaches"] for check in checked)
+    first, *others = (step["gap/of_bound"] for step in found["metrics"])
+    assert first > 1
+    [incident] = [event for event in found["events"] if event["event"] == "incident"]
+    applied = [event["applied"] for event in found["events"] if event["event"] == "step"]
+    assert applied == [False, True, True, True]
+    if reaction == "promote":
+        assert max(others) < 1 and found["changed"] == {"lm_head": "fp32"}
+        assert incident["verdict"] == "PROMOTE" and incident["promoted_to"] == "fp32"
+        assert incident["modules"] == ["lm_head"]
+    else:
+        assert min(others) > 1 and found["changed"] == {"grpo.correction": "mask"}
+        assert incident["verdict"] == "CORRECT" and incident["corrected_by"] == "mask"
+        assert all(step["left_out"] == 0 and step["gap/corrected"] == 1 for step in found["metrics"][1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 def test_two_hundred_sound_steps_raise_no_alarm(solo: ProcessGroup, folder: Path, compute: str) -> None:
