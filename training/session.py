@@ -201,7 +201,7 @@ def session(
         cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
         sampled = None
         if config.task in SAMPLING_TASKS:
-            sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
+            sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, trains=trains, **cut)
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)

@@ -21,6 +21,7 @@ from training.build import assemble
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.rollouts.rollouts import Rollouts
+from training.rollouts.transformers_sampler import Answer
 from training.session import Session, session
 from training.step import train_step
 
@@ -296,6 +297,68 @@ def _shifted_by_one(opened: Session) -> None:
     ]
 
 
+def _without_ends(opened: Session) -> None:
+    """Answers lose their end token, as where they are cut by its value, or where padding has it."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        answer._replace(ids=answer.ids[:-1], log_probs=answer.log_probs[:-1]) if len(answer.ids) > 1 else answer
+        for answer in drawn(requests)
+    ]
+
+
+def _past_the_end(opened: Session) -> None:
+    """Answers have one token more than they ended with."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        Answer(np.append(answer.ids, 70), np.append(answer.log_probs, np.float32(-4)), answer.ended)
+        for answer in drawn(requests)
+    ]
+
+
+def _other_prompts(opened: Session) -> None:
+    """Answers come back in the order in which they ended, not in that of the requests."""
+    sampler: Any = opened.answers.sampler
+    sample = sampler.sample
+    sampler.sample = lambda requests, version: sorted(
+        sample(requests, version=version), key=lambda answer: len(answer.ids)
+    )
+
+
+def _penalised(opened: Session) -> None:
+    """The sampler makes tokens less likely that the answer has already (repetition penalty)."""
+    model, seen = opened.answers.sampler.model, list[torch.Tensor]()
+
+    def penalise(module: Any, args: Any, given: Any, output: Any) -> None:
+        ids = given["input_ids"]
+        seen[:] = [ids] if ids.shape[1] > 1 or not seen else [torch.cat([*seen, ids], 1)]
+        output.logits.scatter_add_(
+            2, seen[0][:, None], torch.full_like(seen[0][:, None], -1, dtype=output.logits.dtype)
+        )
+
+    model.register_forward_hook(penalise, with_kwargs=True)
+
+
+def _wrong_positions(opened: Session) -> None:
+    """Prompts that are padded at the left are counted from their padding."""
+    opened.answers.sampler._takes_positions = False
+
+
+def _scored_later(opened: Session) -> None:
+    """The trainer scores answers with weights of another step than the one they were sampled with."""
+    answers: Any = opened.answers
+    scored, weight = answers._with_log_probs, opened.engine.model.lm_head.weight
+
+    def later(own: Any) -> Any:
+        weight.data.mul_(1.05)
+        found = scored(own)
+        weight.data.div_(1.05)
+        return found
+
+    answers._with_log_probs = later
+
+
 FAULTS: dict[str, Callable[[Session], None]] = {
     "no sync": _never_synced,
     "one tensor not synced": _one_left_out,
@@ -306,4 +369,10 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
     "off by one": _shifted_by_one,
+    "cut before the end": _without_ends,
+    "off by one after the end": _past_the_end,
+    "answers of other prompts": _other_prompts,
+    "repetition penalty on one side": _penalised,
+    "positions of the padding": _wrong_positions,
+    "scored with other weights": _scored_later,
 }

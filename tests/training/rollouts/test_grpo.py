@@ -147,9 +147,20 @@ def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: P
         assert PLANTED[fault].partition("21 of")[0] in found["stopped"] or PLANTED[fault] in found["stopped"]
 
 
+@pytest.mark.parametrize("fault", ["cut before the end", "off by one after the end"])
+def test_an_answer_that_is_cut_wrongly_ends_the_run(solo: ProcessGroup, folder: Path, fault: str) -> None:
+    """Sampler and trainer agree on the tokens that are left, so that no gap would show it."""
+    [found] = solo.run(cases.first_metrics, folder=folder, fault=fault)
+    assert found["steps"] == [] and found["stopped"].startswith("the sampler cut an answer wrongly: number ")
+
+
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
     "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
+    "answers of other prompts": (),
+    "repetition penalty on one side": (),
+    "positions of the padding": (),
+    "scored with other weights": (),
 }
 
 
