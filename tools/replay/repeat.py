@@ -82,7 +82,7 @@ def restored(
     target, collector = recorded.step, Collector()
     with session(resolved, shares=("sequence", "tensor", "expert")) as opened:
         if opened.answers is not None:
-            opened.answers.keep_in(run_dir.path / "rollouts")
+            opened.answers.keep_in(run_dir.path / "rollouts", publishes=False)
         found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         state = checkpoints.load(found, opened.engine) if found else None

@@ -18,7 +18,7 @@ from tracking.ranks import spread
 from tracking.verdict import WORDS
 
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
-VERDICTS = ("SKIP", "CUT_LR", "PROMOTE", "ROLLBACK", "ABORT")
+VERDICTS = ("SKIP", "CUT_LR", "CORRECT", "PROMOTE", "ROLLBACK", "ABORT")
 _TENSORS = ("activation", "gradient", "parameter", "loss")
 _KINDS = ("inf", "nan")
 _SCALE_REASONS = ("overflow", "hysteresis", "growth")

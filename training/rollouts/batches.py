@@ -51,8 +51,8 @@ class RolloutBatches(Batches):
     def __init__(
         self, corpus: Corpus, resolved: Resolved, engine: Engine, shape: PretrainedConfig, *, trains: bool, **order: Any
     ) -> None:
-        """trains: False for tools, which ask no server and take recorded answers whatever the weights are, without
-        publishing any. order: of `Batches`. Raises UserError for a reward that cannot be loaded."""
+        """trains: False for tools, which ask no server. order: of `Batches`. Raises UserError for a reward that does
+        not load."""
         config, ranks = resolved.config, resolved.batch.data_ranks
         if config.batch.global_size % (config.group_size * ranks):
             raise UserError(
@@ -66,7 +66,7 @@ class RolloutBatches(Batches):
         self._by_rewards = config.task == "grpo"
         self._engine, self._longest = engine, config.data.sequence_length
         self._folder: Path | None = None
-        self._publishes = trains
+        self._publishes = False
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
         ends, model = _ends(corpus, engine), copy_of_model(resolved, shape, engine)
@@ -84,9 +84,13 @@ class RolloutBatches(Batches):
         self._examples = ""
         super().__init__(corpus.train, **order)
 
-    def keep_in(self, folder: Path) -> None:
-        """Read the answers of a step from its file in `folder` if it is there, and publish those that are sampled."""
-        self._folder = self.sampler.folder = folder
+    def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
+        """Read the answers of a step from its file in `folder` where there is one, and publish those that are sampled.
+
+        publishes: False for tools, which take recorded answers whatever the weights are.
+        """
+        self._folder, self._publishes = folder, publishes
+        self.sampler.folder = folder
 
     def next_step(self) -> Batch:
         """The batch at `position`, its answers sampled now, unless the steps before it have the same ones."""

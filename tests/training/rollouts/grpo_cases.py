@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.resolved import Resolved
+from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases
 from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
@@ -212,6 +213,48 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
         assert all("forward" not in vars(model.lm_head) for model in (opened.engine.model, opened.answers._reference))
     kinds = ("step", "incident", "warning", "self_check")
     return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
+
+
+WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "std over the wrong group": ("advantages", lambda right: lambda totals, kind: right(totals.flatten()[None], kind)),
+    "group split over ranks": ("advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
+    "advantages with the wrong sign": ("advantages", lambda right: lambda totals, kind: -right(totals, kind)),
+    "tokens counted on this rank": (
+        "counted_by_answer",
+        lambda right: lambda lengths, section: right(lengths, section) // 2,
+    ),
+}
+"""What is wrong in the answers of a step beyond sampling: name to a function of batches.py, and what becomes of it."""
+
+
+def recomputed(world: World, *, folder: Path, wrong: str | None) -> list[str]:
+    """A short run by plain rules, and what of it the oracle computes otherwise."""
+    from tools.parity.oracle.judge import judge
+    from training.rollouts import batches
+
+    name = "sound" if wrong is None else wrong.replace(" ", "-")
+    given = (
+        *TASK[1:],
+        "grpo.updates=2",
+        "grpo.beta=0.1",
+        "grpo.algorithm=dapo",
+        "model.config={}",
+        "run.steps=4",
+        "guard.spike_sigmas=0",
+    )
+    overrides = resume_cases.task_job(folder, *given, task="grpo", rows="prompts")
+    right: dict[str, Any] = {}
+    if wrong is not None:
+        target, make = WRONG[wrong]
+        right[target] = getattr(batches, target)
+        setattr(batches, target, make(right[target]))
+    try:
+        resume_cases.job(world, folder=str(folder), name=name, overrides=overrides, passes=None)
+    finally:
+        for target, function in right.items():
+            setattr(batches, target, function)
+    found = judge(folder / "runs" / name, steps=4, log=str) if world.is_main else None
+    return [] if found is None else [each.what for each in found.comparisons if not each.holds]
 
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:

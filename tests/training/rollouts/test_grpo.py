@@ -154,6 +154,14 @@ def test_an_answer_that_is_cut_wrongly_ends_the_run(solo: ProcessGroup, folder: 
     assert found["steps"] == [] and found["stopped"].startswith("the sampler cut an answer wrongly: number ")
 
 
+@pytest.mark.parametrize("wrong", [None, *cases.WRONG])
+def test_the_oracle_recomputes_steps_from_recorded_answers(pair: ProcessGroup, folder: Path, wrong: str | None) -> None:
+    """What a step makes of its rewards is neither in the sampler nor in the gap."""
+    found = pair.run(cases.recomputed, folder=folder, wrong=wrong, seconds=300)[0]
+    print(wrong, found)
+    assert bool(found) == (wrong is not None), found
+
+
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
     "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
