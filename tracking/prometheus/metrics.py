@@ -55,7 +55,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "early_warnings_total": (Counter, "Figures that left their healthy range, by the bound's name.", ("signal",)),
     "injected_faults_total": (Counter, "Faults injected by the config.", ()),
     "notes_total": (Counter, "Notes, such as a sink that failed.", ()),
-    "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token.", ()),
+    "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token, or minus the reward.", ()),
     "checkpoints_total": (Counter, "Checkpoints published.", ("verified",)),
     "checkpoint_failures_total": (Counter, "Checkpoints that could not be saved.", ()),
     "checkpoint_seconds": (Summary, "Time from a save's start to its published checkpoint.", ()),
