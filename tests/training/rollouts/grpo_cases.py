@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,15 +13,20 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.resolved import Resolved
+from modeling.objectives import policy
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases
 from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
+from tools.parity.oracle.judge import judge
+from tools.parity.steps import measure, verdict
 from tools.replay.repeat import Collector
 from tracking.record import Record
+from tracking.run_dir import RunDir
 from training.build import assemble
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
+from training.rollouts import batches
 from training.rollouts.rollouts import Rollouts
 from training.rollouts.transformers_sampler import Answer
 from training.session import Session, session
@@ -215,46 +221,44 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
     return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
 
 
-WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "std over the wrong group": ("advantages", lambda right: lambda totals, kind: right(totals.flatten()[None], kind)),
-    "group split over ranks": ("advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
-    "advantages with the wrong sign": ("advantages", lambda right: lambda totals, kind: -right(totals, kind)),
-    "tokens counted on this rank": (
-        "counted_by_answer",
-        lambda right: lambda lengths, section: right(lengths, section) // 2,
+WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "std over the wrong group": (
+        *(batches, "advantages"),
+        lambda right: lambda totals, kind: right(totals.flatten()[None], kind),
+    ),
+    "group split over ranks": (batches, "advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
+    "advantages with the wrong sign": (batches, "advantages", lambda right: lambda *given: -right(*given)),
+    "tokens counted on this rank": (batches, "counted_by_answer", lambda right: lambda *given: right(*given) // 2),
+    "temperature in the loss alone": (
+        *(policy, "token_log_probs"),
+        lambda right: (
+            lambda logits, labels, *, ignored, temperature: right(
+                logits, labels, ignored=ignored, temperature=temperature * (0.9 if logits.requires_grad else 1)
+            )
+        ),
     ),
 }
-"""What is wrong in the answers of a step beyond sampling: name to a function of batches.py, and what becomes of it."""
+"""Wrong uses of the answers of a step: name to module, function, and what becomes of it."""
 
 
-def recomputed(world: World, *, folder: Path, wrong: str | None) -> list[str]:
-    """A short run by plain rules, and what of it the oracle computes otherwise."""
-    from tools.parity.oracle.judge import judge
-    from training.rollouts import batches
-
+def recomputed(world: World, *, folder: Path, wrong: str | None) -> tuple[list[str], list[str], list[str]]:
+    """What the oracle and the gate's single steps find in a short run, and the constants that the latter name."""
     name = "sound" if wrong is None else wrong.replace(" ", "-")
-    given = (
-        *TASK[1:],
-        "grpo.updates=2",
-        "grpo.beta=0.1",
-        "grpo.algorithm=dapo",
-        "model.config={}",
-        "run.steps=4",
-        "guard.spike_sigmas=0",
-    )
-    overrides = resume_cases.task_job(folder, *given, task="grpo", rows="prompts")
-    right: dict[str, Any] = {}
-    if wrong is not None:
-        target, make = WRONG[wrong]
-        right[target] = getattr(batches, target)
-        setattr(batches, target, make(right[target]))
-    try:
+    given = (*TASK[1:], "grpo={updates: 2, beta: 0.1, algorithm: dapo}", "model.config={}", "run.steps=4")
+    overrides = resume_cases.task_job(folder, *given, "guard.spike_sigmas=0", task="grpo", rows="prompts")
+    module, target, make = WRONG[wrong] if wrong else (batches, "advantages", lambda right: right)
+    with patch.object(module, target, make(getattr(module, target))):
         resume_cases.job(world, folder=str(folder), name=name, overrides=overrides, passes=None)
-    finally:
-        for target, function in right.items():
-            setattr(batches, target, function)
-    found = judge(folder / "runs" / name, steps=4, log=str) if world.is_main else None
-    return [] if found is None else [each.what for each in found.comparisons if not each.holds]
+        resolved, run = resume_cases.resolve(str(folder), name, overrides), RunDir(folder / "runs" / name)
+        walked = measure(run, resolved, [0, 2], length=1, world=world) if wrong in (None, *LOSSES) else []
+    found = judge(run.path, steps=4, log=str).comparisons if world.is_main else []
+    judged = verdict(walked, resolved.config.parity) if walked else {"failed": [], "checks": []}
+    notes = [check["note"] for check in judged["checks"] if check["name"] == "task_loss"]
+    return [each.what for each in found if not each.holds], judged["failed"], notes
+
+
+LOSSES = ("temperature in the loss alone",)
+"""Those of WRONG that the comparison of single steps sees too."""
 
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:
