@@ -266,6 +266,18 @@ def refused(world: World, *, folder: Path, **options: Any) -> str:
     return why_refused(resolve(folder, **options), world)
 
 
+def other_reference(world: World, *, folder: Path) -> str:
+    """Why a session does not open whose reference is wider than the trainer."""
+    right, made = batches.copy_of_model, list[Any]()
+
+    def copied(*given: Any) -> Any:
+        made.append(right(*given))
+        return made[-1].float() if len(made) == 2 else made[-1]
+
+    with patch.object(batches, "copy_of_model", copied):
+        return refused(world, folder=folder, compute="bf16", overrides=("grpo.beta=0.1",))
+
+
 def _never_synced(opened: Session) -> None:
     sampler = opened.answers.sampler
     sampler.receive = lambda weights: [None for _ in weights]
@@ -387,9 +399,11 @@ def _penalised(opened: Session) -> None:
     model.register_forward_hook(penalise, with_kwargs=True)
 
 
-def _wrong_positions(opened: Session) -> None:
-    """Prompts that are padded at the left are counted from their padding."""
-    opened.answers.sampler._takes_positions = False
+def _attends_to_padding(opened: Session) -> None:
+    """Shorter prompts see the padding at their left."""
+    model: Any = opened.answers.sampler.model
+    forward = model.forward
+    model.forward = lambda **given: forward(**{**given, "attention_mask": None})
 
 
 def _scored_later(opened: Session) -> None:
@@ -420,6 +434,6 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "off by one after the end": _past_the_end,
     "answers of other prompts": _other_prompts,
     "repetition penalty on one side": _penalised,
-    "positions of the padding": _wrong_positions,
+    "padding is attended to": _attends_to_padding,
     "scored with other weights": _scored_later,
 }

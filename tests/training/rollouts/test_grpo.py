@@ -165,14 +165,25 @@ def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: 
         assert "task_loss" in single and notes[0].startswith("grpo.temperature 0.9 where 1 is asked"), notes
 
 
+def test_a_reference_of_another_dtype_is_refused(solo: ProcessGroup, folder: Path) -> None:
+    [said] = solo.run(cases.other_reference, folder=folder)
+    assert (
+        said.startswith("the reference of grpo.beta has another dtype or other weights") and "in 21 tensors: " in said
+    )
+
+
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
     "dropout in the old log-probs": ("model.config={attention_dropout: 0.3}", *LORA),
     "answers of other prompts": (),
     "repetition penalty on one side": (),
-    "positions of the padding": (),
+    "padding is attended to": (),
     "scored with other weights": (),
 }
+
+
+HIDDEN = {("padding is attended to", "bf16")}
+"""What this model's rounding is larger than: attention to the padding was 0.4 of the bound in BF16."""
 
 
 @pytest.mark.one_in(2)
@@ -181,10 +192,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
     given = {"overrides": OTHERS.get(fault, ())}
     found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
+    seen = bool(fault) and (fault, compute) not in HIDDEN
     for step in found:
-        assert (step["metrics"]["gap/of_bound"] > 1) == bool(fault), step["metrics"]
-        assert step["verdict"] == ("SKIP" if fault else "STEP")
-        assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
+        assert (step["metrics"]["gap/of_bound"] > 1) == seen, step["metrics"]
+        assert step["verdict"] == ("SKIP" if seen else "STEP")
+        assert ("the sampler's policy is not the trainer's" in step["reason"]) == seen
 
 
 @pytest.mark.parametrize("reaction", ["promote", "correct"])
