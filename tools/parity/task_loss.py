@@ -32,7 +32,7 @@ from training.engine import Engine
 
 _CURVATURE = {"sigmoid": lambda beta: beta**2 / 4, "ipo": lambda beta: 2.0, "hinge": lambda beta: 0.0}
 """Largest second derivative of a loss by the margin."""
-_CONSTANTS = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
+_CONSTANTS: dict[str, tuple[str, tuple[str, ...]]] = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
 _CONSTANTS["distill"] = ("distill", ("beta", "temperature", "ce_weight"))
 _CONSTANTS["grpo"] = ("grpo", ("beta", "temperature", "clip_low", "clip_high", "correction_high"))
 _NOISE_VALUES = 4096

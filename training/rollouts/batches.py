@@ -72,9 +72,9 @@ class RolloutBatches(Batches):
         ends, model = _ends(corpus, engine), copy_of_model(resolved, shape, engine)
         kind = VllmSampler if self._section.engine == "vllm" and trains else TransformersSampler
         self.sampler: TransformersSampler = kind(model, self._section, engine.world, ends=ends)
-        has_reference = self._section.beta and config.adapter.kind == "none"
-        self._reference: Any = copy_of_model(resolved, shape, engine) if has_reference else None
-        if has_reference:
+        self._reference: Any = None
+        if self._section.beta and config.adapter.kind == "none":
+            self._reference = copy_of_model(resolved, shape, engine)
             require_start(engine, self._reference)
         self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
         engine.adjustable = self._remedies

@@ -182,8 +182,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 
 
-HIDDEN = {("padding is attended to", "bf16")}
-"""What this model's rounding is larger than: attention to the padding was 0.4 of the bound in BF16."""
+BY_PROMPT = "padding is attended to"
+"""Hurts as much as a step's prompts differ in length: in BF16 it was 0.4 of the bound in one step, 82 in the next."""
 
 
 @pytest.mark.one_in(2)
@@ -192,9 +192,10 @@ HIDDEN = {("padding is attended to", "bf16")}
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
     given = {"overrides": OTHERS.get(fault, ())}
     found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
-    seen = bool(fault) and (fault, compute) not in HIDDEN
-    for step in found:
-        assert (step["metrics"]["gap/of_bound"] > 1) == seen, step["metrics"]
+    beyond = [step["metrics"]["gap/of_bound"] > 1 for step in found]
+    assert any(beyond) == bool(fault), found
+    assert all(beyond) or fault in ("", BY_PROMPT), found
+    for step, seen in zip(found, beyond, strict=True):
         assert step["verdict"] == ("SKIP" if seen else "STEP")
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == seen
 
