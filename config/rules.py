@@ -306,8 +306,12 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if (section.engine == "vllm") != bool(section.urls):
         fix = "names the servers of grpo.engine = vllm; python -m launch.rollouts starts one"
         yield "grpo.urls", f"= {list(section.urls)} {fix}"
-    if section.engine == "vllm" and config.adapter.kind != "none":
-        yield "grpo.engine", "= vllm takes whole weights, not those of adapter.kind; set it to transformers"
+    if section.engine == "vllm" and (config.adapter.kind == "dora" or config.adapter.modules_to_save):
+        yield "grpo.engine", "= vllm merges what adapter.kind = lora adds, and no other part; set it to transformers"
+    if section.engine == "vllm" and "promote" in config.guard.reactions:
+        yield "guard.reactions", "= promote cannot change the head of a server of grpo.engine = vllm; remove promote"
+    if section.correction == "mask" and "correct" in config.guard.reactions:
+        yield "guard.reactions", "= correct sets grpo.correction to mask, which it is already; remove correct"
     if section.surrogate == "cispo" and section.ratio == "sequence":
         yield "grpo.ratio", "= sequence has no weight for a token, which grpo.surrogate = cispo needs; set it to token"
     verified: dict[str, tuple[Any, ...]] = {

@@ -753,6 +753,9 @@ class WarningsSection:
     """[fraction] Largest healthy share of answers cut off at grpo.max_new_tokens. null disables it."""
 
 
+Reaction = Literal["skip", "cut_lr", "correct", "promote", "rollback", "abort"]
+
+
 @dataclass(frozen=True)
 class GuardSection:
     """Checks of a step's health, and the reactions. The defaults change nothing about a healthy run."""
@@ -768,7 +771,7 @@ class GuardSection:
     """[fraction] Smallest healthy ratio of update to weight norm, 1e-3 in good runs. null disables it."""
     max_update_ratio: float | None = limit(None, above=0.0)
     """[fraction] Largest healthy ratio of update to weight norm. null disables it."""
-    reactions: tuple[Literal["skip", "cut_lr", "promote", "rollback", "abort"], ...] = ("skip", "rollback", "abort")
+    reactions: tuple[Reaction, ...] = ("skip", "rollback", "abort")
     """[ordered plan] The first reaction that can help, is possible and has budget left is taken; if none is left, the
     run stops with exit code 3. Only healthy steps are ever applied."""
     skip_budget: int = limit(100, at_least=0)
@@ -779,8 +782,10 @@ class GuardSection:
     """[factor] Factor of a cut on the learning rate; overlapping cuts multiply."""
     cut_lr_steps: int = limit(100, at_least=1)
     """[applied steps] Length of a cut."""
+    correct_budget: int = limit(4, at_least=0)
+    """[times per run] How often grpo.correction may become mask, undone as a promotion is."""
     promote_budget: int = limit(4, at_least=0)
-    """[times per run] Promotions of blamed modules allowed."""
+    """[times per run] Promotions of blamed modules allowed, or of the head after a gap of sampler and trainer."""
     promote_to: Literal["bf16", "fp32"] = "fp32"
     """[choice] Dtype that blamed modules are promoted to."""
     probation_steps: int = limit(1000, at_least=0, null=0)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from config.schema import GuardSection
 from precision.robust_window import RobustWindow
@@ -31,21 +31,10 @@ from precision.step_health import (
     wrong_update,
 )
 
+_BUDGETED = ("skip", "cut_lr", "correct", "promote", "rollback")
 _MOST_DOUBLINGS = 6
 _SUSPICIOUS_SIGMAS = 6.0
 """[robust standard deviations] Spike size at which a step is worth repeating if guard.spike_sigmas is 0."""
-
-
-class Warned(Protocol):
-    """An early warning: training/early_warnings.py."""
-
-    @property
-    def signal(self) -> str:
-        """The bound's name in the config."""
-
-    @property
-    def reason(self) -> str:
-        """Human-readable reason."""
 
 
 class Verdict(Enum):
@@ -54,6 +43,7 @@ class Verdict(Enum):
     STEP = "STEP"
     SKIP = "SKIP"
     CUT_LR = "CUT_LR"
+    CORRECT = "CORRECT"
     PROMOTE = "PROMOTE"
     ROLLBACK = "ROLLBACK"
     ABORT = "ABORT"
@@ -74,7 +64,7 @@ class Guard:
 
     def __init__(self, section: GuardSection) -> None:
         self._section = section
-        self._budgets = {name: getattr(section, f"{name}_budget") for name in ("skip", "cut_lr", "promote", "rollback")}
+        self._budgets = {name: getattr(section, f"{name}_budget") for name in _BUDGETED}
         self._used = dict.fromkeys(self._budgets, 0)
         self._losses = RobustWindow(section.spike_window)
         self._log_norms = RobustWindow(section.spike_window)
@@ -93,12 +83,12 @@ class Guard:
 
     @property
     def used(self) -> dict[str, int]:
-        """The number of times that each reaction was taken in this run: skip, cut_lr, promote and rollback."""
+        """The number of times that each reaction was taken in this run."""
         return dict(self._used)
 
-    def warn(self, warnings: Iterable[Warned]) -> None:
-        """Take early warnings named in guard.warnings into account at the next `judge`."""
-        chosen = [warning.reason for warning in warnings if warning.signal in self._section.warnings]
+    def warn(self, warnings: Iterable[tuple[str, str]]) -> None:
+        """Take early warnings (signal and reason) named in guard.warnings into account at the next `judge`."""
+        chosen = [reason for signal, reason in warnings if signal in self._section.warnings]
         self._warned = chosen[0] if chosen else self._warned
 
     def judge(self, health: Health, *, can_promote: bool = False, can_roll_back: bool = False) -> Judgement:
@@ -147,7 +137,7 @@ class Guard:
             self._used[verdict.value.lower()] += 1
         if verdict is Verdict.CUT_LR:
             self._cuts.append(section.cut_lr_steps)
-        if verdict is Verdict.PROMOTE and section.probation_steps:
+        if verdict in (Verdict.CORRECT, Verdict.PROMOTE) and section.probation_steps:
             self._probation[health.step] = section.probation_steps
         if verdict is not Verdict.SKIP:
             self._answered_skips = health.consecutive_skips + 1
@@ -220,6 +210,7 @@ class Guard:
             "skip": "weights unchanged",
             "cut_lr": f"the step is skipped and the learning rate multiplied by {section.cut_lr_factor:g} for "
             f"{section.cut_lr_steps} applied steps",
+            "correct": "the step is skipped, and tokens beyond grpo.correction_high are left out from now on",
             "promote": f"the step is skipped and the blamed modules go to {section.promote_to}",
             "rollback": "the run goes back to its last good checkpoint and leaves out the batches since",
         }

@@ -96,6 +96,11 @@ class Regions:
         """Whether the ambient dtype or any region is `compute`. True for fp16 means that the loss needs a scale."""
         return compute == self.manifest.default or compute in self._compute.values()
 
+    @property
+    def suspects(self) -> tuple[str, ...]:
+        """Regions to promote where no module is known as the cause."""
+        return self.names_in("fp16")
+
     def names_in(self, compute: str) -> tuple[str, ...]:
         """Regions that compute in this dtype now."""
         return tuple(name for name, now in self._compute.items() if now == compute)

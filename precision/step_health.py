@@ -182,14 +182,16 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
 
 def other_policy(metrics: Mapping[str, float]) -> Trouble | None:
     """Answers that are not the trainer's: sampler and trainer are further apart than rounding explains."""
-    if not metrics.get("gap/of_bound", 0.0) > 1.0:
+    corrected = metrics.get("gap/corrected", 0.0) > 0.0
+    if not metrics.get("gap/of_bound", 0.0) > 1.0 or (corrected and metrics["left_out"] <= 0.5):
         return None
+    weighted = "clip_share" in metrics and not corrected  # opd has no weights to correct
     k1, k3, own, side = (metrics[f"gap/{name}"] for name in ("k1", "k3", "self_k3", "one_sided"))
     return Trouble(
         f"the sampler's policy is not the trainer's: k3 {k3:.3g} nats a token, k1 {k1:.3g}, one-sidedness {side:.2g}, "
         f"where the trainer is {own:.3g} from itself (grpo.max_gap)",
         "compare temperature, dtype and vocabulary of both sides (docs/rl.md)",
-        ("skip", "rollback"),
+        ("skip", *(["correct"] * weighted), "promote", "rollback"),
     )
 
 

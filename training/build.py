@@ -72,6 +72,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
     for line in engine.notes:
         record.note(line)
+    self_checked = config.guard.self_check_every or config.guard.gradient_checks
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
     parts, progress = assemble(
         resolved,
@@ -86,7 +87,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         examples=opened.answers.take_examples if opened.answers is not None else str,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
-        self_check=SelfCheck(engine, resolved) if _self_checked(config.guard) and world.tensor is None else None,
+        self_check=SelfCheck(engine, resolved) if self_checked and world.tensor is None else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
         tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
         profiling=open_profiling(resolved, run_dir.path, **watched),
@@ -124,10 +125,6 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
         has_encoder=engine.model.config.is_encoder_decoder,
     )
     return str(redact(text))
-
-
-def _self_checked(guard: GuardSection) -> bool:
-    return bool(guard.self_check_every or guard.gradient_checks)
 
 
 def checks_wanted(guard: GuardSection) -> bool:

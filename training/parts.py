@@ -58,7 +58,7 @@ class Parts:
             "scaler": self.engine.scaler_state(),
             "reactions": {
                 "guard": self.guard.state_dict(),
-                "promotions": self.promotions.state_dict(self.engine.regions),
+                "promotions": self.promotions.state_dict(self.engine.adjustable),
                 "warnings": self.warnings.state_dict(),
             },
         }
@@ -68,7 +68,7 @@ class Parts:
         progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
-        self.promotions.load_state_dict(reactions["promotions"], self.engine.regions)
+        self.promotions.load_state_dict(reactions["promotions"], self.engine.adjustable)
         self.warnings.load_state_dict(reactions.get("warnings"))
         self.batches.restore(progress.position)
         if self.checks is not None:

@@ -34,14 +34,14 @@ class Promotions:
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[list[str], str]:
     """The regions of the causes that are narrower than `to`, and the dtype to promote them to.
 
-    FP8 regions go to BF16 first, alone. Without a cause (an overflow that no rank could trace): all FP16 regions.
+    FP8 regions go to BF16 first, alone. Without a cause, such as of an overflow that no rank could trace: the suspects.
     """
     if regions is None:
         return [], to
     dtypes = regions.dtypes
-    narrower = [name for name, compute in dtypes.items() if _WIDTH[compute] < _WIDTH[to]]
+    narrower = [name for name, compute in dtypes.items() if _WIDTH.get(compute, 9) < _WIDTH[to]]
     if not causes:
-        return [name for name in narrower if dtypes[name] == "fp16"], to
+        return [name for name in narrower if name in regions.suspects], to
     causing = {finding.module for _, finding in causes}
     blamed = [name for name in narrower if any(_related(name, module) for module in causing)]
     eight_bit = [name for name in blamed if dtypes[name] == "fp8"]

@@ -1,8 +1,8 @@
 """Act on the guard's verdict. The step itself has already been discarded: masters and moments are unchanged.
 
 SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the modules that
-caused it to a wider dtype, on probation. ROLLBACK loads the last good checkpoint and skips the batches since, twice as
-many each time, so that it cannot repeat forever.
+caused it to a wider dtype and CORRECT masks tokens, both on probation. ROLLBACK loads the last good checkpoint and
+skips the batches since, twice as many each time, so that it cannot repeat forever.
 """
 
 from dataclasses import replace
@@ -18,12 +18,10 @@ from training.record import record_incident
 def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
     """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
 
-    repeat: the batches were not at fault, so none is skipped. Raises RuntimeError when there is no checkpoint (the
-    guard asks first).
+    repeat: the batches were not at fault, so none is skipped.
     """
     path = parts.checkpoints.find("auto")
-    if path is None:
-        raise RuntimeError("no checkpoint to go back to")
+    assert path is not None, "the guard asks first"
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
     if not repeat:
         skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
@@ -37,11 +35,12 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
     modules = [finding.module for _, finding in causes]
     further: dict[str, Any] = {}
     refused_at = progress
-    if judgement.verdict is Verdict.PROMOTE:
-        assert parts.engine.regions is not None
-        modules, to = promotable(parts.engine.regions, causes, to=parts.resolved.config.guard.promote_to)
-        promote(parts.engine.regions, parts.promotions, modules, to=to, step=progress.step)
-        further = {"promoted_to": to}
+    if judgement.verdict in (Verdict.PROMOTE, Verdict.CORRECT):
+        regions, key, modules, to = parts.engine.adjustable, "corrected_by", ["grpo.correction"], "mask"
+        if judgement.verdict is Verdict.PROMOTE:
+            key, (modules, to) = "promoted_to", promotable(regions, causes, to=parts.resolved.config.guard.promote_to)
+        promote(regions, parts.promotions, modules, to=to, step=progress.step)
+        further = {key: to}
     if judgement.verdict is Verdict.ROLLBACK:
         progress, path = roll_back(parts, progress, repeat=repeat)
         further = {"rolled_back_to": path, "position": progress.position}

@@ -106,7 +106,7 @@ class Session:
             "task": config.task,
             "what is predicted": _predicted(config),
             "run.seed": config.run.seed,
-            **({"answers": _sampling(config)} if config.group_size > 1 else {}),
+            **({"answers": self.answers.identity} if self.answers is not None else {}),
             "adapter": _adapter(config.adapter),
             "the base model": self.base,
             "the teacher": self.teacher,
@@ -202,7 +202,7 @@ def session(
         cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
         sampled = None
         if config.task in SAMPLING_TASKS:
-            sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, **cut)
+            sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, trains=trains, **cut)
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
@@ -230,12 +230,6 @@ def _predicted(config: Config) -> str | None:
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
-
-
-def _sampling(config: Config) -> str:
-    """The settings that decide which answers are sampled, and on which steps they are learned from."""
-    section = config.grpo
-    return json.dumps([section.group_size, section.max_new_tokens, section.temperature, section.updates])
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:

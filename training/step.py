@@ -69,8 +69,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
-    guard.warn([*warnings, *unlike])
-    modules, _ = promotable(engine.regions, causes, to=config.guard.promote_to)
+    guard.warn((each.signal, each.reason) for each in [*warnings, *unlike])
+    modules, _ = promotable(engine.adjustable, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor
     apply = judgement.verdict is Verdict.STEP
@@ -107,12 +107,12 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     if compared:
         record.event("self_check", step=progress.step, tokens=progress.tokens, **compared.finish())
     record_warnings(record, progress, [*warnings, *unlike, *later])
-    guard.warn([*(warning for warning in warnings if warning.signal != "gradient_jump"), *later])
+    guard.warn((each.signal, each.reason) for each in [*warnings, *later] if each.signal != "gradient_jump")
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
         progress = react(parts, progress, judgement, causes, repeat=health.corruption is not None)
-    demoted = demote_due(engine.regions, parts.promotions, guard)
+    demoted = demote_due(engine.adjustable, parts.promotions, guard)
     if demoted:
         record.note(f"promotions taken back after their probation: {demoted}", demoted=demoted)
     return progress, judgement, health

@@ -11,6 +11,7 @@ from typing import Any
 
 from config.errors import UserError
 from launch.sweep.rule import Hopeless, Report
+from tracking.figures import followed
 
 LAST_STEPS = 20
 """Steps whose mean is a run's training loss."""
@@ -23,7 +24,7 @@ class History:
     path: Path
     """The run folder's events.jsonl."""
     losses: dict[int, float] = field(default_factory=dict)
-    """Step to training loss."""
+    """Step to training loss, or minus the reward that is followed in its place."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
@@ -52,7 +53,8 @@ class History:
             case "step":
                 for later in range(event["step"] + 1, max(self.losses, default=0) + 1):
                     self.losses.pop(later, None)
-                self.losses[event["step"]] = math.nan if event["loss"] is None else event["loss"]
+                name, value = followed(event)
+                self.losses[event["step"]] = value if name == "loss" else -value
                 self.speeds.append(math.nan if event["tokens_per_second"] is None else event["tokens_per_second"])
             case "eval":
                 self.evaluations[event["step"]] = math.nan if event["loss"] is None else event["loss"]

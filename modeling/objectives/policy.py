@@ -83,13 +83,13 @@ class PolicyGradient:
     has_perplexity = False
 
     def __init__(self, section: GrpoSection) -> None:
-        self._section = section
+        self.section = section
         self.facts: dict[str, float] = {}
         """Metrics of the answers of this step, from where they were sampled; none in an evaluation."""
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """inputs: with the further ones above. labels: (micro, length) int64, IGNORED outside of the answer."""
-        section, mask = self._section, labels != IGNORED
+        section, mask = self.section, labels != IGNORED
         logits = forward(input_ids=inputs["input_ids"], use_cache=False).logits
         now = token_log_probs(logits, labels, ignored=IGNORED, temperature=section.temperature)
         lengths = mask.sum(1)
@@ -111,7 +111,7 @@ class PolicyGradient:
         self, inputs: dict[str, Any], now: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(micro, length) losses of tokens; without gradient (3, micro): tokens clipped, KL, and tokens left out."""
-        section, old, advantage = self._section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE].to(now.dtype)[:, None]
+        section, old, advantage = self.section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE].to(now.dtype)[:, None]
         log_rho = torch.where(mask, now - old, 0.0)
         rho = log_rho.exp()
         ratio = rho
@@ -140,6 +140,6 @@ class PolicyGradient:
         found |= {"entropy": entropy / places}
         if self.facts:
             found |= {"clip_share": clipped / places}
-            found |= {"kl": kl / places} if self._section.beta else {}
-            found |= {"left_out": left_out / places} if self._section.correction == "mask" else {}
+            found |= {"kl": kl / places} if self.section.beta else {}
+            found |= {"left_out": left_out / places} if self.section.correction == "mask" else {}
         return found | self.facts

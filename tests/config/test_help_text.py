@@ -38,7 +38,7 @@ def test_a_key_as_the_user_reads_it() -> None:
         "data.validation_fraction": "number, at least 0 and below 1",
         "optimizer.betas": "list of 2 numbers, at least 0 and below 1",
         "faults": "list of Faults",
-        "guard.reactions": "list of skip | cut_lr | promote | rollback | abort",
+        "guard.reactions": "list of skip | cut_lr | correct | promote | rollback | abort",
         "precision.compute": "auto | fp32 | bf16 | fp16",
         "model.name_or_path": "text or null",
     }

@@ -120,7 +120,7 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("faults=[{kind: inf_gradient, stp: 3}]", "faults[0].stp: no such key; did you mean faults[0].step?"),
         ("faults=[{kind: oops, step: 3}]", "faults[0].kind = 'oops' is not one of inf_gradient, nan_gradient"),
         ("faults=[{kind: nan_gradient, step: 0}]", "faults[0].step = 0 is out of range"),
-        ("guard.reactions=[skip, rolback]", "guard.reactions[1] = 'rolback' is not one of skip, cut_lr, promote"),
+        ("guard.reactions=[skip, rolback]", "guard.reactions[1] = 'rolback' is not one of skip, cut_lr, correct"),
         ("guard.reactions=skip", "guard.reactions = 'skip' is not a list; write it as [...]"),
         ("guard.min_update_ratio=0", "guard.min_update_ratio = 0.0 is out of range; it must be above 0"),
         ("run.steps", "'run.steps' is not an override; write key.sub=value"),

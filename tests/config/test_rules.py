@@ -42,6 +42,15 @@ REFUSED = [
     ([*GRPO, "grpo.max_new_tokens=512"], "grpo.max_new_tokens = 512 leaves a prompt no token of data.sequence_length"),
     ([*GRPO, "batch.global_size=12"], "batch.global_size = 12 counts answers; make it a multiple of grpo.group_size"),
     ([*GRPO, "grpo={algorithm: gspo, surrogate: cispo}"], "grpo.ratio = sequence has no weight for a token"),
+    (
+        [*GRPO, "grpo={engine: vllm, urls: [a]}", "guard.reactions=[promote]"],
+        "guard.reactions = promote cannot change the head of a server of grpo.engine = vllm; remove promote",
+    ),
+    (
+        [*GRPO, "grpo.correction=mask", "guard.reactions=[correct]"],
+        "guard.reactions = correct sets grpo.correction to mask, which it is already; remove correct",
+    ),
+    ([*GRPO, "grpo={engine: vllm, urls: [a]}", "adapter.kind=dora"], "grpo.engine = vllm merges what adapter.kind"),
     ([*GRPO, "parallel.tensor=2"], "task = grpo is not verified with parallel.tensor = 2; set parallel.tensor to 1"),
     ([*GRPO, "data.format=preference"], "data.format = preference"),
     ([*GRPO, "task=opd"], "distill.teacher is missing for task = opd; name a model folder or a hub id"),

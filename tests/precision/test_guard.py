@@ -14,6 +14,7 @@ from config.schema import GuardSection
 from precision.guard import Guard, Judgement, Verdict, rollback_skip
 from precision.step_health import Health
 
+NONE_USED = dict.fromkeys(("skip", "cut_lr", "correct", "promote", "rollback"), 0)
 EVERYTHING = ("skip", "cut_lr", "promote", "rollback", "abort")
 
 
@@ -93,7 +94,7 @@ def test_an_fp16_overflow_is_routine_and_uses_no_budget_until_it_persists() -> N
     judgements = [run.attempt(OVERFLOW) for _ in range(4)]
     assert [item.verdict.value for item in judgements] == ["SKIP", "SKIP", "SKIP", "PROMOTE"]
     assert [item.routine for item in judgements] == [True, True, True, False]
-    assert run.guard.used == {"skip": 0, "cut_lr": 0, "promote": 1, "rollback": 0}
+    assert run.guard.used == NONE_USED | {"promote": 1}
     assert "4 steps in a row were skipped (guard.max_consecutive_skips = 4)" in judgements[3].reason
     # A reaction gets as many steps to work as the plan waited for the first.
     assert run.verdicts(OVERFLOW, 4) == ["SKIP", "SKIP", "SKIP", "PROMOTE"]
@@ -269,11 +270,11 @@ def test_a_rollback_restores_everything_but_the_budgets() -> None:
     run.verdicts(HEALTHY, 3)
     assert run.attempt(BROKEN_GRADIENT).verdict is Verdict.ROLLBACK
     state = run.guard.state_dict()
-    assert state.pop("used") == {"skip": 0, "cut_lr": 1, "promote": 0, "rollback": 1}
-    assert saved.pop("used") == dict.fromkeys(state_keys := ("skip", "cut_lr", "promote", "rollback"), 0)
+    assert state.pop("used") == NONE_USED | {"cut_lr": 1, "rollback": 1}
+    assert saved.pop("used") == NONE_USED
     assert state == saved and run.guard.lr_factor == 1.0
     run.guard.roll_back(None)
-    assert run.guard.used == dict(zip(state_keys, (0, 1, 0, 1), strict=True))
+    assert run.guard.used == NONE_USED | {"cut_lr": 1, "rollback": 1}
     assert run.guard.state_dict()["loss"] == {"values": []}
 
 
@@ -349,7 +350,7 @@ def test_incidents_are_bounded_by_the_budgets_and_only_finite_steps_are_taken(se
             break
         incidents += judgement.verdict is not Verdict.STEP and not judgement.routine
     assert incidents == sum(run.guard.used.values()) <= section.skip_budget + others(section)
-    assert not ended or run.guard.used.keys() == {"skip", "cut_lr", "promote", "rollback"}
+    assert not ended or run.guard.used.keys() == NONE_USED.keys()
 
 
 @settings(max_examples=150, deadline=None)
@@ -365,3 +366,29 @@ def test_a_run_resumed_anywhere_judges_as_an_unbroken_one(section, before, after
         assert resumed.guard.lr_factor == unbroken.guard.lr_factor
         assert resumed.guard.take_due_demotions() == unbroken.guard.take_due_demotions()
     assert resumed.guard.state_dict() == unbroken.guard.state_dict()
+
+
+def test_a_checkpoint_from_before_a_reaction_existed_has_used_none_of_its_budget() -> None:
+    guard = Guard(plan(*EVERYTHING))
+    state = guard.state_dict()
+    del state["used"]["promote"]
+    guard.load_state_dict(state | {"used": {**state["used"], "rollback": 1}})
+    assert guard.used == NONE_USED | {"rollback": 1}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "verdict"),
+    [
+        ({"clip_share": 0.0}, Verdict.CORRECT),
+        ({}, Verdict.PROMOTE),  # opd
+        ({"clip_share": 0.0, "gap/corrected": 1.0, "left_out": 0.5}, Verdict.STEP),
+        ({"clip_share": 0.0, "gap/corrected": 1.0, "left_out": 0.6}, Verdict.PROMOTE),
+    ],
+)
+def test_a_gap_of_sampler_and_trainer_is_corrected_while_enough_is_left(metrics, verdict):
+    gap = {"gap/of_bound": 1.5, "gap/k1": 0.1, "gap/k3": 0.2, "gap/self_k3": 0.01, "gap/one_sided": 0.9}
+    guard = Guard(GuardSection(reactions=("correct", "promote", "abort")))
+    health = Health(1.0, 1.0, metrics={**gap, **metrics})
+    judgement = guard.judge(health, can_promote=True)
+    assert judgement.verdict is verdict
+    assert ("the sampler's policy is not the trainer's" in judgement.reason) == (verdict is not Verdict.STEP)

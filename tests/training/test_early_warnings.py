@@ -141,7 +141,7 @@ def test_the_guard_answers_the_warnings_that_it_is_told_to():
     jump = EarlyWarning("gradient_jump", "", 9.0, 2.3, ("",), "the gradient jumped")
     for chosen, verdict in (((), Verdict.STEP), (("adam_rms",), Verdict.STEP), (("gradient_jump",), Verdict.CUT_LR)):
         guard, health = Guard(GuardSection(warnings=chosen, reactions=("cut_lr",))), Health(loss=1.0, grad_norm=1.0)
-        guard.warn([jump])
+        guard.warn([(jump.signal, jump.reason)])
         judgement = guard.judge(health)
         assert judgement.verdict is verdict
         assert ("the gradient jumped" in judgement.reason) == (verdict is Verdict.CUT_LR)

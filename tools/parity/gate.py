@@ -6,8 +6,9 @@
 
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
 single steps of the half-precision run are compared with FP32 from the same masters (`tools.parity.steps`), and all
-measurements are judged by the bounds in the config's `parity:` section. The report folder gets `parity.json`,
-`parity.md` and plots. Exit code 0: parity; 3: no parity; 2: not possible.
+measurements are judged by the bounds in the config's `parity:` section. Of tasks that sample answers there is no twin,
+which would sample others: single steps are compared on the answers that the run recorded. The report folder gets
+`parity.json`, `parity.md` and plots. Exit code 0: parity; 3: no parity; 2: not possible.
 
 With --effect nothing is run: from the scatter in an existing report it computes how many pairs detect that shift of the
 validation loss with probability --power.
@@ -94,12 +95,12 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0], log)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
-    nudged, whole = [trajectory(run) for run in controls], fp32[0]
+    nudged, whole = [trajectory(run) for run in controls], fp32[0] if twins else None
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
-        if run.settling is not None:
+        if twins and run.settling is not None:
             fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
-    of_runs = judge_trajectories(half, fp32, bounds, nudged, whole=whole)
-    if any(check.name in CHAOTIC and not check.passed for check in of_runs):  # by a defect, or by chaos alone
+    of_runs = judge_trajectories(half, fp32, bounds, nudged, whole=whole) if twins else []
+    if whole and any(check.name in CHAOTIC and not check.passed for check in of_runs):  # by a defect, or by chaos alone
         apart = trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=True))
         of_runs = judge_trajectories(half, fp32, bounds, [*nudged, apart], whole=whole)
         of_runs = unless_chaotic(of_runs, apart, whole, bounds)
@@ -113,7 +114,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         by_rule(candidates[0].folder.events, chosen.resolved.config),
         judge_every_step([run.folder.events for run in (*candidates, *twins)], bounds.whole_steps),
     ]
-    if bounds.oracle_steps:
+    if bounds.oracle_steps and twins:
         checks += outside(twins[0], log, "fp32_evaluation", steps=bounds.oracle_steps, points=chosen.points[1:])
         checks += outside(candidates[0], log, "evaluation")
     for judged in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
@@ -123,10 +124,10 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         "verdict": "no parity" if failed else "parity",
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "confidence": confidence(half, fp32, bounds, nudged, whole=whole),
+        "confidence": confidence(half, fp32, bounds, nudged, whole=whole) if twins else None,
         "first_parting": first_divergence(walks, bounds),
-        "first_departure": first_departure(half[0], fp32[0], bounds.loss_gap),
-        "bought": _resources(candidates[0], twins[0], price=bounds.price_per_device_hour, devices=chosen.processes),
+        "first_departure": first_departure(half[0], whole, bounds.loss_gap) if whole else None,
+        "bought": _resources(candidates[0], twins[:1], price=bounds.price_per_device_hour, devices=chosen.processes),
         "conditions": _conditions(chosen, candidates[0]),
         "trajectories": {"candidate": [_thinned(run) for run in half], "fp32": [_thinned(run) for run in fp32]},
         "walks": [dataclasses.asdict(walk) for walk in walks],
@@ -209,9 +210,13 @@ def _thinned(run: Trajectory) -> dict[str, Any]:
     return {**dataclasses.asdict(run), **curves}
 
 
-def _resources(candidate: Run, twin: Run, *, price: float, devices: int) -> dict[str, Any]:
+def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: int) -> dict[str, Any]:
     """Time, memory, energy and cost of both runs, and their ratios where both were measured."""
-    mine, other = ({name: _known(value) for name, value in _used(run, price * devices)} for run in (candidate, twin))
+    if not twins:
+        return {}
+    mine, other = (
+        {name: _known(value) for name, value in _used(run, price * devices)} for run in (candidate, twins[0])
+    )
     return {
         name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
         for (name, a), b in zip(mine.items(), other.values(), strict=True)
@@ -345,7 +350,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     found = gate(chosen, keep=options.keep_checkpoints)
     print("\n".join(verdict_lines(found)))
-    print(confidence_line(found["confidence"]))
+    if found["confidence"] is not None:
+        print(confidence_line(found["confidence"]))
     print(next(check["note"] for check in found["checks"] if check["name"] == "every_step"))
     print(f"report   {folder / 'parity.md'}")
     return NO_PARITY if found["failed"] else PARITY

@@ -120,10 +120,6 @@ def plan(
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)
-    if (task := resolved.config.task) in SAMPLING_TASKS:
-        raise UserError(
-            f"task = {task}: two runs sample other answers, so that only their single steps can be compared"
-        )
     length = with_steps(resolved) if steps is None else shorten(resolved.config, steps)
     if length:
         arguments += length
@@ -138,7 +134,9 @@ def seeds(chosen: Plan) -> list[int]:
 
 
 def train_references(chosen: Plan, log: Log) -> References:
-    """Train the FP32 runs. Raises UserError when one fails."""
+    """Train the FP32 runs; none of a task whose runs sample other answers. Raises UserError when one fails."""
+    if chosen.resolved.config.task in SAMPLING_TASKS:
+        return References((), ())
     twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
     first, count = seeds(chosen)[0], chosen.resolved.config.parity.controls
     return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))

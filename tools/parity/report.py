@@ -69,9 +69,15 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
     found: the content of parity.json, in which values that are not finite are strings.
     """
-    with figure(folder / "trajectories.png", *_SIZE, dpi=120) as drawn:
-        _draw_trajectories(drawn.subplots(1, 2), found)
-    steps = ""
+    steps, of_runs = "", [""]
+    if found["confidence"] is not None:
+        with figure(folder / "trajectories.png", *_SIZE, dpi=120) as drawn:
+            _draw_trajectories(drawn.subplots(1, 2), found)
+        of_runs = [
+            "![loss of both runs, and their difference](trajectories.png)",
+            section("How sure", text(confidence_line(found["confidence"]))),
+            section("Speed, memory and cost", _resources(found["bought"])),
+        ]
     if any(walk["steps"] for walk in found["walks"]):
         with figure(folder / "steps.png", *_SIZE, dpi=120) as drawn:
             _draw_steps(drawn.subplots(1, 2), found)
@@ -80,11 +86,11 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}",
         "\n".join(verdict_lines(found)),
         section("Checks", _checks(found["checks"])),
-        "![loss of both runs, and their difference](trajectories.png)",
+        of_runs[0],
         steps,
-        section("How sure", text(confidence_line(found["confidence"]))),
+        *of_runs[1:2],
         section("Where they diverge", _divergence(found)),
-        section("Speed, memory and cost", _resources(found["bought"])),
+        *of_runs[2:],
         section("Conditions", _conditions(found["conditions"])),
     )
     return write_document(folder / "parity.md", content, tone="bad" if found["failed"] else "good")
@@ -126,11 +132,9 @@ def _checks(checks: Sequence[dict[str, Any]]) -> Table:
 
 def _divergence(found: dict[str, Any]) -> str:
     step, module = found["first_departure"], found["first_parting"]
-    lines = [
-        f"The running medians of the loss exceed the bound from step {step} on."
-        if step is not None
-        else "The running medians of the loss stay within the bound from the first step to the last."
-    ]
+    lines = [f"The running medians of the loss exceed the bound from step {step} on."] if step is not None else []
+    if step is None and found["confidence"] is not None:
+        lines.append("The running medians of the loss stay within the bound from the first step to the last.")
     if module is not None:
         lines.append(
             f"In a single step {code(module['module'])} is the first module, in the order of execution, whose own "

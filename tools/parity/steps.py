@@ -507,6 +507,8 @@ class Recomputed:
         self._run = run_dir
         self.batches, self._engine, self._folder = opened.batches, engine, run_dir.checkpoints
         self._checkpoints = opened.saved_checkpoints(self._folder)
+        if opened.answers is not None:
+            opened.answers.keep_in(run_dir.path / "rollouts", publishes=False)
         self._parts, self._start = assemble(
             resolved, engine, opened.batches, record=Record.silent(), checkpoints=self._checkpoints
         )

@@ -22,17 +22,19 @@ from torch.nn import functional
 from config.schema import Config
 from modeling.embedding_noise import KEYS, LENGTHS
 from modeling.objectives.divergence import IDS, LOG_PROBS
+from modeling.objectives.policy import ADVANTAGE, OLD, REFERENCE, SAMPLER
 from precision.tolerance import relative, tolerance, unit_roundoff
 from tools.parity.constants import named, variants
 from tools.parity.oracle.rules import IGNORED, unit_interval
-from tools.parity.oracle.tasks import divergence_loss, margin_loss, on_known
+from tools.parity.oracle.tasks import divergence_loss, margin_loss, on_known, policy_loss
 from tools.parity.recompute import is_off
 from training.engine import Engine
 
 _CURVATURE = {"sigmoid": lambda beta: beta**2 / 4, "ipo": lambda beta: 2.0, "hinge": lambda beta: 0.0}
 """Largest second derivative of a loss by the margin."""
-_CONSTANTS = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
+_CONSTANTS: dict[str, tuple[str, tuple[str, ...]]] = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
 _CONSTANTS["distill"] = ("distill", ("beta", "temperature", "ce_weight"))
+_CONSTANTS["grpo"] = ("grpo", ("beta", "temperature", "clip_low", "clip_high", "correction_high"))
 _NOISE_VALUES = 4096
 """Values whose noise is made again."""
 _SURE = 6.0
@@ -156,10 +158,12 @@ def _defined(config: Any, inputs: Mapping[str, Any], labels: torch.Tensor, passe
         predicted = passed.own.flatten()
         off, sizes = (predicted - there)[counts], (predicted.abs() + there.abs())[counts]
         return _Loss(off.square().sum(), float(2 * (off.detach().abs() * sizes.detach()).sum()))
+    if config.task == "grpo":
+        return _of_answers(config.grpo, inputs, labels, passed.own)
     counts = labels.flatten() != IGNORED
     logits, there = passed.own.reshape(-1, passed.own.shape[-1])[counts], labels.flatten()[counts]
     losses = functional.cross_entropy(logits, there, reduction="none")
-    if config.task == "distill":
+    if config.task in ("distill", "opd"):
         return _of_teacher(config.distill, inputs, counts, logits, losses.sum(), passed.teacher)
     weights = torch.ones_like(losses)
     if config.task == "sft" and config.sft.loss == "row":
@@ -191,6 +195,20 @@ def _of_pairs(section: Any, inputs: Mapping[str, Any], labels: torch.Tensor, pas
     curved = _CURVATURE[section.loss](section.beta) * sizes
     size = float((slope.abs().amax(-1)[real] * sizes).sum() + losses.detach().abs().sum())
     return _Loss(losses.sum(), size, relative(float(curved.norm()), float(slope.norm())))
+
+
+def _of_answers(section: Any, inputs: Mapping[str, Any], labels: torch.Tensor, logits: torch.Tensor) -> _Loss:
+    total, size = logits.sum() * 0, 0.0
+    for row in (labels != IGNORED).any(-1).nonzero()[:, 0].tolist():
+        real = labels[row] != IGNORED
+        of_all = torch.log_softmax(logits[row][real] / section.temperature, -1)
+        now = of_all.gather(-1, labels[row][real][:, None])[:, 0]
+        known = {name: inputs[name][row][real].to(now.dtype) for name in (OLD, SAMPLER, REFERENCE) if name in inputs}
+        loss = policy_loss(section, now, known, inputs[ADVANTAGE][row].to(now.dtype))
+        [slope] = torch.autograd.grad(loss, now, retain_graph=True)
+        total = total + loss
+        size += float((slope.abs() * (now.abs() + known[OLD].abs() + 1)).sum().detach())
+    return _Loss(total, size)
 
 
 def _of_teacher(

@@ -17,7 +17,7 @@ from tracking.events import Event, spread
 from tracking.verdict import WORDS
 
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
-VERDICTS = ("SKIP", "CUT_LR", "PROMOTE", "ROLLBACK", "ABORT")
+VERDICTS = ("SKIP", "CUT_LR", "CORRECT", "PROMOTE", "ROLLBACK", "ABORT")
 _TENSORS = ("activation", "gradient", "parameter", "loss")
 _KINDS = ("inf", "nan")
 _SCALE_REASONS = ("overflow", "hysteresis", "growth")
@@ -54,7 +54,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "early_warnings_total": (Counter, "Figures that left their healthy range, by the bound's name.", ("signal",)),
     "injected_faults_total": (Counter, "Faults injected by the config.", ()),
     "notes_total": (Counter, "Notes, such as a sink that failed.", ()),
-    "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token.", ()),
+    "validation_loss_nats": (Gauge, "Newest validation loss, in nats per label token, or minus the reward.", ()),
     "checkpoints_total": (Counter, "Checkpoints published.", ("verified",)),
     "checkpoint_failures_total": (Counter, "Checkpoints that could not be saved.", ()),
     "checkpoint_seconds": (Summary, "Time from a save's start to its published checkpoint.", ()),

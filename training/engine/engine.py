@@ -148,6 +148,7 @@ class Engine:
         self.notes += untrained_balance(model, resolved.config.model)
         self.regions = regions_of(model, resolved, stage=self.stage)
         """Precision regions of the manifest path; None on the cast path."""
+        self.adjustable: Any = self.regions  # by the guard; on the cast path tasks that sample have their own
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
         self._meter = UpdateMeter(self.masters, stage=self.stage, world=world)

@@ -34,9 +34,10 @@ from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.rollouts import rollouts as files
 from training.rollouts.gap import Gap, by_position
+from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Rewards
 from training.rollouts.rollouts import Rollouts, padded
-from training.rollouts.sync import Synced, synchronise
+from training.rollouts.sync import Synced, require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
@@ -48,9 +49,10 @@ class RolloutBatches(Batches):
     """The endless stream of batches of answers of one rank."""
 
     def __init__(
-        self, corpus: Corpus, resolved: Resolved, engine: Engine, shape: PretrainedConfig, **order: Any
+        self, corpus: Corpus, resolved: Resolved, engine: Engine, shape: PretrainedConfig, *, trains: bool, **order: Any
     ) -> None:
-        """order: of `Batches`. Raises UserError for a reward that cannot be loaded."""
+        """trains: False for tools, which ask no server. order: of `Batches`. Raises UserError for a reward that does
+        not load."""
         config, ranks = resolved.config, resolved.batch.data_ranks
         if config.batch.global_size % (config.group_size * ranks):
             raise UserError(
@@ -58,6 +60,9 @@ class RolloutBatches(Batches):
                 f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
             )
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
+        decisive = ("group_size", "max_new_tokens", "temperature", "updates")
+        self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
+        """The settings that decide which answers are sampled, and on which steps they are learned from."""
         self._by_rewards = config.task == "grpo"
         self._engine, self._longest = engine, config.data.sequence_length
         self._folder: Path | None = None
@@ -65,10 +70,14 @@ class RolloutBatches(Batches):
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
         ends, model = _ends(corpus, engine), copy_of_model(resolved, shape, engine)
-        kind = VllmSampler if self._section.engine == "vllm" else TransformersSampler
+        kind = VllmSampler if self._section.engine == "vllm" and trains else TransformersSampler
         self.sampler: TransformersSampler = kind(model, self._section, engine.world, ends=ends)
-        has_reference = self._section.beta and config.adapter.kind == "none"
-        self._reference: Any = copy_of_model(resolved, shape, engine) if has_reference else None
+        self._reference: Any = None
+        if self._section.beta and config.adapter.kind == "none":
+            self._reference = copy_of_model(resolved, shape, engine)
+            require_start(engine, self._reference)
+        self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
+        engine.adjustable = self._remedies
         self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
@@ -78,7 +87,7 @@ class RolloutBatches(Batches):
     def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
         """Read the answers of a step from its file in `folder` where there is one, and publish those that are sampled.
 
-        publishes: False only reads, as tools do.
+        publishes: False for tools, which take recorded answers whatever the weights are.
         """
         self._folder, self._publishes = folder, publishes
         self.sampler.folder = folder
@@ -90,7 +99,7 @@ class RolloutBatches(Batches):
             self._held = prompts.position, self._answered(prompts)
         found = self._held[1]
         objective: Any = self._engine.objective
-        objective.facts = files.facts_of(found)
+        objective.facts = self._remedies.note(files.facts_of(found))
         return self._batch(prompts, found, position=self._position - 1)
 
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:
@@ -129,7 +138,7 @@ class RolloutBatches(Batches):
         step, world = prompts.position * self._section.updates + 1, self._engine.world
         synced = synchronise(self._engine, self.sampler)
         kept = self._kept(step)
-        midway = self._position - 1 >= step  # of a step that is not the first on its answers
+        midway = self._position - 1 >= step or not self._publishes  # the first step on these answers was before
         fits = kept is not None and kept.rewards.shape[-1] == len(self._rewards.names)
         if kept is not None and fits and (midway or kept.version == synced.version):
             self._gap.usual = files.facts_of(kept).get("gap/self_usual")
@@ -176,6 +185,7 @@ class RolloutBatches(Batches):
         group, longest = self._section.group_size, self._section.max_new_tokens
         requests = [Request(ids, f"{self._seed}/{of}/{row}/{k}") for row, _, ids, _ in rows for k in range(group)]
         answers = self.sampler.sample(requests, version=synced.version)
+        self.sampler.require_whole(answers)
         groups = [answers[first : first + group] for first in range(0, len(answers), group)]
         rewards = self._rewards.of([self._arguments(row[3], own) for row, own in zip(rows, groups, strict=True)])
         for problem in self._rewards.problems:
@@ -321,6 +331,7 @@ class RolloutBatches(Batches):
             {name: whole(values) for name, values in further.items()},
             label_tokens=int(counts[0].sum()),
             label_tokens_of_all=int(counts[1].sum()),
+            counts=whole(counts[0].numpy().reshape(-1)).reshape(-1, micro),
             places_of_all=int((found.prompt_lengths[:, None] + found.lengths - 1).sum()),
         )
 

@@ -7,15 +7,16 @@ difference is answered by sending everything once more, and then ends the run, n
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
-from training.rollouts.transformers_sampler import TransformersSampler, digest
+from training.rollouts.transformers_sampler import TransformersSampler, differing_from, digest
 
 _ATTEMPTS = 2
 _NAMED = 5
@@ -46,14 +47,27 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
         if not wrong:
             break
     else:
-        shown = ", ".join(wrong[:_NAMED]) + (f" and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else "")
         raise NotSynced(
             f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
-            f"after they were sent {_ATTEMPTS} times: {shown}; nothing was sampled"
+            f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
         )
     text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
     version = hashlib.sha256(text.encode()).hexdigest()
     return Synced(version, len(expected), time.perf_counter() - started)
+
+
+def require_start(engine: Engine, reference: PreTrainedModel) -> None:
+    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises NotSynced."""
+    wrong = differing_from(reference, _weights(engine))
+    if wrong:
+        raise NotSynced(
+            f"the reference of grpo.beta has another dtype or other weights than the trainer at the start in "
+            f"{len(wrong)} tensors: {_shown(wrong)}; nothing was sampled"
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _weights(

@@ -26,6 +26,7 @@ from modeling.build import build_model
 from precision.routers import compute_routers_in_fp32
 from training.distributed import World
 from training.engine import Engine
+from training.engine.ledger import PrecisionError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Name and whole tensor of every parameter, in the dtype that the trainer computes with; a tied one under each name."""
@@ -65,6 +66,12 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and torch.equal(*(x.detach().reshape(-1).view(bits) for x in (one, other)))
 
 
+def differing_from(model: PreTrainedModel, weights: Weights) -> list[str]:
+    """Names of the tensors of which the model has another dtype, shape or value."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return [name for name, tensor in weights if not _same(own[name], tensor)]
+
+
 def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -> PreTrainedModel:
     """The model of a run with its start weights, in the trainer's dtypes, in evaluation mode, whole on this rank."""
     config, seed = resolved.config, resolved.config.run.seed
@@ -97,6 +104,19 @@ class TransformersSampler:
         """`digest` of weights that are not trained."""
         self._takes_positions = "position_ids" in signature(model.forward).parameters
 
+    def require_whole(self, answers: Sequence[Answer]) -> None:
+        """Raises PrecisionError for an answer that does not end where its end token is, or else at its longest."""
+        for number, (ids, log_probs, ended) in enumerate(answers):
+            ends = np.isin(ids, self._ends)
+            full = len(ids) == self._section.max_new_tokens
+            if ends[:-1].any() or ends[-1] != ended or not (ended or full) or len(ids) != len(log_probs):
+                at = np.flatnonzero(ends).tolist()
+                raise PrecisionError(
+                    f"the sampler cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at {at}, "
+                    f"and ended = {ended}, where it ends with its first end token or has grpo.max_new_tokens = "
+                    f"{self._section.max_new_tokens}; nothing was learned"
+                )
+
     @torch.no_grad()
     def receive(self, weights: Weights) -> None:
         """Take new weights, and forget whatever was computed with others (prefix caches). Every rank iterates over all
@@ -108,8 +128,7 @@ class TransformersSampler:
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """The trainer's names of the tensors that it computes with now, whatever it received, that are not the
         trainer's. expected: `digest` of each."""
-        own = dict(self.model.named_parameters(remove_duplicate=False))
-        return [name for name, tensor in weights if not _same(own[name], tensor)]
+        return differing_from(self.model, weights)
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests, by the weights of that version (`Synced.version`)."""

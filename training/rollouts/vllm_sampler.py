@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -28,7 +29,7 @@ from config.printable import printable
 from config.schema import GrpoSection
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
-from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, Weights
+from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
 
@@ -72,8 +73,8 @@ class VllmSampler(TransformersSampler):
 
         def send() -> None:
             self._file.parent.mkdir(exist_ok=True)
-            own = self.model.named_parameters()
-            save_file({name: value.detach().cpu().contiguous() for name, value in own}, self._file)
+            own = {name: value.detach().cpu().contiguous() for name, value in self._whole(tied=False).items()}
+            save_file(own, self._file)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
 
@@ -98,9 +99,28 @@ class VllmSampler(TransformersSampler):
         def ask() -> list[dict[str, str]]:
             return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
 
+        wrong: list[str] = []
+        if any(
+            ".lora_" in name for name in expected
+        ):  # what is merged is the trainer's, and what is computed is merged
+            wrong = super().differing(weights, expected)
+            expected = {name: digest(value) for name, value in self._whole().items()}
         self._proven = dict(expected)
         found = self._world.on_main(ask)
-        return [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
+        return wrong + [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
+
+    @torch.no_grad()
+    def _whole(self, *, tied: bool = True) -> dict[str, torch.Tensor]:
+        """The copy's weights by the names of its base, with what an adapter adds. tied: under each of their names."""
+        found: dict[str, torch.Tensor] = {}
+        for name, value in self.model.named_parameters(remove_duplicate=not tied):
+            layer, _, key = name.partition(".base_layer.")
+            if key == "weight":
+                adapted: Any = self.model.get_submodule(layer)
+                value = (value.float() + adapted.get_delta_weight("default").float()).to(value.dtype)
+            if ".lora_" not in name:
+                found[name.replace(".base_layer.", ".")] = value
+        return found
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError where the server stays away."""

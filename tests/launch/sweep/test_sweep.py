@@ -115,6 +115,7 @@ def test_the_rule_is_viziers_median_stopping_rule():
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
     steps = [("step", n, step_fields(n, loss=float(n))) for n in range(1, 9)]
+    steps[2] = ("step", 3, step_fields(3, loss=0.0) | {"metrics": {"reward/mean": -3.0}})  # followed by its reward
     again = [("step", n, step_fields(n, loss=math.inf if n == 6 else 100.0 + n)) for n in (5, 6)]
     lines = [("run_start", 0, start_fields(world_size=4)), *steps, ("run_end", 8, {"status": "x", "exit_code": 75})]
     lines += [("run_start", 4, start_fields(world_size=2)), *again, ("eval", 6, {"loss": 7.5, "perplexity": None})]

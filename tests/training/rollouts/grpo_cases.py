@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -12,11 +13,24 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.resolved import Resolved
+from modeling.objectives import policy
+from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases
+from tests.training.tasks.distill_cases import why_refused
 from tests.training.tasks.sft_cases import taken, trained_plainly
+from tools.parity.oracle.judge import judge
+from tools.parity.steps import measure, verdict
+from tools.replay.repeat import Collector
+from tracking.record import Record
+from tracking.run_dir import RunDir
+from training.build import assemble
+from training.corruption.self_check import SelfCheck
 from training.distributed import World
+from training.rollouts import batches
 from training.rollouts.rollouts import Rollouts
+from training.rollouts.transformers_sampler import Answer
 from training.session import Session, session
+from training.step import train_step
 
 GROUP, LONGEST = 2, 12
 TASK = (
@@ -177,6 +191,86 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
+def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **options: Any) -> list[dict[str, Any]]:
+    """The `step`, `incident` and `self_check` events of some steps of the loop's own, and of one after a resume."""
+    resolved, collector = resolve(folder, **options), Collector()
+    found: list[dict[str, Any]] = []
+    with session(resolved, world=world) as opened:
+        FAULTS[fault](opened)
+        parts: dict[str, Any] = {"record": Record([collector]), "self_check": SelfCheck(opened.engine, resolved)}
+        parts["checkpoints"] = opened.saved_checkpoints(folder / "none")
+        run, progress = assemble(resolved, opened.engine, opened.batches, **parts)
+        for _ in range(steps):
+            progress, _, health = train_step(run, progress)
+            found.append(health.metrics)
+        state = run.state_dict(progress)
+        changed = opened.engine.adjustable.state_dict()
+        run.load_state_dict(state)
+        assert opened.engine.adjustable.state_dict() == changed
+        run.promotions.load_state_dict({"by_step": [], "regions": {}}, opened.engine.adjustable)
+        assert opened.engine.adjustable.state_dict() == {}
+        assert all("forward" not in vars(model.lm_head) for model in (opened.engine.model, opened.answers._reference))
+    kinds = ("step", "incident", "warning", "self_check")
+    return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
+
+
+WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "std over the wrong group": (
+        *(batches, "advantages"),
+        lambda right: lambda totals, kind: right(totals.flatten()[None], kind),
+    ),
+    "group split over ranks": (batches, "advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
+    "advantages with the wrong sign": (batches, "advantages", lambda right: lambda *given: -right(*given)),
+    "tokens counted on this rank": (batches, "counted_by_answer", lambda right: lambda *given: right(*given) // 2),
+    "temperature in the loss alone": (
+        *(policy, "token_log_probs"),
+        lambda right: (
+            lambda logits, labels, *, ignored, temperature: right(
+                logits, labels, ignored=ignored, temperature=temperature * (0.9 if logits.requires_grad else 1)
+            )
+        ),
+    ),
+}
+"""Wrong uses of the answers of a step: name to module, function, and what becomes of it."""
+
+
+def recomputed(world: World, *, folder: Path, wrong: str | None) -> tuple[list[str], list[str], list[str]]:
+    """What the oracle and the gate's single steps find in a short run, and the constants that the latter name."""
+    name = "sound" if wrong is None else wrong.replace(" ", "-")
+    given = (*TASK[1:], "grpo={updates: 2, beta: 0.1, algorithm: dapo}", "model.config={}", "run.steps=4")
+    overrides = resume_cases.task_job(folder, *given, "guard.spike_sigmas=0", task="grpo", rows="prompts")
+    module, target, make = WRONG[wrong] if wrong else (batches, "advantages", lambda right: right)
+    with patch.object(module, target, make(getattr(module, target))):
+        resume_cases.job(world, folder=str(folder), name=name, overrides=overrides, passes=None)
+        resolved, run = resume_cases.resolve(str(folder), name, overrides), RunDir(folder / "runs" / name)
+        walked = measure(run, resolved, [0, 2], length=1, world=world) if wrong in (None, *LOSSES) else []
+    found = judge(run.path, steps=4, log=str).comparisons if world.is_main else []
+    judged = verdict(walked, resolved.config.parity) if walked else {"failed": [], "checks": []}
+    notes = [check["note"] for check in judged["checks"] if check["name"] == "task_loss"]
+    return [each.what for each in found if not each.holds], judged["failed"], notes
+
+
+LOSSES = ("temperature in the loss alone",)
+"""Those of WRONG that the comparison of single steps sees too."""
+
+
+def refused(world: World, *, folder: Path, **options: Any) -> str:
+    """Why the session does not open."""
+    return why_refused(resolve(folder, **options), world)
+
+
+def other_reference(world: World, *, folder: Path) -> str:
+    """Why a session does not open whose reference is wider than the trainer."""
+    right, made = batches.copy_of_model, list[Any]()
+
+    def copied(*given: Any) -> Any:
+        made.append(right(*given))
+        return made[-1].float() if len(made) == 2 else made[-1]
+
+    with patch.object(batches, "copy_of_model", copied):
+        return refused(world, folder=folder, compute="bf16", overrides=("grpo.beta=0.1",))
+
+
 def _never_synced(opened: Session) -> None:
     sampler = opened.answers.sampler
     sampler.receive = lambda weights: [None for _ in weights]
@@ -201,6 +295,12 @@ def _other_temperature(opened: Session) -> None:
     sampler._section = replace(sampler._section, temperature=0.7 * sampler._section.temperature)
 
 
+def _rounded_head(opened: Session) -> None:
+    """The sampler's logits keep eight bits less than the trainer's."""
+    head = opened.answers.sampler.model.lm_head
+    head.register_forward_hook(lambda _, args, output: output if output.dtype == torch.float32 else output.bfloat16())
+
+
 def _adapter_never_delivered(opened: Session) -> None:
     sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
     sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
@@ -220,12 +320,83 @@ def _shifted_by_one(opened: Session) -> None:
     ]
 
 
+def _without_ends(opened: Session) -> None:
+    """Answers lose their end token, as where they are cut by its value, or where padding has it."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        answer._replace(ids=answer.ids[:-1], log_probs=answer.log_probs[:-1]) if len(answer.ids) > 1 else answer
+        for answer in drawn(requests)
+    ]
+
+
+def _past_the_end(opened: Session) -> None:
+    """Answers have one token more than they ended with."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        Answer(np.append(answer.ids, 70), np.append(answer.log_probs, np.float32(-4)), answer.ended)
+        for answer in drawn(requests)
+    ]
+
+
+def _other_prompts(opened: Session) -> None:
+    """Answers come back in the order in which they ended, not in that of the requests."""
+    sampler: Any = opened.answers.sampler
+    sample = sampler.sample
+    sampler.sample = lambda requests, version: sorted(
+        sample(requests, version=version), key=lambda answer: len(answer.ids)
+    )
+
+
+def _penalised(opened: Session) -> None:
+    """The sampler makes tokens less likely that the answer has already (repetition penalty)."""
+    model, seen = opened.answers.sampler.model, list[torch.Tensor]()
+
+    def penalise(module: Any, args: Any, given: Any, output: Any) -> None:
+        ids = given["input_ids"]
+        seen[:] = [ids] if ids.shape[1] > 1 or not seen else [torch.cat([*seen, ids], 1)]
+        output.logits.scatter_add_(
+            2, seen[0][:, None], torch.full_like(seen[0][:, None], -1, dtype=output.logits.dtype)
+        )
+
+    model.register_forward_hook(penalise, with_kwargs=True)
+
+
+def _attends_to_padding(opened: Session) -> None:
+    """Shorter prompts see the padding at their left."""
+    model: Any = opened.answers.sampler.model
+    forward = model.forward
+    model.forward = lambda **given: forward(**{**given, "attention_mask": None})
+
+
+def _scored_later(opened: Session) -> None:
+    """The trainer scores answers with weights of another step than the one they were sampled with."""
+    answers: Any = opened.answers
+    scored, weight = answers._with_log_probs, opened.engine.model.lm_head.weight
+
+    def later(own: Any) -> Any:
+        weight.data.mul_(1.05)
+        found = scored(own)
+        weight.data.div_(1.05)
+        return found
+
+    answers._with_log_probs = later
+
+
 FAULTS: dict[str, Callable[[Session], None]] = {
     "no sync": _never_synced,
     "one tensor not synced": _one_left_out,
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
+    "rounded head": _rounded_head,
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
     "off by one": _shifted_by_one,
+    "cut before the end": _without_ends,
+    "off by one after the end": _past_the_end,
+    "answers of other prompts": _other_prompts,
+    "repetition penalty on one side": _penalised,
+    "padding is attended to": _attends_to_padding,
+    "scored with other weights": _scored_later,
 }

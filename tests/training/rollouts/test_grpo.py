@@ -134,6 +134,31 @@ def test_a_sampler_with_other_weights_ends_the_run(pair: ProcessGroup, folder: P
         assert PLANTED[fault].partition("21 of")[0] in found["stopped"] or PLANTED[fault] in found["stopped"]
 
 
+@pytest.mark.parametrize("fault", ["cut before the end", "off by one after the end"])
+def test_an_answer_that_is_cut_wrongly_ends_the_run(solo: ProcessGroup, folder: Path, fault: str) -> None:
+    """Sampler and trainer agree on the tokens that are left, so that no gap would show it."""
+    [found] = solo.run(cases.first_metrics, folder=folder, fault=fault)
+    assert found["steps"] == [] and found["stopped"].startswith("the sampler cut an answer wrongly: number ")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("wrong", [None, *cases.WRONG])
+def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: Path, wrong: str | None) -> None:
+    """What a step makes of its rewards is neither in the sampler nor in the gap."""
+    outside, single, notes = pair.run(cases.recomputed, folder=folder, wrong=wrong, seconds=300)[0]
+    assert bool(outside) == (wrong is not None), outside
+    assert bool(single) == (wrong in cases.LOSSES), single
+    if single:
+        assert "task_loss" in single and notes[0].startswith("grpo.temperature 0.9 where 1 is asked"), notes
+
+
+def test_a_reference_of_another_dtype_is_refused(solo: ProcessGroup, folder: Path) -> None:
+    [said] = solo.run(cases.other_reference, folder=folder)
+    assert (
+        said.startswith("the reference of grpo.beta has another dtype or other weights") and "in 21 tensors: " in said
+    )
+
+
 OTHERS: dict[str, tuple[str, ...]] = {
     "off by one": (),
     "dropout in the old log-probs": (
@@ -141,7 +166,15 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "precision.loss_scale.initial=256",
         *LORA,
     ),
+    "answers of other prompts": (),
+    "repetition penalty on one side": (),
+    "padding is attended to": (),
+    "scored with other weights": (),
 }
+
+
+BY_PROMPT = "padding is attended to"
+"""Hurts as much as a step's prompts differ in length: in BF16 it was 0.4 of the bound in one step, 82 in the next."""
 
 
 @pytest.mark.one_in(2)
@@ -150,10 +183,37 @@ OTHERS: dict[str, tuple[str, ...]] = {
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
     given = {"overrides": OTHERS.get(fault, ())}
     found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]
-    for step in found:
-        assert (step["metrics"]["gap/of_bound"] > 1) == bool(fault), step["metrics"]
-        assert step["verdict"] == ("SKIP" if fault else "STEP")
-        assert ("the sampler's policy is not the trainer's" in step["reason"]) == bool(fault)
+    beyond = [step["metrics"]["gap/of_bound"] > 1 for step in found]
+    assert any(beyond) == bool(fault), found
+    assert all(beyond) or fault in ("", BY_PROMPT), found
+    for step, seen in zip(found, beyond, strict=True):
+        assert step["verdict"] == ("SKIP" if seen else "STEP")
+        assert ("the sampler's policy is not the trainer's" in step["reason"]) == seen
+
+
+@pytest.mark.parametrize("reaction", ["promote", "correct"])
+def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: str) -> None:
+    """The head in FP32 on both sides closes a gap that it made; masking tokens lets the run go on with the gap."""
+    given = (f"guard.reactions=[{reaction}, abort]", "grpo.beta=0.1", "guard.self_check_every=1")
+    how: dict[str, Any] = {"compute": "fp16", "stage": 3 if reaction == "promote" else 2, "overrides": given}
+    [found] = pair.run(cases.reactions, folder=folder, fault="rounded head", **how)[0]
+    checked = [
+        check for event in found["events"] if event["event"] == "self_check" for check in event["checks"].values()
+    ]
+    assert len(checked) >= 12 and not any(check["breaches"] for check in checked)
+    first, *others = (step["gap/of_bound"] for step in found["metrics"])
+    assert first > 1
+    [incident] = [event for event in found["events"] if event["event"] == "incident"]
+    applied = [event["applied"] for event in found["events"] if event["event"] == "step"]
+    assert applied == [False, True, True, True]
+    if reaction == "promote":
+        assert max(others) < 1 and found["changed"] == {"lm_head": "fp32"}
+        assert incident["verdict"] == "PROMOTE" and incident["promoted_to"] == "fp32"
+        assert incident["modules"] == ["lm_head"]
+    else:
+        assert min(others) > 1 and found["changed"] == {"grpo.correction": "mask"}
+        assert incident["verdict"] == "CORRECT" and incident["corrected_by"] == "mask"
+        assert all(step["left_out"] == 0 and step["gap/corrected"] == 1 for step in found["metrics"][1:])
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -1,5 +1,6 @@
 """A vLLM server in its own environment: proven weights, answers, and faults that the proof names; `make test-rl`."""
 
+import copy
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.processes import free_port
-from config.schema import GrpoSection
+from config.schema import AdapterSection, GrpoSection
+from modeling.adapter import add_adapter
 from tests.support.jobs.launches import wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
@@ -154,6 +156,27 @@ def test_a_stale_tied_head_is_named(sampler, monkeypatch):
     monkeypatch.setattr(vllm_sampler, "_call", without_repacking)
     sampler.receive(changed(sampler).items())
     assert differing(sampler) == ["lm_head.weight"]
+
+
+def test_an_adapter_is_merged_and_one_that_is_never_delivered_is_named(sampler, monkeypatch):
+    lora = AdapterSection(kind="lora", r=4, target_modules=("down_proj", "q_proj"))
+    monkeypatch.setattr(sampler, "model", add_adapter(copy.deepcopy(sampler.model), lora, seed=0).eval())
+    new = dict(sampler.model.named_parameters(remove_duplicate=False))
+    new |= {name: value + 0.05 * torch.randn_like(value) for name, value in new.items() if ".lora_" in name}
+    expected = {name: digest(value) for name, value in new.items()}
+    sampler.receive(new.items())
+    assert sampler.differing(new.items(), expected) == []
+    assert max(FLOOR, apart(sampler, requests())) < 1e-3
+    whole = sampler._whole
+    base = {name.replace(".base_layer", ""): value for name, value in new.items() if ".lora_" not in name}
+    monkeypatch.setattr(sampler, "_whole", lambda *, tied=True: whole() if tied else without_tied(base))
+    sampler.receive(new.items())
+    layers = [f"model.layers.{n}.{name}.weight" for n in range(2) for name in ("self_attn.q_proj", "mlp.down_proj")]
+    assert set(layers) <= set(found := sampler.differing(new.items(), expected)) and all("layers" in n for n in found)
+
+
+def without_tied(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in weights.items() if name != "lm_head.weight"}
 
 
 def test_half_a_file_ends_in_one_line_or_is_named(sampler, monkeypatch):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from config.task import model_class_of
 from data.corpora.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from precision.dtypes import DTYPES
-from precision.tolerance import unit_roundoff
+from precision.tolerance import relative, unit_roundoff
 from tools.dequantise import dequantise
 from tools.parity.oracle.comparison import START, Comparison, checksum_at_start, checksum_in, relative_difference
 from tools.parity.oracle.evaluation import compare_evaluations, load_masters
@@ -95,6 +95,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     """
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None)
+    config = replace(config, run=replace(config.run, dir=str(run.parent), name=run.name))  # wherever it is now
     _require_known(config, recomputes=steps > 0)
     events = surviving(read_run_events(run_dir.events))
     first, later, notes = _recorded(run, events, steps, points)
@@ -105,7 +106,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         raise UserError(f"{run}: its data are gone; what its config names now is {corpus.fingerprint}, and was {used}")
     config = settle_labels(config, corpus)
     shape = shape_of_model(config, corpus)
-    if config.task == "dpo":  # whose reference has none
+    if config.task in ("dpo", *SAMPLING_TASKS):  # whose reference has none
         for key in set(dropout_keys(shape)) - config.model.config.keys():
             setattr(shape, key, 0.0)
     drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
@@ -128,6 +129,10 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         notes.append("no later step recomputed: what was dropped there follows from all steps before")
         later = []
     notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
+    of_steps = [row for what, row in compared.items() if first or what == START]
+    if config.task in SAMPLING_TASKS:
+        notes.append("evaluations not compared: what they sample is not recorded")
+        return Judged(len(first) + len(later), of_steps, notes)
     found, said = compare_evaluations(
         held_out,
         model,
@@ -138,7 +143,6 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         start=start,
         bound=compared["loss"].bound,
     )
-    of_steps = [row for what, row in compared.items() if first or what == START]
     return Judged(len(first) + len(later), [*of_steps, *found], [*notes, *said])
 
 
@@ -189,7 +193,6 @@ def _require_known(config: Config, *, recomputes: bool) -> None:
     """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
     model, adapter, optimizer = config.model, config.adapter, config.optimizer
     in_any_pass = (
-        ("task", config.task, config.task not in SAMPLING_TASKS),
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
     )
@@ -263,7 +266,7 @@ def _comparisons(
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
         bounds["loss"] *= 16
         bounds |= {what: 4 * bounds[what] for what in (FIRST_NORM, "norm") if what in bounds}
-    if config.task == "distill":  # of differences of log-probabilities that nearly cancel
+    if config.task in ("distill", "opd"):  # of differences of log-probabilities that nearly cancel
         bounds["loss"] *= 2
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
         bounds.pop("masters", None)
@@ -306,7 +309,9 @@ class _Oracle:
             compared["loss scale"].add(
                 relative_difference(event["loss_scale"], self._scale(not event["applied"])), where
             )
-        compared["loss"].add(relative_difference(event["loss"], loss), where)
+        # advantages of a group add up to zero, and so does the loss of their first step
+        scale = max(1.0, abs(loss)) if self._config.task == "grpo" else abs(loss)
+        compared["loss"].add(relative(abs(event["loss"] - loss), scale), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))
             compared["labels by source"].add(relative_difference(event["labels_by_source"].get(name, 0), count), where)

@@ -12,8 +12,10 @@ import copy
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +24,16 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from config.schema import Config, DistillSection, PreferenceSection
+from config.errors import UserError
+from config.schema import Config, DistillSection, GrpoSection, PreferenceSection
 from data.corpora.corpus import Corpus
 from data.corpora.labelled_shards import LabelledShards
 from data.text.tokenizer import load_tokenizer
+from modeling.objectives.policy import OLD, REFERENCE, SAMPLER
 from precision.dtypes import DTYPES
 from tools.parity.oracle.rules import IGNORED, Order, unit_interval
 from tools.parity.plain import sigmoid_preference
+from training.rollouts.rollouts import Rollouts, path_of, read
 
 
 class Part(NamedTuple):
@@ -390,6 +395,100 @@ class Distilled(Task):
         return {"kl": apart / labels, "label_cross_entropy": entropy / labels, "teacher_agreement": agreed / labels}
 
 
+class _RecordedOrder(Order):
+    """The answers that the run recorded for the prompts of each position, each as a sequence."""
+
+    def __init__(self, config: Config, *given: Any, **options: Any) -> None:
+        """config: with the run's folder in run.dir and run.name."""
+        self._folder, self._section = Path(config.run.dir) / config.run.name / "rollouts", config.grpo
+        prompts = replace(config.batch, global_size=config.batch.global_size // config.grpo.group_size)
+        super().__init__(replace(config, batch=prompts), *given, **options)
+
+    def batch(self, position: int) -> list[int]:
+        """The prompt of each answer. Raises UserError where the step's file is not there or is of other prompts."""
+        number = position // self._section.updates
+        path = path_of(self._folder, number * self._section.updates + 1)
+        found, ids = read(path), super().batch(number)
+        if found is None or found.samples.tolist() != ids:
+            raise UserError(
+                f"{path}: has no answers to the prompts of step {position + 1}; the run has to keep rollouts/"
+            )
+        self.answers: Rollouts = found
+        return [sample for sample in ids for _ in range(self._section.group_size)]
+
+    def places(self, ids: Sequence[int]) -> int:
+        """[tokens] Inputs of the answers of the newest batch with their prompts."""
+        return int((self.answers.prompt_lengths[:, None] + self.answers.lengths - 1).sum())
+
+    def sequences(self, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The answers of the newest batch in its order."""
+        found = self.answers
+        for (n, k), length in np.ndenumerate(found.lengths):
+            whole = _int64(np.concatenate([found.prompts[n, : found.prompt_lengths[n]], found.answers[n, k, :length]]))
+            labels = torch.full_like(whole[1:], IGNORED)
+            labels[-length:] = whole[-length:]
+            yield int(found.samples[n]), whole[:-1], labels
+
+
+class _OnAnswers(Task):
+    """A task whose samples are answers of the model."""
+
+    def _order(self, by_source: Sequence[int] = ()) -> Order:
+        return _RecordedOrder(self._config, self._shards, end_of_document=self._corpus.end_of_document)
+
+
+class Rewarded(_OnAnswers):
+    """Answers by their advantages, which are computed anew from the recorded rewards."""
+
+    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
+        super().__init__(config, corpus, shape, model)
+        self._start = copy.deepcopy(model).eval().requires_grad_(False) if config.grpo.beta else None
+        self._old: dict[str, list[torch.Tensor]] = {}
+
+    def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
+        """One part per answer."""
+        order: Any = self.order
+        found, section = order.answers, self._config.grpo
+        weights = np.array(section.reward_weights or [1.0] * len(section.rewards))
+        sequences = list(self.order.sequences(ids))
+        if found.version not in self._old:  # the first step on these answers
+            with torch.no_grad():
+                self._old = {found.version: [self._log_probs(self._model, *own) for _, *own in sequences]}
+        for row, (sample, inputs, labels) in enumerate(sequences):
+            n, k = divmod(row, section.group_size)
+            group = [np.nansum(one * weights) for one in found.rewards[n] if not np.isnan(one).all()]
+            advantage = 0.0
+            if len(group) > 1 and not np.isnan(found.rewards[n, k]).all():
+                advantage = float(np.nansum(found.rewards[n, k] * weights) - np.mean(group))
+                advantage *= {
+                    "group_std": 1 / (np.std(group, ddof=1) + 1e-4),
+                    "rloo": len(group) / (len(group) - 1),
+                }.get(str(section.advantage), 1.0)
+            length = int(found.lengths[n, k])
+            old = self._old[found.version][row]
+            apart = torch.from_numpy(found.old[n, k, :length].astype(np.float64) - found.sampler[n, k, :length])
+            known = {OLD: old, SAMPLER: old - apart}
+            if self._start is not None:
+                with torch.no_grad():
+                    known[REFERENCE] = self._log_probs(self._start, inputs, labels)
+            counts = {"sequence": 1, "token": length}.get(str(section.loss), section.max_new_tokens)
+            yield Part(sample, counts, partial(self._weighted, inputs, labels, known, torch.tensor(advantage)))
+
+    def _weighted(
+        self, inputs: torch.Tensor, labels: torch.Tensor, known: Any, advantage: torch.Tensor
+    ) -> torch.Tensor:
+        return policy_loss(self._config.grpo, self._log_probs(self._model, inputs, labels), known, advantage)
+
+    def _log_probs(self, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        there = labels != IGNORED
+        of_all = torch.log_softmax(_logits(model, input_ids=inputs)[there] / self._config.grpo.temperature, -1)
+        return of_all.gather(-1, labels[there][:, None])[:, 0]
+
+
+class Taught(_OnAnswers, Distilled):
+    """A teacher's distribution on the model's own answers."""
+
+
 TASKS: dict[str, type[Task]] = {
     "pretrain": Task,
     "sft": Task,
@@ -398,6 +497,8 @@ TASKS: dict[str, type[Task]] = {
     "seq2seq": Translated,
     "dpo": Preferred,
     "distill": Distilled,
+    "grpo": Rewarded,
+    "opd": Taught,
 }
 """Config's task to what the oracle computes of it."""
 
@@ -423,6 +524,28 @@ def divergence_loss(section: DistillSection, p: torch.Tensor, q: torch.Tensor, o
         middle = section.beta * p + (1 - section.beta) * q
         apart = section.beta * _kl(p, middle) + (1 - section.beta) * _kl(q, middle)
     return (1 - section.ce_weight) * section.temperature**2 * apart + section.ce_weight * of_labels
+
+
+def policy_loss(
+    section: GrpoSection, now: torch.Tensor, known: Mapping[str, torch.Tensor], advantage: torch.Tensor
+) -> torch.Tensor:
+    """The loss of one answer, summed over what counts of it: Shao et al. 2024, equation 3; Yu et al. 2025, equation 8;
+    Liu et al. 2025; Zheng et al. 2025, equation 5; MiniMax 2025, equation 4. now and known: (tokens,) log-probabilities
+    of the model now, and of that before the first update on these answers, the sampler and the reference by name."""
+    old = known[OLD]
+    rho, weight, most = (now - old).exp(), (old - known[SAMPLER]).exp(), section.correction_high
+    ratio = (now - old).mean().exp() if section.ratio == "sequence" else rho
+    if section.surrogate == "cispo":
+        gain = ratio.detach().clamp(max=section.clip_high) * advantage * now
+    else:
+        assert section.clip_low is not None and section.clip_high is not None
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - section.clip_low, 1 + section.clip_high) * advantage)
+    within = (weight <= most) & (weight >= 1 / most)
+    weights = {"none": weight**0, "truncate": weight.clamp(max=most), "mask": weight * within}
+    losses = -gain * weights[section.correction]
+    if REFERENCE in known:
+        losses = losses + section.beta * rho * ((known[REFERENCE] - now).exp() - 1 - (known[REFERENCE] - now))
+    return losses.mean() if section.loss == "sequence" else losses.sum()
 
 
 def on_known(p: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
