@@ -77,7 +77,7 @@ class Given(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """What an audit found: the JSON with its verdict, what was audited (a line each), findings that are told in full,
+    """Result of an audit: the JSON with its verdict, what was audited (a line each), findings that are told in full,
     and further lines by their heading."""
 
     report: dict[str, Any]

@@ -63,7 +63,7 @@ class Watch:
             return replace(self.run.events(), checked=run_status(self.run.folder))
 
     def frame(self, width: int, height: int, *, keys: bool) -> RenderableType:
-        """What is known now, for a terminal of this size. keys: whether they are read."""
+        """The current screen, for a terminal of this size. keys: whether they are read."""
         run = self.facts()
         view = View(
             width=width,

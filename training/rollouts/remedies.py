@@ -1,6 +1,6 @@
-"""What the guard can do about a gap beyond its bound: the head in FP32 on both sides, or masking of tokens.
+"""Remedies for a gap beyond its bound: the head in FP32 on both sides, or masking of tokens.
 
-It has the part of `Regions` that promotions need, so that probation, checkpoints and rollbacks are theirs.
+The class implements the part of `Regions` that promotions use, so they share probation, checkpoints and rollbacks.
 """
 
 from collections.abc import Sequence
@@ -31,18 +31,18 @@ class Remedies:
         if hasattr(self._objective, "section"):
             self._start[CORRECTION] = self._objective.section.correction
         self.dtypes = dict(self._start)
-        """Name of each to its state now."""
+        """Current state of each remedy, by name."""
         self.suspects: tuple[str, ...] = ()
-        """Promoted without a cause that is known: the head, where the present step's gap is beyond its bound."""
+        """Names to promote although no module is known as the cause, set while a step's gap is beyond its bound."""
 
     def note(self, facts: dict[str, float]) -> dict[str, float]:
-        """Metrics of a step's answers, with whether the guard has them masked."""
+        """Metrics of a step's answers; `gap/corrected` is added while the guard has tokens masked."""
         self.suspects = tuple(self.dtypes) if facts["gap/of_bound"] > 1 else ()
         corrected = self.dtypes.get(CORRECTION) != self._start.get(CORRECTION)
         return facts | {"gap/corrected": 1.0} if corrected else facts
 
     def set(self, name: str, state: str, reason: str) -> None:
-        """Change one, on every rank alike."""
+        """Change one remedy. Every rank has to call it."""
         self.dtypes[name] = state
         if name == CORRECTION:
             self._objective.section = replace(self._objective.section, correction=state)
@@ -53,7 +53,7 @@ class Remedies:
                 head.forward = partial(_computed, head, DTYPES[state])
 
     def state_dict(self) -> dict[str, str]:
-        """Those that are not as the config has them."""
+        """States that differ from the config's."""
         return {name: now for name, now in self.dtypes.items() if now != self._start[name]}
 
     def load_state_dict(self, state: dict[str, str]) -> None:

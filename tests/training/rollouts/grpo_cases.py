@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 
 
 def recomputed(world: World, *, folder: Path, wrong: str | None) -> tuple[list[str], list[str], list[str]]:
-    """What the oracle and the gate's single steps find in a short run, and the constants that the latter name."""
+    """Findings of the oracle and of the gate's single steps in a short run, and the constants that the latter name."""
     name = "sound" if wrong is None else wrong.replace(" ", "-")
     given = (*TASK[1:], "grpo={updates: 2, beta: 0.1, algorithm: dapo}", "model.config={}", "run.steps=4")
     overrides = resume_cases.task_job(folder, *given, "guard.spike_sigmas=0", task="grpo", rows="prompts")
@@ -251,7 +251,7 @@ def recomputed(world: World, *, folder: Path, wrong: str | None) -> tuple[list[s
 
 
 LOSSES = ("temperature in the loss alone",)
-"""Those of WRONG that the comparison of single steps sees too."""
+"""The wrong uses that the comparison of single steps sees too."""
 
 
 def refused(world: World, *, folder: Path, **options: Any) -> str:

@@ -144,7 +144,7 @@ def test_an_answer_that_is_cut_wrongly_ends_the_run(solo: ProcessGroup, folder: 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrong", [None, *cases.WRONG])
 def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: Path, wrong: str | None) -> None:
-    """What a step makes of its rewards is neither in the sampler nor in the gap."""
+    """Neither sampler nor gap can show how a step uses its rewards."""
     outside, single, notes = pair.run(cases.recomputed, folder=folder, wrong=wrong, seconds=300)[0]
     assert bool(outside) == (wrong is not None), outside
     assert bool(single) == (wrong in cases.LOSSES), single
