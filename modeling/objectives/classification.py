@@ -72,7 +72,7 @@ class Regression:
         predicted, there = forward(**given).logits.float().reshape(-1), inputs["targets"].float().reshape(-1)
         counts = labels.reshape(-1) != IGNORED
         losses = torch.where(counts, (predicted - there).square(), 0.0)
-        x, y = predicted.detach()[counts].double(), there[counts].double()
+        x, y = (torch.where(counts, values, 0.0).double() for values in (predicted.detach(), there))
         found = [counts.sum().double(), x.sum(), y.sum(), x.square().sum(), y.square().sum(), (x * y).sum()]
         return Scored(losses.sum(), torch.stack(found), losses.detach())
 

@@ -26,6 +26,10 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-1 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
     "ZeRO-1 bf16, sequence": (4, "adamw", ("parallel.sequence=2",)),
     "ZeRO-1 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
+    "ZeRO-1 bf16, recomputing attention": (2, "stable_adamw", (f"{_RECOMPUTES}=attention",)),
+    "ZeRO-1 fp16, offload": (2, "adamw", ("deepspeed.offload=cpu",)),
+    "ZeRO-2 bf16, offload": (2, "muon", ("deepspeed.offload=cpu",)),
+    "ZeRO-3 bf16, offload": (2, "adamw", ("deepspeed.offload=cpu",)),
     "ZeRO-2 bf16": (2, "muon", ("data.document_masking=true",)),
     "ZeRO-2 fp16": (8, "adamw", ()),
     "ZeRO-2 bf16.json": (2, "adamw", (f"{_RECOMPUTES}=full",)),
@@ -47,7 +51,7 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
 """Stage, and dtype or manifest, to ranks, optimizer and what else differs from a small Llama's usual run."""
 BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
 """Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
-_TASKS = ("sft, LoRA", "dpo", "classify", "mlm")
+_TASKS = ("sft, LoRA", "dpo", "classify", "classify, token", "classify, regression", "mlm")
 NAMES = (*_PRETRAINED, *_TASKS)
 SCALED = (
     "ZeRO-0, 8 ranks",

