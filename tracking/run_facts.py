@@ -96,7 +96,7 @@ class Session:
 
     def add(self, event: Event) -> None:
         """Take one event of the session."""
-        self.last = event["time"]
+        self.last = float(event["time"])  # of a step it is not checked before
         match event["event"]:
             case "run_end":
                 self.end = event
@@ -329,7 +329,8 @@ class Collector:
         self.last = event
         if kind == "run_start" or not self._sessions:
             saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
-            self._sessions.append(Session(event["time"], resumed_from, saved, event["time"]))
+            began = float(event["time"])
+            self._sessions.append(Session(began, resumed_from, saved, began))
         self._sessions[-1].add(event)
         self.evidence.add(event)
         if kind == "step":
@@ -363,7 +364,7 @@ class Collector:
 
     def _add_step(self, event: Event, offset: int) -> None:
         step = event["step"]
-        if step < 0:
+        if not 0 <= step < 1 << 63:
             raise ValueError(f"step {step}")
         if self._step and step <= self._step[-1]:
             self._drop_steps(step, also_newest=False)

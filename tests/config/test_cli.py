@@ -18,6 +18,7 @@ PARTS_OF_TOOLS = {
     "launch.kubernetes.retryable",  # launch.supervise with other exit codes
     "tracking.wandb.worker",
     "lab.benchmark.peak",
+    "tools.parity.alternatives",  # train.py from moved weights
     "lab.benchmark.peers.accelerate_loop",
     "lab.benchmark.peers.bare_loop",
     "lab.benchmark.peers.titan_loop",

@@ -388,17 +388,21 @@ class as_fp64(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-class products_in_fp32(TorchFunctionMode):
-    """Computes linear layers in 16 bits on a CPU in FP32, and rounds once, as kernels with sums in FP32 do.
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """Context in which linear layers in 16 bits on a CPU compute in FP32 and round once, as kernels with FP32 sums do.
 
     It is as right as torch's own, which takes up to 4 times as long in BF16 and 20 times in FP16 where the processor
-    has no such instructions.
+    has no such instructions. A patch and not a mode, which a recomputation in the backward pass would not be in.
     """
+    own = functional.linear
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is functional.linear and args[0].is_cpu and args[0].dtype == args[1].dtype in _HALVES:
-            return _RoundedLinear.apply(*args, *(kwargs or {}).values())
-        return function(*args, **(kwargs or {}))
+    def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        in_halves = given.is_cpu and given.dtype == weight.dtype in _HALVES
+        return (_RoundedLinear.apply if in_halves else own)(given, weight, bias)
+
+    with patch.object(functional, "linear", linear):
+        yield
 
 
 class _RoundedLinear(torch.autograd.Function):
