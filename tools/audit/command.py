@@ -39,8 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--deepspeed-config", type=Path, metavar="FILE", help="DeepSpeed JSON to audit")
     told = f"{', '.join(KINDS)}, told by its keys; may be repeated"
     repeat("--trainer-config", type=Path, metavar="FILE", help=told)
-    trainers = ("hf", "trl", "accelerate", "own")
-    add("--trainer", choices=trainers, help="whose loop (default: by the files)")
+    add("--trainer", choices=("hf", "trl", "accelerate", "own"), help="whose loop (default: by the files)")
     add("--optimizer", metavar="NAME", help="where no file names it (default: adamw)")
     add("--model", metavar="NAME_OR_PATH", help="its config.json tells type and dropout; a probe's steps began with it")
     add("--ranks", type=positive_int, metavar="N", help="processes")

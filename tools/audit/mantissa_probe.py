@@ -80,9 +80,10 @@ class Probe:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._training = self._most(time.time_ns())
         """Which one: the same on all ranks, and in each file."""
-        self._trained = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
         self._places = self._placed()
+        learns = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
+        self._trained = {name: each for name, each in learns if id(each) in self._places}
         self._bind = inspect.signature(self.model.forward).bind_partial
         if self.rank == 0:
             facts = {**self._facts(), "trainer": trainer or {}}
@@ -178,7 +179,7 @@ class Probe:
         parts = [micro["batch"] for micro in self._micros]
         parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
-        least = 4 * sum(_shape(each).numel() for _, each in self._trained)  # masters before, which are kept whole
+        least = 4 * sum(_shape(each).numel() for each in self._trained.values())  # masters before, which are kept whole
         room = self._max_bytes // len(self.steps) - given - least
         stride = -(-_SHARES * least // max(1, room))
         over = self._seconds > self._max_seconds or stride > 4096
@@ -214,7 +215,7 @@ class Probe:
                 found["weights"][name] = _sum(parameter)
             if self.stage == 0 and parameter.grad is not None:
                 found["gradients"][name] = _sum(parameter.grad)
-            if not parameter.requires_grad:
+            if name not in self._trained:
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                     self._keep(found["frozen"], name, parameter)
             elif (gradient := safe_get_full_grad(parameter)) is not None:
@@ -253,7 +254,7 @@ class Probe:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for key in ("", *(() if lacks else MOMENTS)):
             kept = found[f"{key}_{when}" if key else when] = {}
-            for name, parameter in self._trained:
+            for name, parameter in self._trained.items():
                 self._keep(kept, name, self._state(parameter, key), 1 if (key, when) == ("", "before") else stride)
         return found
 
@@ -295,19 +296,20 @@ class Probe:
 
     def _facts(self) -> dict[str, Any]:
         engine = self.engine
-        config: Any = getattr(self.model, "config", None)
         embedding = getattr(self.model, "get_input_embeddings", lambda: None)()
         drops = [each for each in self.model.modules() if "Dropout" in type(each).__name__]
+        left = [name for name, own in self.model.named_parameters() if own.requires_grad and name not in self._trained]
         found = {"training": self._training, "world": dist.get_world_size(), "stage": self.stage}
+        found |= {"forgotten": len(left), "forgotten_names": ", ".join(left)}
         found |= {"versions": {"deepspeed": deepspeed.__version__, "torch": torch.__version__}}
         found |= {"engine": type(engine).__name__, "accumulation": engine.gradient_accumulation_steps()}
         found |= {"optimizer": type(self._optimizer).__name__, "clipping": float(engine.gradient_clipping())}
         found["compute"] = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32"
         found |= {"model": type(self.model).__name__, "padding_idx": getattr(embedding, "padding_idx", None)}
-        found["model_config"] = config.to_dict() if hasattr(config, "to_dict") else None
+        found["model_config"] = getattr(getattr(self.model, "config", None), "to_dict", lambda: None)()
         found["dropout"] = any(getattr(each, "p", 0) for each in drops)
         found["parameters"] = {
-            name: [list(_shape(each)), each.requires_grad, self._places.get(id(each), (0,))[0]]
+            name: [list(_shape(each)), name in self._trained, self._places.get(id(each), (0,))[0]]
             for name, each in self.model.named_parameters()
         }
         return found

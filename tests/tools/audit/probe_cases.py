@@ -73,6 +73,18 @@ def dropped_parameter(work: Any) -> None:
     work.model = model
 
 
+def forgotten_parameter(work: Any) -> None:
+    """The optimizer is made before the head is."""
+    inner = work.optimizer
+
+    def optimizer(model: Any) -> torch.optim.Optimizer:
+        found = inner(model)
+        found.param_groups[0]["params"] = [each for each in model.parameters() if each is not model.lm_head.weight]
+        return found
+
+    work.optimizer = optimizer
+
+
 def old_gradients(work: Any) -> None:
     """Gradients of the step before are not cleared (without ZeRO)."""
     DeepSpeedEngine.zero_grad = lambda self: None

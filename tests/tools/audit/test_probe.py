@@ -24,6 +24,7 @@ PLANTED: list[tuple[str, str, int, str, list[str], str, str]] = [
     ("doubled_gradient", "hf", 1, "fp16", [], "gradients", "reduced gradient is doubled"),
     ("skipped_rank", "bare", 3, "bf16", [], "gradients", "rank 1's gradients are lost"),
     ("dropped_parameter", "hf", 2, "bf16", [], "gradients", "is lost, in some parameters"),
+    ("forgotten_parameter", "bare", 3, "bf16", [], "updates", "was not given stand still: lm_head.weight"),
     ("old_gradients", "bare", 0, "fp32", [], "gradients", "not what plain torch makes"),
     ("rounded_start", "bare", 2, "fp32", ["--fp32-weights"], "masters", "start as BF16 numbers"),
     ("", "accelerate", 2, "bf16", ["--fp32-weights"], "masters", "start as BF16 numbers"),
