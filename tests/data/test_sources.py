@@ -175,14 +175,6 @@ def test_stdlib_is_sorted_deduplicated_and_without_site_packages(tmp_path, monke
     assert read(section("stdlib", None)) == (["# a.py\n", "# b.py\n"], {"duplicate": 1, "not utf-8": 1})
 
 
-def test_the_real_stdlib_opens() -> None:
-    source = open_source(DataSection())
-    first = next(iter(source.documents(Counter())))
-    assert first.encode() == (Path(os.__file__).parent / "__future__.py").read_bytes()
-    assert source.total_bytes is not None
-    assert source.total_bytes > 5_000_000
-
-
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "hub"])
 def test_a_missing_path(source: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"data.path: missing; data.source={source}"):
