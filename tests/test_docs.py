@@ -309,13 +309,6 @@ def test_the_checkpoints_of_recipes_that_are_named_are_saved() -> None:
     assert not wrong
 
 
-def test_to_look_for_pip_leaves_setuptools_importable() -> None:
-    finder = pytest.importorskip("_distutils_hack").DISTUTILS_FINDER
-    before = set(vars(finder))
-    assert is_runnable("pip") and not is_runnable("no_such_package")
-    assert set(vars(finder)) == before
-
-
 def test_the_site_builds_with_every_page_key_and_command(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}

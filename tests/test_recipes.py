@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig
 
 from config.cli import REPOSITORY
+from config.schema import ModelSection
+from modeling.build import count_parameters, empty_model
 
 RECIPES = sorted((REPOSITORY / "config" / "recipes").glob("*.yaml"))
 
@@ -104,15 +107,6 @@ def test_the_fp8_recipes_are_their_namesakes_in_another_precision(name: str, lik
     assert ours == theirs
 
 
-def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:
-    """Parameters of a Llama of that shape: tied or untied embeddings, no biases."""
-    hidden, heads = shape["hidden_size"], shape["num_attention_heads"]
-    key_value = hidden * shape["num_key_value_heads"] // heads
-    layer = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * shape["intermediate_size"] + 2 * hidden
-    embeddings = vocabulary * hidden * (1 if shape["tie_word_embeddings"] else 2)
-    return shape["num_hidden_layers"] * layer + hidden + embeddings
-
-
 @pytest.mark.parametrize(
     ("name", "billions", "processes"),
     [
@@ -124,8 +118,8 @@ def parameter_count(shape: dict[str, Any], vocabulary: int) -> int:
 )
 def test_the_gpu_recipes_have_the_size_they_claim(name: str, billions: float, processes: int) -> None:
     config, deepspeed, world_size = show_config(REPOSITORY / "config" / "recipes" / f"{name}.yaml")
-    shape = config["model"]["config"]
-    assert parameter_count(shape, 128256) / 1e9 == pytest.approx(billions, abs=0.01)
+    shape = AutoConfig.for_model("llama", **config["model"]["config"] | {"vocab_size": 128256})
+    assert count_parameters(empty_model(ModelSection(), shape)) / 1e9 == pytest.approx(billions, abs=0.01)
     assert world_size == processes
     assert "bf16" in deepspeed
     assert config["model"]["activation_checkpointing"] == ("none" if processes == 1 else "full")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config.batch import divisors, plan_batch
+from config.batch import plan_batch
 from config.errors import UserError
 
 SIZES = st.integers(1, 200)
@@ -65,31 +65,17 @@ def test_ranks_that_share_sequences_count_as_one(global_size: int, micro_size: i
         assert (plan.accumulation, plan.data_ranks) == (alone.accumulation, groups)
 
 
-def test_ranks_that_share_experts_have_sequences_of_their_own() -> None:
-    plan = plan_batch(8, 1, 8, where="", expert=2)
-    assert (plan.data_ranks, plan.accumulation) == (8, 1)
-    with pytest.raises(UserError, match="parallel.expert = 3 does not divide 8 processes; set it to one of 1, 2, 4, 8"):
-        plan_batch(8, 1, 8, where="", expert=3)
-
-
-def test_ranks_that_share_matrices_have_the_same_sequences() -> None:
-    plan = plan_batch(8, 1, 8, where="", tensor=2)
-    assert (plan.data_ranks, plan.accumulation) == (4, 2)
-    with pytest.raises(UserError, match="parallel.tensor = 3 does not divide 8 processes; set it to one of 1, 2, 4, 8"):
-        plan_batch(8, 1, 8, where="", tensor=3)
-    with pytest.raises(
-        UserError, match=r"on 8 processes, 2 to a tensor \(parallel.tensor\); set batch.micro_size to one of 1"
-    ):
-        plan_batch(4, 3, 8, where="", tensor=2)
-
-
-def test_a_number_of_ranks_that_cannot_share_is_refused() -> None:
+@pytest.mark.parametrize(("key", "data_ranks"), [("expert", 8), ("tensor", 4), ("sequence", 4)])
+def test_ranks_that_share_experts_alone_have_sequences_of_their_own(key: str, data_ranks: int) -> None:
+    plan = plan_batch(8, 1, 8, where="", **{key: 2})
+    assert (plan.data_ranks, plan.accumulation) == (data_ranks, 8 // data_ranks)
     with pytest.raises(UserError) as caught:
-        plan_batch(8, 1, 4, where="demo.yaml", sequence=3)
-    fix = "set it to one of 1, 2, 4, or run on a multiple of it"
-    assert str(caught.value) == f"demo.yaml: parallel.sequence = 3 does not divide 4 processes; {fix}"
+        plan_batch(8, 1, 8, where="demo.yaml", **{key: 3})
+    fix = "set it to one of 1, 2, 4, 8, or run on a multiple of it"
+    assert str(caught.value) == f"demo.yaml: parallel.{key} = 3 does not divide 8 processes; {fix}"
 
 
-@given(st.integers(1, 5000))
-def test_divisors(number: int) -> None:
-    assert divisors(number) == [item for item in range(1, number + 1) if number % item == 0]
+def test_the_message_says_how_many_ranks_share() -> None:
+    said = r"on 8 processes, 2 to a tensor \(parallel.tensor\); set batch.micro_size to one of 1"
+    with pytest.raises(UserError, match=said):
+        plan_batch(4, 3, 8, where="", tensor=2)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from config.batch import BatchPlan
 from config.cli import REPOSITORY
@@ -18,14 +17,11 @@ from config.command_line import read_command_line
 from config.deepspeed.choice import find_deepspeed_json
 from config.errors import UserError
 from config.launcher import deepspeed_program
-from config.load import load_config, to_yaml
+from config.load import load_config
 from config.resolved import Resolved
-from config.version import VERSION
 
 # What train.py does first; run without the rest of it so that nothing but config/ is loaded.
-PROGRAM = (
-    "import sys; from config.command_line import read_command_line as r; r(sys.argv[1:]); print(sorted(sys.modules))"
-)
+PROGRAM = "import sys; from config.command_line import read_command_line as r; r(sys.argv[1:])"
 
 
 @pytest.fixture
@@ -80,16 +76,6 @@ def test_a_command_to_resume_repeats_no_key(run_config: Path) -> None:
     assert resolved.resume_command == f"python train.py --config {run_config} {models} run.resume=auto"
 
 
-def test_the_written_config_resolves_to_the_same_run(run_config: Path, tmp_path: Path) -> None:
-    first = read_command_line(["--config", str(run_config), "run.steps=3", "optimizer.eps=1e-9"])
-    again = tmp_path / "elsewhere" / "config.yaml"
-    again.parent.mkdir()
-    again.write_text(to_yaml(first.config))
-    second = read_command_line(["--config", str(again)])
-    assert second.config == first.config
-    assert second.deepspeed == first.deepspeed
-
-
 FAULT = "faults=[{{kind: inf_gradient, step: 1, rank: 1}}]"
 WITH_CONFIG = [
     ("--cnofig", "command line: no such option --cnofig; did you mean --config?"),
@@ -115,8 +101,6 @@ WITH_CONFIG = [
     ("run.steps=many", "command line: run.steps = 'many' is not an integer; give a number"),
     ("data.tokenizer=bpe:10", "command line: data.tokenizer = 'bpe:10' names no vocabulary size of 257 or more"),
     ("data.tokenizer=./nowhere", "command line: data.tokenizer = './nowhere' does not exist; give a folder, a hub id"),
-    ("model.name_or_path=a/b/c", "command line: model.name_or_path = 'a/b/c' excludes model.architecture"),
-    ("distill.teacher=./nowhere", "command line: distill.teacher = './nowhere' is not a folder; give a model folder"),
     ("batch.micro_size=3", "{config} with batch.micro_size=3: batch.global_size = 8 cannot be"),
     ("deepspeed.config=zero9.json", "{config}: deepspeed.config = 'zero9.json' does not exist"),
     ("--deepspeed_config=ds_configs/zero2_bf61.json", "{config}: deepspeed.config = 'ds_con"),
@@ -177,34 +161,6 @@ def test_a_rank_that_cannot_know_its_rank_speaks(rank, expected, run_config, mon
 def test_options_of_other_launchers_are_taken(run_config: Path) -> None:
     resolved = read_command_line(["--local-rank", "0", "--deepspeed", "--config", str(run_config), "run.seed=1"])
     assert (resolved.config.run.seed, resolved.local_rank) == (1, 0)
-
-
-def test_show_config_is_two_documents_and_starts_nothing(run_config: Path) -> None:
-    place = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    done = in_a_process("--config", str(run_config), "--show-config", "run.steps=3", **place)
-    assert (done.returncode, done.stderr) == (0, "")
-    config, deepspeed = yaml.safe_load_all(done.stdout)
-    assert (config["run"]["steps"], config["precision"]["compute"]) == (3, "bf16")
-    assert (deepspeed["train_batch_size"], deepspeed["gradient_accumulation_steps"]) == (8, 2)
-
-
-def test_neither_torch_nor_deepspeed_is_loaded(run_config: Path) -> None:
-    done = in_a_process("--config", str(run_config))
-    assert done.returncode == 0, done.stderr
-    loaded = {name.partition(".")[0] for name in eval(done.stdout)}
-    assert "yaml" in loaded
-    assert not loaded & {"torch", "deepspeed", "transformers", "numpy"}
-
-
-@pytest.mark.parametrize(("option", "answer"), [("--help", "run.steps=100 "), ("--version", f"mantissa {VERSION}\n")])
-def test_the_real_program_answers_without_torch(option: str, answer: str) -> None:
-    command = [sys.executable, "-X", "importtime", "train.py", option]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0
-    assert answer in done.stdout
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert "config" in imported
-    assert not imported & {"torch", "deepspeed", "transformers", "numpy", "datasets"}
 
 
 @pytest.mark.parametrize(("option", "seconds"), [("--help", 0.5), ("--show-config", 1.0)])

@@ -11,6 +11,7 @@ from config.errors import UserError
 from config.load import load_config
 
 DEMO = REPOSITORY / "config/recipes/demo.yaml"
+GIVEN = ["model.architecture=null", "model.config={}", "model.name_or_path=gpt2"]
 
 
 @pytest.mark.parametrize(
@@ -30,19 +31,13 @@ DEMO = REPOSITORY / "config/recipes/demo.yaml"
             r"tracking\.sinks=mlflow needs pip install mlflow-skinny==\d[\d.]+ SQLAlchemy==\d[\d.]+ alembic==\d[\d.]+",
         ),
         (["tracking.sinks=[wandb, trackio]"], r"tracking\.sinks=trackio needs pip install trackio"),
+        ([*GIVEN, "adapter={kind: lora, base: nf4}"], r"adapter\.base=nf4 needs pip install bitsandbytes==\d"),
     ],
 )
 def test_a_missing_package_is_asked_for_in_one_line(settings: list[str], message: str, monkeypatch) -> None:
     monkeypatch.setattr(extras, "find_spec", lambda name: None)
     config = load_config(DEMO, settings, None)
     with pytest.raises(UserError, match=rf"^{message}[\d.]*$"):
-        extras.require_extras(config)
-
-
-def test_a_quantised_base_asks_for_its_library(monkeypatch) -> None:
-    monkeypatch.setattr(extras, "find_spec", lambda name: None)
-    config = load_config(REPOSITORY / "config/recipes/sft_lora.yaml", ["adapter.base=nf4"], None)
-    with pytest.raises(UserError, match=r"^adapter\.base=nf4 needs pip install bitsandbytes==[\d.]+$"):
         extras.require_extras(config)
 
 

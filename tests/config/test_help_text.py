@@ -6,7 +6,7 @@ import pytest
 
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, UNSAVED
 from config.errors import UserError
-from config.help_text import KeyHelp, keys, render
+from config.help_text import keys, render
 from config.load import all_keys, field_types
 from config.schema import Config
 
@@ -27,14 +27,9 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
 
 def test_a_key_as_the_user_reads_it() -> None:
     found = {item.key: item for item in keys()}
-    assert found["batch.micro_size"] == KeyHelp(
-        key="batch.micro_size",
-        kind="integer, at least 1",
-        default="1",
-        unit="sequences",
-        meaning="Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks).",
-    )
+    assert (found["batch.micro_size"].default, found["batch.micro_size"].unit) == ("1", "sequences")
     kinds = {
+        "batch.micro_size": "integer, at least 1",
         "data.validation_fraction": "number, at least 0 and below 1",
         "optimizer.betas": "list of 2 numbers, at least 0 and below 1",
         "faults": "list of Faults",

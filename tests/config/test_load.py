@@ -59,13 +59,6 @@ def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
     assert config.deepspeed.config == "ds_configs/zero1_fp16.json"
 
 
-def test_the_reactions_are_a_list_of_known_words_in_their_order(minimal: Path) -> None:
-    config = load_config(minimal, ["guard.reactions=[cut_lr, skip, abort]", "guard.max_update_ratio=1"], None)
-    assert config.guard.reactions == ("cut_lr", "skip", "abort")
-    assert (config.guard.min_update_ratio, config.guard.max_update_ratio) == (None, 1.0)
-    assert load_config(minimal, ["guard.reactions=[]"], None).guard.reactions == ()
-
-
 def test_a_free_mapping_is_merged_by_key_and_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: {architecture: llama, config: {hidden_size: 8, num_hidden_layers: 2}}")
@@ -92,10 +85,6 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("precision.fp8.scaling=delayed", "precision.fp8.scaling = 'delayed' is not offered: a scale from earlier"),
         ("precision.fp8.scaling=rows", "precision.fp8.scaling = 'rows' is not one of row, block32, tensor; did you"),
         ("precision.masters=bf16", "precision.masters = 'bf16' is not offered: small updates are lost to "),
-        ("optimizer.learnig_rate=1", "optimizer.learnig_rate: no such key; did you mean optimizer.learning_rate?"),
-        ("micro_size=3", "micro_size: no such key; did you mean batch.micro_size?"),
-        ("batch.xyz=3", "batch.xyz: no such key; batch has: global_size, micro_size"),
-        ("batch.micro_size=x", "batch.micro_size = 'x' is not an integer"),
         ("batch.micro_size=true", "batch.micro_size = true is not an integer"),
         ("run.steps=1e4", "run.steps = 10000.0 is not an integer; write 10000"),
         ("run.steps=0", "run.steps = 0 trains nothing; give a number of steps, or run.epochs"),
@@ -161,12 +150,8 @@ def test_a_missing_file_names_its_nearest_neighbour(minimal: Path) -> None:
     missing = minimal.with_name("dmeo.yaml")
     assert error_of(missing) == f"{missing}: no such run config; did you mean {minimal}?"
     assert "cannot be read" in error_of(minimal.parent)
-
-
-def test_a_file_that_is_not_text_is_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "weights.bin"
-    path.write_bytes(b"\xff\xfe\x00\x80")
-    assert "cannot be read" in error_of(path)
+    minimal.write_bytes(b"\xff\xfe\x00\x80")
+    assert "cannot be read" in error_of(minimal)
 
 
 def test_the_origin_follows_the_value(tmp_path: Path) -> None:
@@ -260,9 +245,3 @@ def test_null_turns_off_what_0_turns_off(minimal: Path) -> None:
     assert len(off) == 6
     config = to_dict(load_config(minimal, [f"{key}=null" for key in off], None))
     assert config == to_dict(load_config(minimal, [f"{key}=0" for key in off], None))
-
-
-def test_all_keys_lists_sections_and_leaves() -> None:
-    keys = list(all_keys())
-    assert {"run", "run.steps", "precision.loss_scale", "precision.loss_scale.initial", "faults"} <= set(keys)
-    assert len(keys) == len(set(keys))

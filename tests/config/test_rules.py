@@ -85,7 +85,6 @@ REFUSED = [
     (["data={source: auto, path: 's3://b/x'}"], "data.path = 's3://b/x' is a URL, which source = hub does not"),
     (["data={source: megatron, path: 's3://b/x', tokenizer: bytes}"], "data.path = 's3://b/x' is a URL, and files of"),
     (["data={tokenizer: bytes, sources: [{path: 'gs://b/x'}]}"], "data.sources[0].path = 'gs://b/x' … source = hub"),
-    (["data.tokenizer=bpe:many"], "data.tokenizer = 'bpe:many' names no vocabulary size"),
     (["tracking.otlp_endpoint=localhost:4318"], "tracking.otlp_endpoint = 'localhost:4318' is not an address"),
     (["tracking.otlp_endpoint=http://me:hush@host"], "tracking.otlp_endpoint holds a password"),
     (["profile={start: 101, steps: 1}"], "profile.start = 101 is after the last step, run.steps = 100"),

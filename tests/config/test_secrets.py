@@ -11,6 +11,13 @@ from tests.support.runs.hostile import OBEYED
 KEY = "7f" * 32
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    return path
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -24,9 +31,7 @@ KEY = "7f" * 32
     ],
 )
 @pytest.mark.parametrize("shown", [[], ["--show-config"]])
-def test_it_ends_in_one_line_without_the_secret(tmp_path: Path, capsys, settings, said, shown) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+def test_it_ends_in_one_line_without_the_secret(config: Path, capsys, settings, said, shown) -> None:
     with pytest.raises(SystemExit) as ended:
         read_command_line(["--config", str(config), *settings, *shown], {})
     printed = capsys.readouterr()
@@ -50,9 +55,7 @@ def test_it_ends_in_one_line_without_the_secret(tmp_path: Path, capsys, settings
         "ghp_" + "x1Y2z3" * 6,
     ],
 )
-def test_a_name_that_cannot_be_that_of_a_folder_is_refused_in_one_printable_line(tmp_path: Path, capsys, name) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+def test_a_name_that_cannot_be_that_of_a_folder_is_refused_in_one_printable_line(config: Path, capsys, name) -> None:
     with pytest.raises(SystemExit) as ended:
         read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
     said = capsys.readouterr().err
@@ -61,16 +64,12 @@ def test_a_name_that_cannot_be_that_of_a_folder_is_refused_in_one_printable_line
 
 
 @pytest.mark.parametrize("name", ["a <b> | `c` $d$ [e]", "größe-実験", "-x", "a\u200db"])
-def test_a_name_with_markup_is_a_name(tmp_path: Path, name: str) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+def test_a_name_with_markup_is_a_name(config: Path, name: str) -> None:
     resolved = read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
     assert resolved.config.run.name == name
 
 
-def test_an_error_shows_no_secret_of_the_command_line(tmp_path: Path, capsys) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+def test_an_error_shows_no_secret_of_the_command_line(config: Path, capsys) -> None:
     for settings, problem in (
         (["run.resume=https://me:hunter2hunter2@host/x"], "run.resume = 'https://***@host/x' does not exist"),
         (["data.source=text", "data.path=https://me:hunter2hunter2@host/x"], "data.path holds what looks like a cred"),
@@ -81,9 +80,7 @@ def test_an_error_shows_no_secret_of_the_command_line(tmp_path: Path, capsys) ->
         assert problem in said and "hunter2" not in said
 
 
-def test_the_shown_config_has_no_secret(tmp_path: Path, capsys) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+def test_the_shown_config_has_no_secret(config: Path, capsys) -> None:
     settings = ["run.hypothesis=see https://me:hunter2hunter2@host/x", "model.config={hub_token: hunter2hunter2}"]
     with pytest.raises(SystemExit):
         read_command_line(["--config", str(config), "--show-config", *settings], {})

@@ -10,14 +10,15 @@ import pytest
 
 import data.text.prepare
 from config.schema import DataSection
+from data.corpora.corpus import is_prepared
 from data.rows.prepare_rows import RowsCodec
 from data.rows.row_preparation import EncodedRows
 from data.sources.row_formats import BadRow
 from data.text import batch_results
 from data.text.batch_results import kept_folder, read_result, result_path, write_result
-from data.text.encode import Encoded, EncodedCodec
 from data.text.prepare import prepare
-from tests.support.jobs.launches import finish, start, wait_until
+from tests.data.test_prepare import texts
+from tests.support.jobs.launches import finish, start
 
 # A program: prepares with `section`, and prints how many batches its workers computed. argv[1]: after how many results
 # it is killed, 0: never.
@@ -49,18 +50,15 @@ if __name__ == "__main__":
 """
 
 
+__all__ = ["texts"]
+
+
 @pytest.fixture
-def section(tmp_path: Path) -> DataSection:
-    """A section of a hundred documents, one of which is empty and one no text."""
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    generator = random.Random(0)
-    for number in range(98):
-        words = [generator.choice(["alpha", "beta", "γάμμα", "delta\n"]) for _ in range(generator.randint(1, 300))]
-        (folder / f"{number:03d}.txt").write_bytes(" ".join(words).encode())
-    (folder / "050b.txt").touch()
-    (folder / "060b.txt").write_bytes(b"\xff")
-    folders = {"path": str(folder), "cache_dir": str(tmp_path / "alone")}
+def section(texts: Path, tmp_path: Path) -> DataSection:
+    """A section of a hundred documents, of an empty one and of one that is no text."""
+    (texts / "050b.txt").touch()
+    (texts / "060b.txt").write_bytes(b"\xff")
+    folders = {"path": str(texts), "cache_dir": str(tmp_path / "alone")}
     return DataSection(source="text", **folders, tokenizer="bpe:300", validation_fraction=0.2, workers=1)
 
 
@@ -86,21 +84,6 @@ def batches(section: DataSection, monkeypatch: pytest.MonkeyPatch) -> int:
     return len(list(data.text.prepare._batches(data.text.prepare.open_source(section).documents(Counter()))))
 
 
-@pytest.mark.slow
-def test_who_waits_goes_on_where_a_killed_process_was(section, tmp_path, monkeypatch) -> None:
-    alone = prepare(section, progress=False)
-    shared = replace(section, cache_dir=str(tmp_path / "shared"))
-    cache = Path(shared.cache_dir)
-    first = start(program(shared, tmp_path, killed_after=6))
-    wait_until(lambda: list(cache.glob("*.partial-*")) or first.poll() is not None)
-    second = start(program(shared, tmp_path))
-    printed = [process.communicate(timeout=200)[0] for process in (first, second)]
-    assert [first.returncode, second.returncode] == [-9, 0], printed
-    assert computed(printed[1]) <= batches(section, monkeypatch) - 6, "what the killed one had is not computed again"
-    assert files(shared.cache_dir, alone.fingerprint) == files(section.cache_dir, alone.fingerprint)
-    assert not list(cache.glob("*.p*")), "neither partial folders nor kept results are left"
-
-
 def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(section, tmp_path, monkeypatch) -> None:
     alone = prepare(section, progress=False)
     killed = replace(section, cache_dir=str(tmp_path / "killed"))
@@ -108,7 +91,7 @@ def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(sec
     process.communicate()
     assert process.returncode == -9
     kept = sorted(kept_folder(Path(killed.cache_dir) / alone.fingerprint).rglob("??/*"))
-    assert len(kept) >= 6
+    assert len(kept) >= 6 and not is_prepared(Path(killed.cache_dir) / alone.fingerprint)
     for path, content in zip(kept, (b"", kept[1].read_bytes()[:-1], kept[2].read_bytes()[:-1] + b"\7"), strict=False):
         path.write_bytes(content)  # the last two are cut short, and changed
     total, counted = batches(section, monkeypatch), []
@@ -119,6 +102,7 @@ def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(sec
     prepare(killed, progress=False)
     assert counted.count(batch_results._compute) == total - len(kept) + 3
     assert files(killed.cache_dir, alone.fingerprint) == files(section.cache_dir, alone.fingerprint)
+    assert not list(Path(killed.cache_dir).glob("*.p*")), "neither partial folders nor kept results are left"
 
 
 def test_a_result_belongs_to_its_batch_and_its_work(tmp_path: Path) -> None:
@@ -128,14 +112,6 @@ def test_a_result_belongs_to_its_batch_and_its_work(tmp_path: Path) -> None:
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
-    encoded = (Encoded(np.arange(5, dtype=np.uint16), 2, 70), Encoded(np.empty(0, dtype=np.uint16), 0, 0))
-    write_result(tmp_path / "it", *EncodedCodec().tensors(encoded))
-    kept = read_result(tmp_path / "it")
-    assert kept is not None
-    for mine, other in zip(EncodedCodec().result(*kept), encoded, strict=True):
-        assert mine.tokens.dtype == other.tokens.dtype and np.array_equal(mine.tokens, other.tokens)
-        assert (mine.documents, mine.text_bytes) == (other.documents, other.text_bytes)
-
     codec = RowsCodec()
     assert codec.pack([("f:2", BadRow("x", "is not there"))]) != codec.pack([("f:2", {"x": "is not there"})])
     with pytest.raises(TypeError):

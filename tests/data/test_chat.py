@@ -1,4 +1,4 @@
-"""The tokens of a row that are trained, for 21 shapes of chat templates: equal to hand-written ones."""
+"""The tokens of a row that are trained, in the shapes of public chat templates: equal to hand-written ones."""
 
 from typing import Any
 
@@ -147,12 +147,12 @@ def test_a_call_of_a_tool_is_trained_and_what_the_tool_says_is_not(begin: str, e
         {"role": "tool", "content": "1"},
         {"role": "assistant", "content": "One"},
     ]
-    template = CALLS.replace("BEGIN", begin).replace("END", end)
+    template = "{{ lang }}" + CALLS.replace("BEGIN", begin).replace("END", end)
     chat = Chat(tokenizer, template=template, train_on="assistant")
-    row = chat.tokens(Example(messages=turns, tools=[{"name": "f"}]))
+    row = chat.tokens(Example(messages=turns, tools=[{"name": "f"}], template_options={"lang": "en"}))
     assert chat.has_markers == bool(begin)
     segments = [
-        ('<|im_start|>system\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n', 0),
+        ('en<|im_start|>system\n[{"name": "f"}]<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n', 0),
         ('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>', 1),
         ("\n<|im_start|>tool\n1<|im_end|>\n<|im_start|>assistant\n", 0),
         ("One<|im_end|>", 1),
@@ -170,18 +170,6 @@ def test_turns_of_a_prompt_are_not_trained() -> None:
     for name in ("chatml", "chatml, markers"):
         row = Chat(tokenizer, template=SHAPES[name].jinja, train_on="assistant").tokens(example)
         assert tokenizer.decode(row.ids[row.trained]) == "Hi<|im_end|>"
-
-
-def test_tools_and_further_variables_reach_the_template() -> None:
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}{{ lang }}" + SHAPES["chatml"].jinja
-    tokenizer = tokenizer_of(SHAPES["chatml"].special)
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
-    turns = [{"role": "user", "content": "Hi"}, call, {"role": "tool", "content": "1"}]
-    turns.append({"role": "assistant", "content": "One"})
-    example = Example(messages=turns, tools=[{"name": "f"}], template_options={"lang": "en"})
-    row = Chat(tokenizer, template=template, train_on="assistant").tokens(example)
-    assert str(tokenizer.decode(row.ids)).startswith('[{"name": "f"}]en<|im_start|>user')
-    assert tokenizer.decode(row.ids[row.trained]) == "<|im_end|>One<|im_end|>"
 
 
 def test_a_template_that_renders_a_turn_differently_later_is_refused_but_for_the_last() -> None:

@@ -143,17 +143,13 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, f"{NUMBER} classify.labels=[x,y]", "classify.labels is not read by classify.kind = regression"),
     (GOOD, "classify.labels=[x]", "classify.labels names one label; give two or more"),
     (GOOD, "classify.labels=[x,x]", "classify.labels names a label twice"),
-    (GOOD, "classify.kind=pairs", "classify.kind = 'pairs' is not one of sequence, token, regression"),
     (GOOD, "data.format=tagged", "data.format = tagged contradicts classify.kind = sequence; remove it, for labelled"),
     (GOOD, "data.source=text", "data.source = text has no rows; give rows as jsonl or parquet"),
     (GOOD, "data.source=stdlib data.path=null classify.kind=token", "data.source = stdlib has labels for kind ="),
-    (GOOD, "data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (GOOD, "data.document_masking=true", "data.document_masking = true is not read by task = classify"),
     (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
     (GOOD, "task=mlm classify.kind=token", "classify.kind = token is only read by task = classify"),
-    (GOOD, "task=mlm mlm.probability=0", "mlm.probability = 0"),
     (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
-    (GOOD, "data.tokenizer=bpe:20", "names no vocabulary size of 257 or more"),
 ]
 
 

@@ -74,17 +74,3 @@ def test_a_block_is_shuffled() -> None:
     sources = MIXED.source_of(order(MIXED, BLOCK))
     runs = int((np.diff(sources) != 0).sum())
     assert runs > BLOCK / 4
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.floats(1e-3, 1e3)), min_size=1, max_size=6),
-    st.integers(0, 2**31),
-    st.integers(0, 50),
-)
-def test_any_mixture_has_samples_of_its_sources(sources: list[tuple[int, float]], seed: int, position: int) -> None:
-    samples, weights = zip(*sources, strict=True)
-    mixture = Mixture(tuple(map(str, range(len(sources)))), samples, weights)
-    ids = mixture.sample_ids(position, seed=seed, global_size=100)
-    assert ids.min() >= 0
-    assert ids.max() < sum(samples)

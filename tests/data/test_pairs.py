@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer
 
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE
 from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of
 from data.corpora.row_shards import RowShards
-from data.sources.chat import Chat
 from data.sources.row_formats import BadRow, read_examples, recognise
 from tests.support.rows.chats import write_base, write_pairs
 from tests.support.runs.showing import Show, shower
@@ -78,24 +76,6 @@ MALFORMED = [
 def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], problem: str) -> None:
     with pytest.raises(BadRow, match=f"^{problem}"):
         read_examples(row, "preference", "text")
-
-
-@pytest.mark.parametrize("markers", [False, True])
-def test_only_the_answers_after_the_prompt_count(base: Path, markers: bool) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    template = MARKED if markers else None
-    row = {"prompt": [ASKED, GOOD, MORE], "chosen": [BAD], "rejected": [GOOD]}
-    for example, answer in zip(read_examples(row, "preference", "text"), ("c", "b"), strict=True):
-        found = Chat(tokenizer, template=template, train_on="assistant").tokens(example)
-        assert tokenizer.decode(found.ids[found.trained]) == f"{answer}<|im_end|>"
-
-
-MARKED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
-    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 def shards(lengths: list[tuple[int, int]]) -> RowShards:

@@ -15,12 +15,12 @@ from filelock import FileLock
 import data.text.prepare
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import INDEX, SPLITS, Corpus, is_prepared
+from data.corpora.corpus import INDEX, SPLITS, Corpus
 from data.sources.sources import open_source
 from data.text.encode import is_validation
 from data.text.prepare import corpus_fingerprint, prepare
 from data.text.tokenizer import load_tokenizer
-from tests.support.jobs.launches import finish, runs, start, wait_until
+from tests.support.jobs.launches import runs, start, wait_until
 
 # A program: prepares argv[1] into argv[2], spending argv[3] seconds more than needed before it publishes, and prints
 # the fingerprint and how often this process prepared.
@@ -156,30 +156,6 @@ def test_no_validation(section: DataSection) -> None:
     assert corpus.train_documents == 100
 
 
-def test_kill_at_any_moment_leaves_nothing_finished_and_the_next_run_completes(section, texts, tmp_path):
-    whole = prepare(replace(section, validation_fraction=0.01), progress=False)
-    cache = tmp_path / "killed"
-    (tmp_path / "prepare.py").write_text(PREPARE, encoding="utf-8")
-    command = ["python", str(tmp_path / "prepare.py"), str(texts), str(cache), "0.2"]
-    partials = 0
-    for delay in (0.0, random.Random().uniform(0, 0.6)):
-        process = start(command)
-        while not list(cache.glob(f"*.partial-{process.pid}")) and process.poll() is None:
-            time.sleep(0.005)
-        time.sleep(delay)
-        process.kill()
-        process.communicate()
-        left = list(cache.glob("*.partial-*"))
-        partials += len(left)
-        # Either it was killed while it prepared, or it was already done; there is nothing in between.
-        assert len(left) + is_prepared(cache / whole.fingerprint) == 1
-    assert partials, "no kill struck while a preparation ran"
-    assert finish(command).splitlines()[-1].split() == [whole.fingerprint, "1"]
-    assert not list(cache.glob("*.partial-*"))
-    finished = prepare(replace(section, validation_fraction=0.01, cache_dir=str(cache)), progress=False)
-    assert contents(finished) == contents(whole)
-
-
 def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) -> None:
     program = (
         "import os, time\nfrom data.text.workers import Workers\nworkers = Workers(1)\n"
@@ -241,21 +217,6 @@ def test_an_error_while_preparing_leaves_nothing(section: DataSection, monkeypat
             prepare(section, progress=False)
     assert not [path for path in Path(section.cache_dir).iterdir() if path.suffix != ".lock"]
     assert prepare(section, progress=False).train_documents > 0
-
-
-@pytest.mark.parametrize("name", ["train-00000.safetensors", "index.json", "tokenizer/tokenizer.json"])
-def test_damage_is_told_with_the_file_and_the_folder_to_delete(section: DataSection, name: str) -> None:
-    corpus = prepare(section, progress=False)
-    path = corpus.folder / name
-    whole = path.read_bytes()
-    middle = len(whole) // 2
-    path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
-    with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} ") as caught:
-        prepare(section, progress=False)
-    assert "\n" not in str(caught.value)
-    path.write_bytes(whole[:middle])
-    with pytest.raises(UserError, match=rf"damaged.*Delete the folder {corpus.folder} "):
-        prepare(replace(section, verify=False), progress=False)
 
 
 def test_nothing_to_train_on(tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ from fsspec.registry import known_implementations
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import SPLITS, Corpus
 from data.corpora.row_shards import RowShards
 from data.rows.prepare_rows import prepare_rows
 from data.sources.sources import open_source
 from data.text.prepare import prepare
+from tests.data.test_prepare import tokens
 from tests.support.servers.store_server import s3_server
 from tests.support.servers.threads import answering
 from tests.support.servers.web_files import Web
@@ -70,10 +70,6 @@ def section(tmp_path: Path, kind: str, path: str, **more: Any) -> DataSection:
     if kind == "text":
         given["document_separator"] = "\n==\n"
     return DataSection(source=kind, path=path, workers=1, **{**given, **more})  # type: ignore[arg-type]
-
-
-def tokens(corpus: Corpus) -> dict[str, bytes]:
-    return {split: b"".join(shard.array.tobytes() for shard in getattr(corpus, split).shards) for split in SPLITS}
 
 
 def documents(tmp_path: Path, kind: str, path: str) -> list[str]:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from config.errors import UserError
 from data.corpora.sampler import STRETCH, grouped, permute, sample_ids, split_for_rank
 
 
@@ -131,11 +130,6 @@ def test_batches_of_similar_length_have_less_padding_and_come_in_any_order(sampl
     assert padding(found, lengths) < padding(drawn, lengths) / 5
     others = ordered(samples, lengths, count, size=8, seed=5)
     assert any(not np.array_equal(mine, other) for mine, other in zip(found, others, strict=True)), "it is the seed's"
-
-
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UserError, match=r"batch.global_size=10: not a multiple .* 4 x 2"):
-        split_for_rank(np.arange(10), micro_size=4, rank=0, world_size=2)
 
 
 @pytest.mark.parametrize(("position", "samples"), [(0, 0), (-1, 5)])

@@ -100,10 +100,3 @@ def test_another_size_is_noticed_even_unverified(written: Any, verify: bool, cha
     path.write_bytes((whole + b"x")[: max(0, len(whole) + change)])
     with pytest.raises(UserError, match=r"bytes instead of"):
         open_shard(path, entry, verify=verify)
-
-
-def test_a_missing_shard_is_a_users_error(written: tuple[Path, dict[str, Any]]) -> None:
-    path, entry = written
-    path.unlink()
-    with pytest.raises(UserError, match="train-00000.safetensors"):
-        open_shard(path, entry, verify=True)

@@ -80,12 +80,6 @@ def test_what_is_compressed_reads_as_what_is_not(tmp_path: Path, suffix: str) ->
     assert read(section("text", tmp_path / "*.txt*")) == ([TEXTS[0]], {"not utf-8": 1})
     packed(tmp_path / f"all{suffix}", "|".join(TEXTS).encode())
     assert read(section("text", tmp_path / f"all{suffix}", document_separator="|")) == (TEXTS, {})
-    (tmp_path / f"cut.txt{suffix}").write_bytes((tmp_path / f"all{suffix}").read_bytes()[:-9])
-    (tmp_path / f"not.jsonl{suffix}").write_bytes(lines[0])
-    for kind, name in (("text", "cut.txt"), ("jsonl", "not.jsonl")):
-        with pytest.raises(UserError, match=rf"{name}{suffix}: cannot be read \(") as caught:
-            read(section(kind, tmp_path / f"{name}{suffix}"))
-        assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +90,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     pq.write_table(pa.table({"text": [row["text"] for row in rows]}), file)
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     packed = {"jsonl.gz": gzip.compress(lines), "jsonl.zst": pa.compress(lines, codec="zstd", asbytes=True)}
-    texts = {"txt.gz": packed["jsonl.gz"], "txt.zst": packed["jsonl.zst"]}
+    packed["jsonl.bz2"] = bz2.compress(lines)
+    texts = {f"txt.{end}": packed[f"jsonl.{end}"] for end in ("gz", "zst", "bz2")}
     return {"parquet": file.read_bytes(), "jsonl": lines, **packed, **texts}
 
 
@@ -107,7 +102,8 @@ DAMAGES: dict[str, Any] = {
     "wrong checksum": lambda whole: whole[:-8] + bytes(8),
 }
 DAMAGED = [
-    *((kind, how) for kind in ("parquet", "jsonl.gz", "jsonl.zst", "txt.gz", "txt.zst") for how in list(DAMAGES)[:3]),
+    *(("parquet", how) for how in list(DAMAGES)[:3]),
+    *((f"{kind}.{end}", how) for kind in ("jsonl", "txt") for end in ("gz", "zst", "bz2") for how in list(DAMAGES)[:3]),
     *((kind, "wrong checksum") for kind in ("parquet", "jsonl.gz", "txt.gz")),
     *(("jsonl", how) for how in list(DAMAGES)[:3]),
 ]
@@ -179,14 +175,6 @@ def test_stdlib_is_sorted_deduplicated_and_without_site_packages(tmp_path, monke
     assert read(section("stdlib", None)) == (["# a.py\n", "# b.py\n"], {"duplicate": 1, "not utf-8": 1})
 
 
-def test_the_real_stdlib_opens() -> None:
-    source = open_source(DataSection())
-    first = next(iter(source.documents(Counter())))
-    assert first.encode() == (Path(os.__file__).parent / "__future__.py").read_bytes()
-    assert source.total_bytes is not None
-    assert source.total_bytes > 5_000_000
-
-
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "hub"])
 def test_a_missing_path(source: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"data.path: missing; data.source={source}"):
@@ -239,15 +227,6 @@ def test_a_table_of_text_is_refused_with_what_turns_it_into_rows(tmp_path: Path)
     program = str(caught.value).partition('python -c "')[2].removesuffix('"')
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True, timeout=120)
     assert read(section("jsonl", tmp_path / "my rows.jsonl")) == (["hello"], {})
-
-
-def test_a_file_that_is_not_what_it_says_is_told_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "not clo\n')
-    (tmp_path / "a.parquet").write_text("no parquet")
-    for source in ("jsonl", "parquet"):
-        with pytest.raises(UserError, match=rf"^{tmp_path}/a.{source}:.* (cannot be read|is not JSON)") as caught:
-            read(section(source, tmp_path))
-        assert "\n" not in str(caught.value)
 
 
 def test_an_unreachable_hub_is_told_in_one_line() -> None:

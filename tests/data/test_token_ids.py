@@ -17,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
 from config.schema import DataSection, SourceSection
-from data.corpora.corpus import SPLITS, Corpus
 from data.corpora.mix import mixed
 from data.text.prepare import prepare
 from data.text.tokenizer import load_tokenizer
+from tests.data.test_prepare import tokens
 from tests.support.rows import indexed_dataset
 
 WORDS = ["alpha", "beta", "γάμμα", "delta\n", "<|endoftext|>"]
@@ -35,10 +35,6 @@ def section(tmp_path: Path) -> DataSection:
         (tmp_path / "texts" / f"{number:03d}").write_text(text, encoding="utf-8")
     given: dict[str, Any] = {"source": "text", "path": str(tmp_path / "texts"), "cache_dir": str(tmp_path / "cache")}
     return DataSection(**given, tokenizer="bpe:300", validation_fraction=0.0, workers=1)
-
-
-def tokens(corpus: Corpus) -> dict[str, bytes]:
-    return {split: b"".join(shard.array.tobytes() for shard in getattr(corpus, split).shards) for split in SPLITS}
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""The files of launch/accelerate and launch/deepspeed, read by the programs that they are for."""
+"""The files of launch/accelerate, read by the program that they are for."""
 
 import argparse
 import re
@@ -9,15 +9,12 @@ import pytest
 from accelerate.commands import launch as accelerate_launch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
-from deepspeed.launcher.runner import _parse_hostfile
 
 from config.cli import CONFIG_ERROR, REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
-from launch.hosts import read_hostfile
 
 ACCELERATE = sorted((REPOSITORY / "launch/accelerate").glob("*.yaml"))
-DEEPSPEED = REPOSITORY / "launch/deepspeed"
 NAMES = {
     f"{place}_zero{stage}" for place in ("one_machine_cpu", "one_machine_gpu", "several_machines") for stage in "23"
 }
@@ -110,8 +107,3 @@ def test_a_precision_in_the_file_must_be_the_run_s(tmp_path, capsys):
                 resolve(environment)
             assert ended.value.code == code
             assert f"mixed_precision = {said.strip(chr(34))}, but by" in capsys.readouterr().err
-
-
-def test_the_hostfile_is_read_alike_by_the_launcher_and_the_doctor():
-    lines = (DEEPSPEED / "hostfile.example").read_text().splitlines()
-    assert dict(_parse_hostfile(lines)) == read_hostfile(DEEPSPEED / "hostfile.example")

@@ -1,8 +1,7 @@
-"""A job is started again when, and only when, that helps; and resumes as if nothing had happened."""
+"""A job is started again when, and only when, that helps; tests/machines/test_kills.py has real ones."""
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support.jobs import launches
-from tests.support.jobs.launches import command, events, last_attempts
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
@@ -83,24 +81,15 @@ def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
-    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "wait": True})
+    """A run without a launcher, and not its helper: wandb's service inherits the RANK that the run gave itself."""
+    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True})
     launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
+    time.sleep(0.2)  # until the helper is there
     job.send_signal(number)
     output, _ = job.communicate(timeout=30)
     assert job.returncode == 75, output
     assert starts(tmp_path) == 1
     assert f"{number.name}: the run saves and ends" in output
-
-
-def test_a_signal_reaches_a_run_without_a_launcher_and_not_its_helper(tmp_path):
-    """wandb's service inherits the RANK that the run gave itself."""
-    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True})
-    launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
-    time.sleep(0.2)  # until the helper is there
-    job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 75, output
-    assert starts(tmp_path) == 1
 
 
 def test_a_second_signal_kills(tmp_path):
@@ -136,7 +125,6 @@ def test_a_rank_that_the_launcher_ends_is_gone_at_once_with_its_children(tmp_pat
         (["--", "nowhere", "train.py"], "--config FILE is missing; for example"),
         (["--", "nowhere", "train.py", "--config", "config/recipes/demo.yaml"], "cannot start nowhere"),
         (["--", "torchrun", "train.py", "--config", "config/recipes/demo.yaml", "run.stpes=3"], "did you mean"),
-        (["--restart-me", "--", "torchrun"], "unrecognized arguments: --restart-me"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
@@ -144,38 +132,3 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def real(folder, name, launcher, told=None):
-    """The command line of a small real job that saves every step, with or without a rank told to die."""
-    line = command(launcher, folder, name, "checkpoint.every_steps=1", "evaluate.every_steps=0", "generate.tokens=0")
-    at = next(index for index, word in enumerate(line) if word.endswith("train.py"))
-    if told:
-        line[at : at + 1] = [str(REPOSITORY / "tests/support/jobs/dying_train.py"), told]
-    return line
-
-
-def finish(line, *, before=()):
-    """A job's output, with the seconds of each line, and its exit code."""
-    job = launches.start(["env", f"PYTHONPATH={REPOSITORY}", *before, *line])
-    lines = [(time.monotonic(), text) for text in job.stdout]
-    return lines, job.wait(timeout=30)
-
-
-NAMED = r"error: rank {} \(pid \d+ on .*\) was killed by SIGKILL, seen at .* UTC \(.*\); rank {} stops, exit code 69"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_a_supervised_job_whose_rank_1_was_killed_goes_on(folder, unbroken, launcher):
-    line = real(folder, launcher, launcher, f"SIGKILL:1:3:{folder}/{launcher}.mark")
-    lines, code = finish(line, before=[sys.executable, "-m", "launch.supervise", "--wait", "0.1", "--"])
-    output = "".join(text for _, text in lines)
-    assert code == 0, output
-    assert re.search(NAMED.format(1, 0), output)
-    named = next(moment for moment, text in lines if text.startswith("error: rank 1"))
-    ended = next(moment for moment, text in lines if text.startswith("supervise: rank 1 (pid"))
-    assert ended - named < 30
-    starts = events(folder, launcher, "run_start")
-    assert [(event["world_size"], event["resumed_from"] is not None) for event in starts] == [(2, False), (2, True)]
-    assert last_attempts(folder, launcher) == unbroken

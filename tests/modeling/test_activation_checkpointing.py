@@ -12,8 +12,6 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.load import load_config
 from config.schema import AdapterSection, ModelSection, OptimizerSection
-from lab.benchmark.activations import MODES as BENCHMARKED
-from lab.benchmark.activations import overrides_of
 from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
 from launch.plan.memory import activations
@@ -126,6 +124,9 @@ def test_what_a_model_does_not_have_is_refused():
     for mode in ("selective", "ops", "budget"):
         with pytest.raises(UserError, match=f"model.activation_checkpointing = {mode}: no blocks"):
             apply_activation_checkpointing(model, mode, reentrant=False)
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(UserError, match="model.activation_checkpointing = full"):
+        apply_activation_checkpointing(model, "full", reentrant=False)
 
 
 @pytest.mark.parametrize(
@@ -142,16 +143,6 @@ def test_keys_that_do_not_go_together_are_refused(key, words):
     recipe = REPOSITORY / "config/recipes/demo.yaml"
     with pytest.raises(UserError, match=words):
         load_config(recipe, f"model.{key}".split(), None)
-
-
-def test_the_benchmarks_modes_are_what_the_config_means_by_them():
-    found = {}
-    for mode in (*BENCHMARKED.split(","), "budget:1.5"):
-        model = load_config(REPOSITORY / "config/recipes/demo.yaml", overrides_of(mode), None).model
-        found[mode] = (model.checkpointing_every, model.activation_memory_gib, model.checkpointing_reentrant)
-        assert model.activation_checkpointing == mode.partition(":")[0]
-    special = {"selective:4": (4, None, False), "full:reentrant": (2, None, True), "budget:1.5": (2, 1.5, False)}
-    assert found == dict.fromkeys(found, (2, None, False)) | special
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])

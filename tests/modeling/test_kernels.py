@@ -269,22 +269,20 @@ def test_what_does_not_go_with_it_is_refused(override: str, words: str, refusal:
     assert "model.kernels" in error and words in error
 
 
-def test_other_architectures_are_refused_with_those_that_are_known() -> None:
-    with pytest.raises(UserError, match="not supported for gpt2, only for gemma, gemma2, .* qwen3, smollm3; or set"):
-        require_liger("gpt2", torch.device("cuda"))
-
-
-def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "device", "missing", "words"),
+    [
+        ("gpt2", "cuda", "", "not supported for gpt2, only for gemma, gemma2, .* qwen3, smollm3; or set"),
+        ("llama", "cpu", "", "need a GPU"),
+        ("llama", "cuda", "liger_kernel", "liger-kernel is not installed"),
+        ("llama", "cuda", "triton", "triton is not installed"),
+    ],
+)
+def test_what_it_needs_is_told(monkeypatch, architecture: str, device: str, missing: str, words: str) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(UserError, match="need a GPU"):
-        require_liger("llama", torch.device("cpu"))
-
-
-@pytest.mark.parametrize("missing", ["liger_kernel", "triton"])
-def test_a_gpu_without_it_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setattr(kernels, "find_spec", lambda name: None if name == missing else "a spec")
-    with pytest.raises(UserError, match=f"{missing.replace('_', '-')} is not installed"):
-        require_liger("llama", torch.device("cuda"))
+    with pytest.raises(UserError, match=words):
+        require_liger(architecture, torch.device(device))
 
 
 def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,18 @@
-"""Activation checkpointing, parameter groups, the loss, and text samples."""
+"""Parameter groups of a config, an adapter and a classifier, the loss, and text samples."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
-from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.adapter import add_adapter
 from modeling.build import build_model, model_config
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.support.models.recomputed_models import bytes_kept, gradients, tokens
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 2}
 
@@ -24,71 +22,6 @@ def llama(*, tied: bool = True) -> torch.nn.Module:
     section = ModelSection(architecture="llama", config={**SMALL, "tie_word_embeddings": tied})
     config = model_config(section, vocab_size=64, sequence_length=32)
     return build_model(section, config, seed=0, gather=lambda parameters: nullcontext(True)).train()
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputing_keeps_less_and_changes_no_gradient(reentrant):
-    everything, expected, kept = bytes_kept(llama(), tokens()), gradients(llama()), {}
-    for mode, blocks in (("full", 4), ("selective", 2)):
-        model = llama()
-        assert apply_activation_checkpointing(model, mode, reentrant=reentrant) == blocks
-        kept[mode] = bytes_kept(model, tokens())
-        for name, gradient in gradients(model).items():
-            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6)
-    assert kept["full"] < 0.4 * everything
-    assert kept["full"] < kept["selective"] < 0.75 * everything
-
-
-def test_a_model_that_cannot_recompute_is_refused():
-    model = llama()
-    model.supports_gradient_checkpointing = False
-    with pytest.raises(UserError, match="model.activation_checkpointing = full"):
-        apply_activation_checkpointing(model, "full", reentrant=False)
-    assert apply_activation_checkpointing(model, "none", reentrant=False) == 0
-
-
-def test_norms_biases_and_embeddings_do_not_decay():
-    model = llama()
-    model.model.layers[0].mlp.up_proj.bias = torch.nn.Parameter(torch.zeros(48))
-    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    decayed, plain = parameter_groups(model, OptimizerSection(weight_decay=0.3))
-    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert all("proj.weight" in names[id(p)] for p in decayed["params"])
-    assert all("norm" in names[id(p)] or "embed" in names[id(p)] or "bias" in names[id(p)] for p in plain["params"])
-    assert len(decayed["params"]) + len(plain["params"]) == len(names) - 1
-
-
-def test_muon_gets_the_hidden_matrices_by_themselves():
-    model = llama(tied=False)
-    matrices, head, rest = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert [group["matrix"] for group in (matrices, head, rest)] == [True, False, False]
-    assert all("layers" in names[id(p)] and p.dim() == 2 for p in matrices["params"])
-    assert [names[id(p)] for p in head["params"]] == ["lm_head.weight"]
-    assert (matrices["weight_decay"], head["weight_decay"], rest["weight_decay"]) == (0.3, 0.3, 0.0)
-    tied = parameter_groups(llama(), OptimizerSection(name="muon"))
-    assert [group["matrix"] for group in tied] == [True, False]
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "jamba"])
-def test_muon_gets_fused_experts_and_neither_their_biases_nor_convolutions(family):
-    config = AutoConfig.for_model(family, **SMALL | {"num_hidden_layers": 2}, num_key_value_heads=2, vocab_size=64)
-    config.update({"num_local_experts": 4} if family != "jamba" else {"num_experts": 4})
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    groups = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
-    found = {id(p): group for group in groups for p in group["params"]}
-    seen = set()
-    for name, parameter in model.named_parameters():
-        group, last = found[id(parameter)], name.rpartition(".")[2]
-        if parameter.dim() == 3 or last.endswith("bias"):
-            experts = parameter.dim() == 3 and "experts" in name
-            decay = 0.0 if last.endswith("bias") else 0.3
-            assert (group["matrix"], group["weight_decay"]) == (experts, decay), name
-            seen.add(last)
-    assert {"gate_up_proj", "down_proj"} <= seen
-    assert (family == "gpt_oss") == ("down_proj_bias" in seen)
 
 
 def test_muon_leaves_heads_and_tables_alone_that_an_adapter_trains_as_copies():

@@ -1,14 +1,9 @@
 """Weights in codes stand for what the definitions of NF4 and of rows of 8 bits say, and compute in any dtype."""
 
 import logging
-import sys
 
 import pytest
 import torch
-
-from config.errors import UserError
-from config.schema import AdapterSection
-from modeling.quantised_base import settings
 
 NF4 = [  # Dettmers et al. 2023, appendix E
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -83,12 +78,6 @@ def test_a_layer_computes_in_the_dtype_of_its_input_in_training_and_evaluation(m
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(5, 32)).dtype == torch.bfloat16
     assert torch.equal(layer.weight, before)
-
-
-def test_a_missing_library_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match="adapter.base=nf4 needs pip install bitsandbytes=="):
-        settings(AdapterSection(kind="lora", base="nf4"), skipped=[])
 
 
 def test_an_adapter_on_a_base_that_is_not_quantised_is_silent_of_its_kernels(caplog: pytest.LogCaptureFixture) -> None:

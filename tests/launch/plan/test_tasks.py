@@ -117,16 +117,18 @@ def test_activations_under_an_adapter_are_what_autograd_keeps(adapter, family, c
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("adapter", ["all", "dora", "whole"])
+@pytest.mark.parametrize("adapter", ["none", "all", "dora", "whole"])
 def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapter: str) -> None:
-    section, optimizer = section_of(adapter, family), OptimizerSection(name="muon")
-    config = hugging_face(family, 2)
+    section = AdapterSection() if adapter == "none" else section_of(adapter, family)
+    config, optimizer = hugging_face(family, 2), OptimizerSection(name="muon")
     config.tie_word_embeddings = False
-    model = add_adapter(AutoModelForCausalLM.from_config(config), section, seed=0)
+    model = AutoModelForCausalLM.from_config(config)
+    model = model if adapter == "none" else add_adapter(model, section, seed=0)
     shape = sizes_of(empty_model(ModelSection(), config), section, optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert shape.trained_parameters == sum(map(torch.numel, trained)) < shape.parameters
+    assert shape.trained_parameters == sum(map(torch.numel, trained))
+    assert (shape.trained_parameters < shape.parameters) == (adapter != "none")
     assert shape.largest_trained == max(map(torch.numel, trained))
     assert shape.plain_head == (adapter != "whole")
     groups = parameter_groups(model, optimizer)
