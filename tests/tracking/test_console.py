@@ -13,8 +13,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from tests.support.runs.synthetic_events import start_fields, step_fields
-from tracking.console import ConsoleSink, _pack, sparkline
-from tracking.numbers import duration, human
+from tracking.console import ConsoleSink, sparkline
 from tracking.record import Record
 
 
@@ -92,12 +91,6 @@ def test_the_dtypes_inside_the_modules_are_shown_when_they_change_and_a_low_one_
         f"step 1: {low}",
         f"step 2: {low}",
     ]
-
-
-def test_plain_lines_are_aligned_and_stay_on_one_line() -> None:
-    lines = [line for line in _shown(200, 50) if "tok/s" in line]
-    assert len({line.index("grad norm") for line in lines}) == 1
-    assert len({line.index("tok/s") for line in lines}) == 1
 
 
 def test_the_scale_is_shown_for_fp16_only() -> None:
@@ -196,17 +189,6 @@ def test_the_speed_of_a_line_is_the_median_since_the_line_before() -> None:
     assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["1.0k", "2.0k"]
 
 
-@pytest.mark.parametrize("width", [60, 80, 110, 200])
-def test_the_live_lines_hold_everything_and_fit(width: int) -> None:
-    """Speed and ETA come first; what does not fit beside the bar is below it."""
-    cells = ["123.4k tok/s", "ETA 12h05m", "72,960 MiB", "loss  2.1234 from 10.123", "█" * 12, "grad norm  123.456"]
-    cells += ["lr 1.25e-3", "scale 2^24", "skipped 123"]
-    first, *below = _pack(cells, width - 32, width - 2)
-    assert "  ".join(filter(None, [first, *below])).split("  ") == "  ".join(cells).split("  ")
-    assert len(first) <= width - 32 and all(len(line) <= width - 2 for line in below)
-    assert first.startswith("123.4k tok/s  ETA 12h05m")
-
-
 def test_a_stream_without_unicode_is_no_trouble() -> None:
     assert len(_steps(_shown(20, 5, encoding="ascii"))) == 4
 
@@ -285,8 +267,3 @@ def test_sparkline_falls_when_the_loss_falls() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
     assert len(sparkline([float(n) for n in range(1000)], 12)) == 12
     assert sparkline([1.0, 1.0], 12) == "▁▁" and sparkline([1.0], 12) == ""
-
-
-def test_units() -> None:
-    assert [human(n) for n in (950, 12_345, 4_560_000, math.inf)] == ["950", "12.3k", "4.6M", "inf"]
-    assert [duration(s) for s in (42, 200, 7500, 4 * 86400 + 3 * 3600)] == ["42s", "3m20s", "2h05m", "4d03h"]

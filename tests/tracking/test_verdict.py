@@ -20,7 +20,6 @@ from tests.support.servers.serving import served
 from tracking.compare.command import main as compare
 from tracking.compare.surviving import read_events
 from tracking.console import ConsoleSink
-from tracking.jsonl import JsonlSink
 from tracking.prometheus.metrics import Metrics
 from tracking.report.page import results
 from tracking.run_dir import RunDir
@@ -363,12 +362,3 @@ def test_prometheus_has_one_verdict_at_a_time() -> None:
     assert current() == ["running"]
     metrics.update(events[-1] | {"verdict": "diverged"})
     assert current() == ["diverged"]
-
-
-def test_the_recorded_verdict_can_be_read_back(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "events.jsonl")
-    end = {"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": "done", "exit_code": 0}
-    sink.write(end | {"verdict": "not learning", "since_step": 1, "next_command": "", "standstill": "nan"})
-    sink.close()
-    assert json.loads((tmp_path / "events.jsonl").read_text())["verdict"] == "not learning"
-    assert run_status(tmp_path).state == "done"
