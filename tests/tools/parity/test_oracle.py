@@ -459,13 +459,9 @@ def test_the_evaluation_of_each_task_is_what_it_computes_with_all_metrics(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["pretrain", "dpo"])
-def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
+def test_an_evaluation_of_other_pairs_is_named(task_files: Path) -> None:
     more = ("evaluate.every_steps=4", "data.validation_fraction=0.3")
-    if task == "pretrain":
-        found = judged(task_files, "rows-of-one-rank", *MORE, *more, mistake="rows_of_one_rank")
-    else:
-        found = of_task(task_files, "pairs-of-one-rank", task, *more, mistake="rows_of_one_rank")
+    found = of_task(task_files, "pairs-of-one-rank", "dpo", *more, mistake="rows_of_one_rank")
     assert failed(found) - {"validation metrics"} == {"validation loss"}, found.lines()
 
 
