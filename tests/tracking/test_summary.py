@@ -1,13 +1,9 @@
 """The report and its table say what the events say, also for a crashed or resumed run."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from config.cli import REPOSITORY
 from tests.support.runs.report_runs import report_of
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
@@ -145,11 +141,3 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
         and "python train.py" in text
         and text.count("data: 4 rows") == 1
     )
-
-
-def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tracking.report"]
-    done = subprocess.run([*command, str(told_run.path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "58 applied" in done.stdout and str(told_run.report) in done.stdout, done.stderr
-    failed = subprocess.run([*command, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "events.jsonl" in failed.stderr

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
 from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
-from tracking.prometheus.metrics import VERDICTS
+from tracking.prometheus.metrics import METRICS, VERDICTS
 from tracking.prometheus.sink import PrometheusSink
 from tracking.record import Record
 
@@ -134,6 +134,14 @@ def test_a_failed_checkpoint_and_the_end_are_exposed(sink: PrometheusSink) -> No
     found = scrape(sink)
     assert value(found, "checkpoint_failures_total") == 1 and value(found, "notes_total") == 2
     assert value(found, "exit_code") == 74
+
+
+def test_every_metric_is_named_as_prometheus_wants_it() -> None:
+    for name, (kind, text, _) in METRICS.items():
+        assert name.endswith("_total") == (kind.__name__ == "Counter"), name
+        assert text.endswith("."), name
+        for unit in ("ms", "mib", "gib", "minutes", "percent"):
+            assert unit not in name.split("_"), f"{name}: base units only"
 
 
 def test_only_the_loopback_interface_is_bound_by_default(sink: PrometheusSink) -> None:
