@@ -67,19 +67,6 @@ def test_steps_that_were_not_finite_are_counted_as_a_plain_reading_counts_them(t
     assert overflows > 0 and nonfinite > 0
 
 
-def test_the_first_step_that_was_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
-    with session(tmp_path) as run:
-        run.steps(3)
-        run.overflow()
-        run.steps(2, loss_scale=512.0)
-        run.overflow(loss=math.nan, reason=None)
-        run.event("nonfinite", rank=3, module="lm_head", tensor="activation", kind="nan", count=7)
-        run.overflow(loss=math.nan, reason=None)
-    run = read_facts(_events(tmp_path), "run")
-    first = run.nonfinite[0]
-    assert (first.step, first.cause) == (7, "7 nan in the activation of lm_head on rank 3")
-
-
 def _restarted(folder: Path) -> RunFacts:
     """Four sessions: no checkpoint to go on from; restored; started anew by mistake; an older checkpoint taken."""
     with session(folder, time=1e9) as run:

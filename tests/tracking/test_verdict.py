@@ -73,10 +73,9 @@ REAL = {
     "tiny_learning_rate": ("not learning", 1, "its loss has not fallen by 2%", "learning_rate=0.03", 0),
     "rewards_learned": ("healthy", None, "", "", 0),
     "rewards_collapsed": ("not learning", 10, "its reward has not risen beyond its noise", "learning_rate=3e-4", 4),
-}
-UNREWARDED = {  # of config/recipes/grpo.yaml: a checker that says 0.25 to all answers; a learning rate of 1e-5
-    "rewards_constant": ("in 100% of its prompts all answers had one reward (95% is the bound)", ""),
-    "rewards_unlearned": ("its reward has not risen beyond its noise, 0.004557 at first", "learning_rate=0.03"),
+    # of config/recipes/grpo.yaml: a checker that says 0.25 to all answers; a learning rate of 1e-5
+    "rewards_constant": ("not learning", 1, "in 100% of its prompts all answers had one reward", "", 1),
+    "rewards_unlearned": ("not learning", 1, "its reward has not risen beyond its noise", "learning_rate=0.03", 0),
 }
 
 
@@ -114,15 +113,6 @@ def test_every_reader_shows_the_same_verdict(tmp_path: Path, kind: str) -> None:
         page = client.page("/run", key=kind)
         assert f'<div class="note {tone}"><b>{word}</b>' in page and page.index(f"<b>{word}</b>") < page.index("<dl")
         assert f"<b>{word}</b>" in client.page("/run/report", key=kind)
-
-
-@pytest.mark.parametrize("kind", UNREWARDED)
-def test_a_run_that_gained_no_reward_is_not_learning(tmp_path: Path, kind: str) -> None:
-    cause, command = UNREWARDED[kind]
-    found = read_run_folder(folder_of(tmp_path, kind), kind).verdict
-    assert (found.word, found.step) == ("not learning", 1) and found.cause.startswith(cause), found.text
-    assert command in found.command and bool(command) == bool(found.command)
-    assert "look at" in found.cause
 
 
 def test_console_dashboard_report_and_comparison_follow_the_reward(tmp_path: Path, capsys: Any) -> None:

@@ -181,18 +181,6 @@ def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_d
     assert [row["eval/loss"] for row in rows if row["eval/loss"]] == ["4.0", "4.0"]
 
 
-def test_what_a_session_could_not_deliver_the_next_one_does(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    record.event("step", step=1, tokens=1, **step_fields(1))
-    record.close()
-    session(run_dir, "csv", 2, 2)
-    assert [row["step"] for row in csv.DictReader((run_dir.path / "metrics.csv").open()) if row["train/loss"]] == [
-        "1",
-        "2",
-    ]
-
-
 def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: RunDir, capsys: Any) -> None:
     (run_dir.path / "metrics.csv").mkdir()
     sink = TrackerSink("csv", run_dir, FACTS, log_every_steps=1)
