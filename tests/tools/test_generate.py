@@ -59,14 +59,6 @@ def test_it_samples_the_same_for_the_same_seed(base: Path, capsys: pytest.Captur
     assert found[0] == found[1] != found[2]
 
 
-def test_it_loads_an_adapters_folder(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear", r=2))
-    model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path)
-    assert main([str(tmp_path), "--prompt", "the", "--tokens", "5"]) == 0
-    assert capsys.readouterr().out == "the" + greedy(base, "the", 5) + "\n"  # a new adapter changes nothing
-
-
 def test_it_counts_answers_to_rows_with_and_without_the_adapter(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from config.cli import REPOSITORY
 from tests.support.runs.synthetic_events import start_fields, step_fields
-from tracking.console import ConsoleSink, _pack, sparkline
-from tracking.numbers import duration, human
+from tracking.console import ConsoleSink, sparkline
 from tracking.record import Record
 
 
@@ -38,33 +38,6 @@ def _steps(lines: list[str]) -> list[int]:
     return [int(line.split("/")[0].split()[1]) for line in of_steps]
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"parameters": 1000, "trained_parameters": 1000}, "training 1,000 parameters in bf16"),
-        ({"parameters": 1000}, "training 1,000 parameters in bf16"),  # of older versions
-        ({"parameters": 1000, "trained_parameters": 30}, "training 30 of 1,000 parameters in bf16"),
-    ],
-)
-def test_the_start_says_how_many_parameters_are_trained(facts: dict[str, int], said: str) -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(1, log_every_steps=1, stream=stream)
-    record = Record([sink])
-    record.event("run_start", step=0, tokens=0, **(start_fields() | facts))
-    record.close()
-    assert stream.getvalue().splitlines()[0].startswith(said)
-
-
-def test_an_evaluation_has_the_loss_of_each_set() -> None:
-    stream = io.StringIO()
-    record = Record([ConsoleSink(1, log_every_steps=1, stream=stream)])
-    parts = {"metrics": {"token_accuracy": 0.25, "kl": None}, "by_source": {"maths": 1.5, "prose": 2.25}}
-    record.event("eval", step=3, tokens=1, loss=2.0, perplexity=None, **parts)
-    record.close()
-    said = "step 3: validation loss 2.0000, token_accuracy 0.25, kl -; loss of maths 1.5, prose 2.25"
-    assert stream.getvalue().splitlines()[0] == said
-
-
 def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     lines = _shown(40, 10, skip_at=17)
     assert _steps(lines) == [10, 20, 30, 40]
@@ -74,70 +47,9 @@ def test_plain_lines_come_as_often_as_asked_and_for_every_skip() -> None:
     assert not any("\x1b" in line for line in lines), "no terminal codes in a log file"
 
 
-INNER = {
-    "computed": {"softmax": {"fp32": 23, "bf16": 1}, "norm statistics": {"fp32": 49}},
-    "lower": [{"what": "softmax", "computed": "bf16", "promised": "fp32", "modules": ["a", "b", "c", "d", "e"]}],
-    "unobserved": [{"what": "loss", "why": "a kernel", "modules": []}],
-}
-
-
-def test_the_dtypes_inside_the_modules_are_shown_when_they_change_and_a_low_one_each_time() -> None:
-    stream = io.StringIO()
-    record = Record([ConsoleSink(9, log_every_steps=9, stream=stream)])
-    for step, inner in ((1, INNER), (2, INNER), (3, None)):  # None: of a version that did not look
-        record.event("precision", step=step, tokens=0, flop_share={"bf16": 1.0}, **({"inner": inner} if inner else {}))
-    low = "softmax in bf16 where fp32 is promised: a, b, c and 2 more"
-    assert stream.getvalue().splitlines() == [
-        "step 1: dtypes observed: softmax fp32 and bf16; norm statistics fp32",
-        f"step 1: {low}",
-        f"step 2: {low}",
-    ]
-
-
-def test_plain_lines_are_aligned_and_stay_on_one_line() -> None:
-    lines = [line for line in _shown(200, 50) if "tok/s" in line]
-    assert len({line.index("grad norm") for line in lines}) == 1
-    assert len({line.index("tok/s") for line in lines}) == 1
-
-
 def test_the_scale_is_shown_for_fp16_only() -> None:
     assert "scale 2^16" in _shown(2, 1, compute="fp16")[1]
     assert "scale" not in _shown(2, 1, compute="bf16")[1]
-
-
-def test_a_scale_event_tells_a_change_from_mere_hysteresis() -> None:
-    stream = io.StringIO()
-    record = Record([ConsoleSink(9, log_every_steps=1, stream=stream)])
-    common = {"step": 3, "tokens": 3, "lr": 1e-3, "momentum_norm": None}
-    record.scale(previous=4.0, new=4.0, reason="hysteresis", consecutive_overflows=1, **common)
-    record.scale(previous=4.0, new=2.0, reason="overflow", consecutive_overflows=2, **common)
-    assert stream.getvalue().splitlines() == [
-        "step 3: loss scale stays 4 (hysteresis, 1 in a row)",
-        "step 3: loss scale 4 -> 2 (overflow, 2 in a row)",
-    ]
-
-
-def test_an_overflow_is_one_line_however_many_tensors_it_hit() -> None:
-    """It says what was skipped, what the scale became and which tensor came first; the events hold the others."""
-    stream = io.StringIO()
-    record = Record([ConsoleSink(9, log_every_steps=4, stream=stream)])
-    record.event("run_start", step=0, tokens=0, **start_fields(compute="fp16"))
-    where = {"step": 3, "tokens": 3}
-    broken = {"applied": False, "skipped_total": 1, "grad_norm": math.inf, "clip_coefficient": None}
-    record.event("step", **where, **step_fields(3, loss_scale=2.0**25, **broken))
-    scales = {"previous": 2.0**25, "new": 2.0**24, "reason": "overflow"}
-    record.scale(**where, **scales, consecutive_overflows=1, lr=1e-3, momentum_norm=None)
-    for number in range(8):
-        what = {"rank": 0, "module": f"layers.{7 - number}.down_proj", "tensor": "gradient", "kind": "inf", "count": 4}
-        record.event("nonfinite", **where, **what)
-    record.event("step", step=4, tokens=4, **step_fields(4, loss_scale=2.0**24, skipped_total=1))
-    _, overflow, progress = stream.getvalue().splitlines()
-    assert overflow == (
-        "step 3: skipped, the weights are unchanged (1 skipped so far); "
-        "loss scale 2^25 -> 2^24 (overflow, 1 in a row); "
-        "4 inf in the gradient of layers.7.down_proj on rank 0 and 7 more tensors, see events.jsonl"
-    )
-    assert progress.startswith("step 4/9") and "scale 2^24" in progress
 
 
 BROKEN = {"loss": math.nan, "applied": False, "skipped_total": 2, "grad_norm": math.nan}
@@ -149,41 +61,103 @@ INCIDENT = {
 }
 
 
-def test_an_incident_is_told_once_with_its_cause_and_its_replay() -> None:
-    stream = io.StringIO()
-    record = Record([ConsoleSink(9, log_every_steps=5, stream=stream)])
-    where = {"step": 3, "tokens": 3}
-    record.event("step", **where, **step_fields(3) | BROKEN)
-    record.event("nonfinite", **where, rank=1, module="layers.2", tensor="activation", kind="nan", count=1)
-    early = {
-        "signal": "gradient_jump",
-        "module": "a",
-        "value": 9.0,
-        "bound": 1.0,
-        "modules": ["a"],
-        "reason": "it jumped",
-    }
-    record.event("warning", **where, **early)
-    record.event("incident", **where, **INCIDENT)
-    record.event(
-        "incident", step=5, tokens=3, **INCIDENT | {"verdict": "ABORT", "reason": "the loss spikes", "replay": ""}
-    )
-    record.close()
-    assert stream.getvalue().splitlines() == [
-        "step 3: early warning: it jumped",
-        "step 3: SKIP: the loss is nan; 1 nan in the activation of layers.2 on rank 1",
-        "  replay: python -m tools.replay runs/a --step 3",
-        "step 5: ABORT: the loss spikes",
-    ]
+def _start(**facts: int) -> tuple[str, int, dict[str, Any]]:
+    return ("run_start", 0, start_fields() | facts)
 
 
-def test_a_skip_without_an_incident_says_what_was_not_finite() -> None:
+def _scaled(step: int, before: float, after: float, reason: str, in_a_row: int) -> tuple[str, int, dict[str, Any]]:
+    fields = {"from": before, "to": after, "reason": reason, "consecutive_overflows": in_a_row}
+    return ("scale", step, {**fields, "lr": 1e-3, "momentum_norm": None})
+
+
+def _nan(rank: int, module: str, tensor: str, kind: str, count: int) -> tuple[str, int, dict[str, Any]]:
+    return ("nonfinite", 3, {"rank": rank, "module": module, "tensor": tensor, "kind": kind, "count": count})
+
+
+INNER = {
+    "computed": {"softmax": {"fp32": 23, "bf16": 1}, "norm statistics": {"fp32": 49}},
+    "lower": [{"what": "softmax", "computed": "bf16", "promised": "fp32", "modules": ["a", "b", "c", "d", "e"]}],
+    "unobserved": [{"what": "loss", "why": "a kernel", "modules": []}],
+}
+OBSERVED = ((1, {"inner": INNER}), (2, {"inner": INNER}), (3, {}))
+LOW = "softmax in bf16 where fp32 is promised: a, b, c and 2 more"
+OVERFLOW = {"applied": False, "skipped_total": 1, "grad_norm": math.inf, "clip_coefficient": None}
+EARLY = {"signal": "gradient_jump", "module": "a", "value": 9.0, "bound": 1.0, "modules": ["a"], "reason": "it jumped"}
+ABORT = INCIDENT | {"verdict": "ABORT", "reason": "the loss spikes", "replay": ""}
+SETS = {"metrics": {"token_accuracy": 0.25, "kl": None}, "by_source": {"maths": 1.5, "prose": 2.25}}
+TOLD: dict[str, tuple[list[tuple[str, int, dict[str, Any]]], list[str]]] = {
+    "all that is trained": (
+        [_start(parameters=1000, trained_parameters=1000)],
+        ["training 1,000 parameters in bf16, ZeRO-2, 2 processes"],
+    ),
+    "the start of an older version": (
+        [_start(parameters=1000)],
+        ["training 1,000 parameters in bf16, ZeRO-2, 2 processes"],
+    ),
+    "a part that is trained": (
+        [_start(parameters=1000, trained_parameters=30)],
+        ["training 30 of 1,000 parameters in bf16, ZeRO-2, 2 processes"],
+    ),
+    "the loss of each set": (
+        [("eval", 3, {"loss": 2.0, "perplexity": None, **SETS})],
+        ["step 3: validation loss 2.0000, token_accuracy 0.25, kl -; loss of maths 1.5, prose 2.25"],
+    ),
+    "dtypes when they change, a low one each time": (  # the last is of a version that did not look
+        [("precision", step, {"flop_share": {"bf16": 1.0}, **inner}) for step, inner in OBSERVED],
+        [
+            "step 1: dtypes observed: softmax fp32 and bf16; norm statistics fp32",
+            f"step 1: {LOW}",
+            f"step 2: {LOW}",
+        ],
+    ),
+    "a change of the scale and mere hysteresis": (
+        [_scaled(3, 4.0, 4.0, "hysteresis", 1), _scaled(3, 4.0, 2.0, "overflow", 2)],
+        ["step 3: loss scale stays 4 (hysteresis, 1 in a row)", "step 3: loss scale 4 -> 2 (overflow, 2 in a row)"],
+    ),
+    "an overflow in one line, the first tensor of all": (
+        [
+            ("step", 3, step_fields(3, loss_scale=2.0**25, **OVERFLOW)),
+            _scaled(3, 2.0**25, 2.0**24, "overflow", 1),
+            *(_nan(0, f"layers.{7 - number}.down_proj", "gradient", "inf", 4) for number in range(8)),
+            ("step", 4, step_fields(4, loss_scale=2.0**24, skipped_total=1)),
+        ],
+        [
+            "step 3: skipped, the weights are unchanged (1 skipped so far); "
+            "loss scale 2^25 -> 2^24 (overflow, 1 in a row); "
+            "4 inf in the gradient of layers.7.down_proj on rank 0 and 7 more tensors, see events.jsonl"
+        ],
+    ),
+    "an incident once, with its cause and its replay": (
+        [
+            ("step", 3, step_fields(3) | BROKEN),
+            _nan(1, "layers.2", "activation", "nan", 1),
+            ("warning", 3, EARLY),
+            ("incident", 3, INCIDENT),
+            ("incident", 5, ABORT),
+        ],
+        [
+            "step 3: early warning: it jumped",
+            "step 3: SKIP: the loss is nan; 1 nan in the activation of layers.2 on rank 1",
+            "  replay: python -m tools.replay runs/a --step 3",
+            "step 5: ABORT: the loss spikes",
+        ],
+    ),
+    "a skip without an incident": (
+        [("step", 3, step_fields(3) | BROKEN)],
+        ["step 3: skipped, the weights are unchanged (2 skipped so far); loss nan, gradient norm nan"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_happened_is_told_in_lines(what: str) -> None:
+    events, lines = TOLD[what]
     stream = io.StringIO()
     record = Record([ConsoleSink(9, log_every_steps=5, stream=stream)])
-    record.event("step", step=3, tokens=3, **step_fields(3) | BROKEN)
+    for kind, step, fields in events:
+        record.event(kind, step=step, tokens=3, **fields)
     record.close()
-    said = "step 3: skipped, the weights are unchanged (2 skipped so far); loss nan, gradient norm nan"
-    assert stream.getvalue().splitlines() == [said]
+    assert stream.getvalue().splitlines() == lines
 
 
 def test_the_speed_of_a_line_is_the_median_since_the_line_before() -> None:
@@ -194,17 +168,6 @@ def test_the_speed_of_a_line_is_the_median_since_the_line_before() -> None:
         rate = 900.0 if step % 10 == 0 else 1000.0 if step < 10 else 2000.0
         record.event("step", step=step, tokens=step, **step_fields(step, tokens_per_second=rate))
     assert [line.split()[2] for line in stream.getvalue().splitlines()] == ["1.0k", "2.0k"]
-
-
-@pytest.mark.parametrize("width", [60, 80, 110, 200])
-def test_the_live_lines_hold_everything_and_fit(width: int) -> None:
-    """Speed and ETA come first; what does not fit beside the bar is below it."""
-    cells = ["123.4k tok/s", "ETA 12h05m", "72,960 MiB", "loss  2.1234 from 10.123", "█" * 12, "grad norm  123.456"]
-    cells += ["lr 1.25e-3", "scale 2^24", "skipped 123"]
-    first, *below = _pack(cells, width - 32, width - 2)
-    assert "  ".join(filter(None, [first, *below])).split("  ") == "  ".join(cells).split("  ")
-    assert len(first) <= width - 32 and all(len(line) <= width - 2 for line in below)
-    assert first.startswith("123.4k tok/s  ETA 12h05m")
 
 
 def test_a_stream_without_unicode_is_no_trouble() -> None:
@@ -285,8 +248,3 @@ def test_sparkline_falls_when_the_loss_falls() -> None:
     assert sparkline([4.0, 3.0, 2.0, 1.0], 4) == "█▆▃▁"
     assert len(sparkline([float(n) for n in range(1000)], 12)) == 12
     assert sparkline([1.0, 1.0], 12) == "▁▁" and sparkline([1.0], 12) == ""
-
-
-def test_units() -> None:
-    assert [human(n) for n in (950, 12_345, 4_560_000, math.inf)] == ["950", "12.3k", "4.6M", "inf"]
-    assert [duration(s) for s in (42, 200, 7500, 4 * 86400 + 3 * 3600)] == ["42s", "3m20s", "2h05m", "4d03h"]

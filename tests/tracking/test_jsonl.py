@@ -4,7 +4,6 @@ import io
 import json
 import math
 import random
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -126,24 +125,6 @@ def test_no_folder_is_a_user_error(tmp_path: Path) -> None:
         list(read_events(tmp_path / "events.jsonl"))
 
 
-def test_a_line_that_did_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
-    """A real short write, from the file size limit of this process."""
-    sink = JsonlSink(tmp_path / "events.jsonl")
-    sink.write(_event(1))
-    size = sink.path.stat().st_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
-    try:
-        with pytest.raises(OSError):
-            sink.write(_event(2, text="x" * 100))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert sink.path.stat().st_size == size
-    sink.write(_event(3))
-    sink.close()
-    assert [event["step"] for event in read_events(sink.path)] == [1, 3]
-
-
 def _step(step: int, **changes: Any) -> dict[str, Any]:
     return _event(step, **step_fields(step, **changes))
 
@@ -221,22 +202,6 @@ def test_lines_backwards_are_the_lines(content: bytes, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_CHUNK", chunk)
         assert list(jsonl.lines_backwards(io.BytesIO(content))) == content.split(b"\n")[::-1]
-
-
-def test_history_of_a_resumed_run_has_each_step_once(path: Path) -> None:
-    """Crashed at step 7, resumed from the checkpoint of step 4: the second attempt counts."""
-    first = [_event(0, "run_start"), *(_event(step, loss=float(step)) for step in range(1, 8))]
-    second = [_event(4, "run_start"), *(_event(step, loss=step + 0.5) for step in range(5, 10))]
-    path.write_bytes(b"".join(map(encode, first + second)))
-    kept = [(e["step"], e["loss"]) for e in surviving(read_events(path)) if e["event"] == "step"]
-    assert kept == [(n, float(n)) for n in range(1, 5)] + [(n, n + 0.5) for n in range(5, 10)]
-
-
-def test_steps_of_an_abandoned_attempt_do_not_outlive_it() -> None:
-    """Resumed from step 4 and dead again at step 5: steps 6 and 7 are in no weights any more."""
-    events = [_event(0, "run_start"), *(_event(step) for step in range(1, 8)), _event(4, "run_start"), _event(5)]
-    assert [e["step"] for e in surviving(events) if e["event"] == "step"] == [1, 2, 3, 4, 5]
-    assert sum(e["event"] == "run_start" for e in surviving(events)) == 2
 
 
 def test_a_rollback_within_a_session_drops_what_it_undid() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields, ticking_clock
+from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
 from tracking.compare.surviving import read_events
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS, Event
 from tracking.jsonl import JsonlSink
@@ -63,13 +63,6 @@ def test_an_unknown_event_names_the_nearest_and_time_is_the_clocks() -> None:
         Record.silent().event("steps", step=1, tokens=1)
     with pytest.raises(ValueError, match="clock"):
         Record.silent().event("step", step=1, tokens=1, **step_fields(1), time=3.0)
-
-
-def test_scale_writes_the_fields_of_the_table() -> None:
-    sink = Memory()
-    Record([sink]).scale(step=7, tokens=70, previous=4.0, new=2.0, reason="overflow", hysteresis=2, **SCALE)
-    assert set(REQUIRED_FIELDS["scale"]) | {"hysteresis"} | set(COMMON_FIELDS) == set(sink.events[0])
-    assert (sink.events[0]["from"], sink.events[0]["to"]) == (4.0, 2.0)
 
 
 def test_a_sink_that_raises_is_dropped_with_one_line_and_a_note(run_dir, capsys) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import UserError
 from tests.support.runs.report_runs import SessionWriter, session
 from tests.support.runs.synthetic_events import TELEMETRY
 from tracking.compare.surviving import read_events
@@ -68,19 +67,6 @@ def test_steps_that_were_not_finite_are_counted_as_a_plain_reading_counts_them(t
     assert overflows > 0 and nonfinite > 0
 
 
-def test_the_first_step_that_was_not_finite_is_named_with_its_cause(tmp_path: Path) -> None:
-    with session(tmp_path) as run:
-        run.steps(3)
-        run.overflow()
-        run.steps(2, loss_scale=512.0)
-        run.overflow(loss=math.nan, reason=None)
-        run.event("nonfinite", rank=3, module="lm_head", tensor="activation", kind="nan", count=7)
-        run.overflow(loss=math.nan, reason=None)
-    run = read_facts(_events(tmp_path), "run")
-    first = run.nonfinite[0]
-    assert (first.step, first.cause) == (7, "7 nan in the activation of lm_head on rank 3")
-
-
 def _restarted(folder: Path) -> RunFacts:
     """Four sessions: no checkpoint to go on from; restored; started anew by mistake; an older checkpoint taken."""
     with session(folder, time=1e9) as run:
@@ -131,26 +117,3 @@ def test_a_static_loss_scale_is_seen_without_scale_events(tmp_path: Path) -> Non
         run.steps(3)
     assert read_facts(_events(tmp_path / "static"), "run").scaled
     assert not read_facts(_events(tmp_path / "none"), "run").scaled
-
-
-def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(tmp_path: Path) -> None:
-    with session(tmp_path) as run:
-        run.steps(3)
-    with _events(tmp_path).open("a") as file:
-        file.write('{"event":"run_end","st')
-    assert read_facts(_events(tmp_path), "run").end is None
-    with _events(tmp_path).open("a") as file:
-        file.write("\n")
-    with pytest.raises(UserError, match="line 5 is not an event"):
-        read_facts(_events(tmp_path), "run")
-    with pytest.raises(UserError, match="is this a run folder"):
-        read_facts(tmp_path / "absent.jsonl", "run")
-
-
-def test_an_event_without_its_fields_is_a_user_error(tmp_path: Path) -> None:
-    with session(tmp_path) as run:
-        run.steps(1)
-    with _events(tmp_path).open("a") as file:
-        file.write('{"event":"run_start"}\n')
-    with pytest.raises(UserError, match="line 3 is not an event as docs/run-folder.md"):
-        read_facts(_events(tmp_path), "run")

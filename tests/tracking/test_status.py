@@ -4,39 +4,25 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from config.cli import REPOSITORY
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tests.tracking.test_run_lock import holder
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK, SILENT_SECONDS
 from tracking.status import Status, run_status
 
-HOLDER = (
-    "import sys; from pathlib import Path; from tracking.run_lock import created_and_locked\n"
-    "with created_and_locked(Path(sys.argv[1]), 'demo', fresh=False):\n"
-    "    print(flush=True); sys.stdin.read()\n"
-)
-
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that has the run `demo`."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], cwd=REPOSITORY, **pipes)
-    try:
-        process.stdout.readline()
+    with holder(tmp_path) as process:
         yield process
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def record(folder: Path, *, steps: int = 3, age: float = 1.0, **end: object) -> None:

@@ -1,23 +1,16 @@
 """The report and its table say what the events say, also for a crashed or resumed run."""
 
-import io
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from config.cli import REPOSITORY
-from config.errors import UserError
 from tests.support.runs.report_runs import report_of
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.numbers import loss
 from tracking.record import Record
 from tracking.report.command import main
-from tracking.report.page import results, summary_table
+from tracking.report.page import results
 from tracking.run_dir import RunDir
 from tracking.summary import read_run
 
@@ -125,13 +118,6 @@ def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
     assert places == sorted(places)
 
 
-def test_the_table_for_the_console(fp16_run: RunDir) -> None:
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(summary_table(read_run(fp16_run.path)))
-    text = console.export_text()
-    assert "demo: healthy" in text and "58 applied" in text and "7.5943 -> 3.6796" in text
-
-
 def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None:
     """Killed within step 9, resumed from step 4; no config, no environment, the pause between does not count."""
     clock = ticking_clock(seconds=1.0)
@@ -155,17 +141,3 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
         and "python train.py" in text
         and text.count("data: 4 rows") == 1
     )
-
-
-def test_the_command_line_runs_and_names_a_folder_without_a_run(told_run: RunDir, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tracking.report"]
-    done = subprocess.run([*command, str(told_run.path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and "58 applied" in done.stdout and str(told_run.report) in done.stdout, done.stderr
-    failed = subprocess.run([*command, str(tmp_path)], cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "events.jsonl" in failed.stderr
-
-
-def test_a_run_without_a_start_is_a_user_error(run_dir: RunDir) -> None:
-    run_dir.events.write_text("")
-    with pytest.raises(UserError, match="nothing was recorded"):
-        read_run(run_dir.path)

@@ -99,24 +99,17 @@ def repeated_with_dropout(world: World, *, folder: str) -> dict[str, float]:
         return {"repeated": repeated, "without the random numbers": reference.error().error}
 
 
-def surveyed(
-    world: World, *, stage: int, folder: str, swell: float = 1.0, changes: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """A survey of the small model, and the losses of the same training without one.
-
-    swell: factor on the weights of the last block's gate and up projections, so that their product grows by its square.
-    """
+def surveyed(world: World, *, stage: int, folder: str, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A survey of the small model, and the losses of the same training without one."""
     resolved = resolve_manifest(world, stage=stage, folder=folder, tree=FP32)
     plain = []
     with engine_of(world, resolved) as engine:
-        _swell(engine.model, swell)
         stream = Stream(world)
         for step in range(2):
             health = engine.health(engine.forward_backward(stream.next_step(), step=step + 1))
             engine.step(health, 0.01 * (step + 1) / 40)
             plain.append(health.loss)
     with engine_of(world, resolved) as engine:
-        _swell(engine.model, swell)
         result = survey(engine, Stream(world), resolved, plan(**(changes or {})), str)
     return {"result": result, "plain": plain}
 
@@ -131,12 +124,6 @@ def computes_as_promised(world: World, *, folder: str, tree: dict[str, Any]) -> 
         engine.discard_gradients()
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
         return seen.flop_share()
-
-
-def _swell(model: torch.nn.Module, factor: float) -> None:
-    for name, parameter in model.named_parameters():
-        if "layers.1.mlp.gate_proj" in name or "layers.1.mlp.up_proj" in name:
-            parameter.data.mul_(factor)
 
 
 def _plain_gradients(

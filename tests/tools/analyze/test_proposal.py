@@ -16,11 +16,9 @@ from tools.analyze.proposal import (
     flushed_share,
     fp16_obstacle,
     largest_scale,
-    pattern_of,
     propose,
     propose_fp8,
     rules_for,
-    sensitivities,
 )
 from tools.analyze.ranges import Ranges, Spread
 
@@ -200,13 +198,6 @@ def test_no_limit_takes_all_and_a_small_one_none():
     assert nothing.fp8_share == 0 and {choice.compute for choice in nothing.choices.values()} == {"bf16"}
 
 
-def test_sensitivities_are_shares_of_the_squares():
-    units = [Unit(("a",), 1, {"bf16": 3.0}), Unit(("b", "c"), 1, {"bf16": 4.0})]
-    assert sensitivities(units) == pytest.approx({"a": 9 / 25, "b": 16 / 25, "c": 16 / 25})
-    units = [Unit(("a",), 1, {"bf16": math.inf}), Unit(("b",), 1, {"bf16": 1.0})]
-    assert sensitivities(units) == {"a": 1.0, "b": 0.0}
-
-
 def test_an_fp16_error_that_is_not_finite_is_an_obstacle():
     found = decide([Unit(("a",), 1, {"bf16": 8e-3, "fp16": math.inf})], {"a": region()})
     assert found.choices["a"].compute == "bf16"
@@ -247,8 +238,3 @@ def test_the_manifest_means_what_was_chosen(seed, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps(tree))
     assigned = assign(load_manifest(tmp_path / "manifest.json"), model)
     assert {name: assigned[name].compute for name in linear} == {name: choices[name].compute for name in linear}
-
-
-def test_patterns_replace_numbers_only():
-    assert pattern_of("model.layers.10.mlp.w2") == "model.layers.*.mlp.w2"
-    assert pattern_of("h.0.experts.3") == "h.*.experts.*"

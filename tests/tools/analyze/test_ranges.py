@@ -8,7 +8,6 @@ import torch
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
-from tests.support.models.gradient_oracle import underflow_share
 from tests.support.models.small_models import small_model
 from tools.analyze.ranges import (
     LOWEST_EXPONENT,
@@ -52,14 +51,6 @@ def test_a_spread_counts_what_a_plain_loop_counts(monkeypatch):
     assert (found.zeros, found.nonfinite, found.maximum) == (1, 2, max(finite))
     assert {found.lowest + i: count for i, count in enumerate(found.counts) if count} == dict(expected)
     assert found.counts[0] and found.counts[-1]
-
-
-def test_shares_are_those_of_the_values():
-    values = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 1e-6
-    found = spread_of(values)
-    assert found.share_below(-25) == pytest.approx(float((values.abs() < 2.0**-25).double().mean()), abs=1e-12)
-    assert found.share_below(-25) == pytest.approx(underflow_share(values, torch.float16)[1], abs=1e-6)
-    assert found.share_below(-400) == 0.0 and found.share_below(400) == 1.0
 
 
 def test_merging_is_counting_all_values_at_once():

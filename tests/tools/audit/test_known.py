@@ -8,7 +8,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import Combination, combinations
-from tools.audit.configs import BAD, SEVERITIES, Given, find, holds, read_given, read_known, sound
+from tools.audit.configs import BAD, SEVERITIES, Given, find, read_given, read_known, sound
 
 BASE = {
     "train_micro_batch_size_per_gpu": 1,
@@ -204,27 +204,6 @@ def test_a_verdict_is_that_of_the_matrix(cell: tuple[str, ...]) -> None:
     assert bool(bad) == (float(masters.strip("*")) > 0.065 and wrong)
     assert bool(found) or not wrong
     assert bool(list(sound(given))) == (not wrong)
-
-
-@pytest.mark.parametrize(
-    ("wanted", "value", "answer"),
-    [
-        (2, 2, True),
-        (2, None, None),
-        ([1, 2], 2, True),
-        ([1, 2], 3, False),
-        (["absent", True], "absent", True),
-        ("> 1", 2, True),
-        ("> 1", 1, False),
-        (">= 2", 2, True),
-        ("!= 1.0", 1.0, False),
-        ("!= 1.0", "absent", False),
-        ("> 1", "cpu", False),
-        (True, False, False),
-    ],
-)
-def test_conditions(wanted: Any, value: Any, answer: bool | None) -> None:
-    assert holds(wanted, value) is answer
 
 
 def test_what_is_not_known_is_possible_and_not_found() -> None:

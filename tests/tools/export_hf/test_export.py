@@ -241,20 +241,6 @@ def test_a_push_uploads_what_was_written_and_verified(job, tmp_path):
         assert TOKEN not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
-def test_an_upload_that_is_refused_leaves_the_export(job, tmp_path):
-    with running() as hub:
-        hub.refuses = "/commit/main"
-        done = push(job, tmp_path / "out", hub, "tiny")
-    assert done.returncode == 2
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and f"the export is whole in {tmp_path}/out; upload it with `hf upload" in errors[0]
-    assert "Forbidden" in errors[0] and TOKEN not in done.stdout + done.stderr
-    assert (
-        subprocess.run(["sha256sum", "-c", "--quiet", "SHA256SUMS"], cwd=tmp_path / "out", check=False).returncode == 0
-    )
-
-
 def test_force_replaces_an_export_and_only_when_the_new_one_is_whole(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     arguments = [str(checkpoint_of(job)), str(out), "--dtype"]

@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from config.schema import Fp8Section
 from precision import fp8
-from tests.support.models.small_run import batch_of, engine_of, resolve
-from tests.tools.parity.step_cases import step_parity
+from tests.support.models.small_run import batch_of
+from tests.tools.parity.step_cases import compared
 from training.distributed import World
 
 LAYER = "model.layers.0.mlp.down_proj"
@@ -20,10 +20,8 @@ def measured_steps(
     world: World, *, stage: int, steps: int, wrong: str | None = None, overrides: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Some real steps in FP8, each held against FP32. wrong: what one layer does otherwise, of WRONG."""
-    resolved = resolve(world, stage=stage, compute="fp32", micro=2, overrides=overrides)
     rows, applied = [], 0
-    with engine_of(world, resolved) as engine:
-        parity = step_parity(engine, resolved, world)
+    with compared(world, stage=stage, compute="fp32", overrides=overrides) as (engine, parity):
         if wrong is not None:
             layer: Any = engine.model.get_submodule(LAYER)
             layer.forward = WRONG[wrong](layer)

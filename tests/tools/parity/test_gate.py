@@ -9,7 +9,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.errors import UserError
 from lab.detection.planted import MODULE
-from launch.job import error_line_of, launch
+from launch.job import launch
 from tests.support.jobs import launches
 from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
@@ -226,12 +226,6 @@ def test_rates_and_scales_that_no_rule_gives_are_named(tmp_path):
     assert measured({"event": "incident", "step": 7}, at_7={"lr": steps[5]["lr"]}).passed
 
 
-def test_a_checkpoint_is_saved_after_each_step_that_is_named(judged):
-    found, _ = judged
-    points = [walk["point"] for walk in found["walks"]]
-    assert points[0] == 0 and len(points) == 2 and 5 <= points[1] < 11
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -282,19 +276,3 @@ def test_a_model_that_fp16_cannot_hold_is_refused_with_its_module_before_its_twi
 def test_a_launcher_that_does_not_exist_is_told(tmp_path):
     with pytest.raises(UserError, match="there is no program nolauncher"):
         launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])
-
-
-def test_without_a_launcher_torchrun_starts_the_processes(tmp_path):
-    ranks = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
-    (tmp_path / "ranks.py").write_text(ranks)
-    assert launch([str(tmp_path / "ranks.py")], processes=2, log=tmp_path / "log") == 0
-    said = (tmp_path / "log").read_text().splitlines()
-    assert sorted(line for line in said if line.startswith("rank ")) == ["rank 0 of 2", "rank 1 of 2"]
-
-
-def test_a_job_does_not_inherit_what_a_launcher_told_this_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    program = ["-c", "import os, sys; print({k for k in os.environ if k in ('RANK', 'WORLD_SIZE')}); sys.exit(7)"]
-    assert launch(program, processes=1, log=tmp_path / "log") == 7
-    assert error_line_of(tmp_path / "log") == "set()"

@@ -3,7 +3,6 @@
 import math
 import random
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 import pytest
@@ -16,10 +15,8 @@ from tools.parity.alternatives import moved_start
 from tools.parity.judge_runs import (
     Settling,
     Trajectory,
-    control_factor,
     first_departure,
     judge_trajectories,
-    running_median,
     settling_of,
     unless_chaotic,
 )
@@ -221,15 +218,6 @@ def test_a_single_odd_step_is_not_a_departure_but_a_lasting_one_is() -> None:
     assert 58 <= departure <= 64
 
 
-def test_running_median_against_its_definition() -> None:
-    noise = random.Random(1)
-    values = [noise.choice([noise.random(), math.nan, math.inf]) for _ in range(200)]
-    found = running_median(values)
-    for centre in range(200):
-        window = [value for value in values[max(0, centre - 5) : centre + 6] if math.isfinite(value)]
-        assert found[centre] == (median(window) if window else pytest.approx(math.nan, nan_ok=True))
-
-
 def test_with_seeds_a_delta_is_held_against_the_spread_of_fp32() -> None:
     """1% is more than the bound. It is no news where FP32 runs differ by 2% among themselves; elsewhere it is."""
     spread = [run(validation=value) for value in (3.92, 4.0, 4.08)]
@@ -253,10 +241,6 @@ def test_distances_that_controls_have_too_are_no_failure() -> None:
         bounds.append(checks["validation_delta"].bound)
     assert bounds[2] == BOUNDS.validation_delta
     assert bounds[0] == pytest.approx(2 * 0.0075)  # twice the root mean square of +0.75% and -0.75%
-
-
-def test_controls_lie_on_both_sides_ever_further_away() -> None:
-    assert [control_factor(index) - 1 for index in range(4)] == [2**-8, -(2**-8), 2**-7, -(2**-7)]
 
 
 def test_a_healthy_step_passes_every_check() -> None:

@@ -375,20 +375,26 @@ def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], No
     return judge(run, steps=2)
 
 
+def other_evaluation(event: dict[str, Any]) -> None:
+    event["loss"] *= 1 + 1e-5
+    event["perplexity"] *= math.exp(event["loss"] * (1 - 1 / (1 + 1e-5)))
+
+
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("kind", "change", "named"),
     [
-        (lambda event: event.update(loss=event["loss"] * (1 + 1e-5)), "loss"),
-        (lambda event: event.update(grad_norm=event["grad_norm"] * 1.0001), "norm"),
-        (lambda event: event.update(tokens=event["tokens"] - 1), "tokens"),
-        (lambda event: event.update(loss=float("nan")), "loss"),
+        ("step", lambda event: event.update(loss=event["loss"] * (1 + 1e-5)), "loss"),
+        ("step", lambda event: event.update(grad_norm=event["grad_norm"] * 1.0001), "norm"),
+        ("step", lambda event: event.update(tokens=event["tokens"] - 1), "tokens"),
+        ("step", lambda event: event.update(loss=float("nan")), "loss"),
+        ("eval", other_evaluation, "validation loss"),
     ],
 )
 def test_a_wrong_record_is_named(
-    finished: Path, tmp_path: Path, change: Callable[[dict[str, Any]], None], named: str
+    finished: Path, tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], None], named: str
 ) -> None:
     def at_step_2(event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["step"] == 2:
+        if event["event"] == kind and (kind == "eval" or event["step"] == 2):
             change(event)
 
     found = tampered(finished, tmp_path, at_step_2)
@@ -408,16 +414,6 @@ def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
 
     # the run's evaluations are FP32's, and wrong for BF16
     assert failed(tampered(finished, tmp_path, change)) - {"validation loss"} == named
-
-
-def test_a_wrong_evaluation_is_named(finished: Path, tmp_path: Path) -> None:
-    def change(event: dict[str, Any]) -> None:
-        if event["event"] == "eval":
-            event["loss"] *= 1 + 1e-5
-            event["perplexity"] *= math.exp(event["loss"] * (1 - 1 / (1 + 1e-5)))
-
-    found = tampered(finished, tmp_path, change)
-    assert failed(found) == {"validation loss"}
 
 
 EVALUATED = (*APART, "data.validation_fraction=0.3", "checkpoint.every_steps=2", "evaluate.every_steps=2")
@@ -459,13 +455,9 @@ def test_the_evaluation_of_each_task_is_what_it_computes_with_all_metrics(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["pretrain", "dpo"])
-def test_an_evaluation_of_other_rows_is_named(task_files: Path, task: str) -> None:
+def test_an_evaluation_of_other_pairs_is_named(task_files: Path) -> None:
     more = ("evaluate.every_steps=4", "data.validation_fraction=0.3")
-    if task == "pretrain":
-        found = judged(task_files, "rows-of-one-rank", *MORE, *more, mistake="rows_of_one_rank")
-    else:
-        found = of_task(task_files, "pairs-of-one-rank", task, *more, mistake="rows_of_one_rank")
+    found = of_task(task_files, "pairs-of-one-rank", "dpo", *more, mistake="rows_of_one_rank")
     assert failed(found) - {"validation metrics"} == {"validation loss"}, found.lines()
 
 

@@ -10,19 +10,9 @@ import torch
 from config.schema import ParitySection
 from tests.support.models.small_models import small_model
 from tools.parity.judge_runs import Trajectory, confidence, confidence_line, judge_trajectories
-from tools.parity.power import detectable, half_width, pairs_needed, t_probability, t_quantile
+from tools.parity.power import detectable, half_width, pairs_needed
 
 BOUNDS = ParitySection()
-
-
-@pytest.mark.parametrize(
-    ("probability", "degrees", "expected"),  # two-sided tables of Student's t
-    [(0.975, 1, 12.706), (0.975, 2, 4.303), (0.95, 5, 2.015), (0.9, 9, 1.383), (0.975, 30, 2.042), (0.995, 120, 2.617)],
-)
-def test_students_t_is_that_of_the_tables(probability: float, degrees: int, expected: float) -> None:
-    assert t_quantile(probability, degrees) == pytest.approx(expected, abs=6e-4)
-    assert t_quantile(1 - probability, degrees) == pytest.approx(-expected, abs=6e-4)
-    assert t_probability(0.0, degrees) == 0.5
 
 
 @pytest.mark.parametrize("pairs", [4, 10])

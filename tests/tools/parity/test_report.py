@@ -65,18 +65,6 @@ def found() -> dict[str, Any]:
     }
 
 
-def test_a_pass_says_what_held_and_what_it_bought(tmp_path: Path) -> None:
-    page = write_report(tmp_path, found()).read_text()
-    said = "**parity**: bf16 against FP32 over 3 steps, and in single steps at 2 places: all 5 checks hold."
-    assert said in page
-    assert "| the run's own hypothesis, which these checks do not test | It holds. |" in page
-    assert "| step time | 1 s | 2 s | 0.50x |" in page
-    assert "| energy, start-up included | not reported here | not reported here | not reported here |" in page
-    assert "0.10% | at most 0.50% | yes" in page
-    assert "at least 0.99" in page
-    assert {path.name for path in tmp_path.iterdir()} == {"parity.md", "parity.html", "trajectories.png", "steps.png"}
-
-
 def test_a_failure_is_told_first_with_its_modules(tmp_path: Path) -> None:
     bad = copy.deepcopy(found())
     bad |= {"verdict": "no parity", "failed": ["module_error"]}

@@ -64,18 +64,6 @@ def test_other_kinds_of_models_are_measured_as_well(pair, kind):
         assert not failed(checks), {name: checks[name] for name in failed(checks)}
 
 
-@pytest.mark.one_in(12)
-@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
-@pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
-def test_a_planted_defect_is_found_and_named(pair, stage, compute, defect, check):
-    overrides = [CLIPPED, "precision.loss_scale.initial=1024"]
-    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": overrides, "defect": defect}
-    for steps in pair.run(step_cases.of_shared_matrices, **given):
-        found = judged(steps)[check]
-        assert not found.passed
-        assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")
-
-
 def under_a_manifest(folder: Path, stage: int, *overrides: str) -> dict[str, Any]:
     path = folder / "manifest.json"
     path.write_text(json.dumps(MANIFEST), encoding="utf-8")
@@ -92,10 +80,13 @@ def test_a_manifest_is_the_plan(pair, tmp_path, stage):
         assert steps[0]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
 
 
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(11)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16"), (2, "manifest")])
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
-def test_a_planted_defect_is_found_and_named_under_a_manifest(pair, tmp_path, defect, check):
-    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, 2), defect=defect):
+def test_a_planted_defect_is_found_and_named(pair, tmp_path, stage, compute, defect, check):
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": [CLIPPED, SCALE[0]]}
+    given = under_a_manifest(tmp_path, stage) if compute == "manifest" else given
+    for steps in pair.run(step_cases.of_shared_matrices, **given, defect=defect):
         found = judged(steps)[check]
         assert not found.passed
         assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")

@@ -3,8 +3,6 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,18 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from config.cli import REPOSITORY
 from config.errors import UserError
 from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP
 from tracking.compare.command import main
-from tracking.compare.differences import Difference, side_by_side
-from tracking.compare.divergence import Tolerance, events_near, find_divergence
+from tracking.compare.divergence import Tolerance, find_divergence
 from tracking.compare.html import page
 from tracking.compare.measures import loss_at, measures
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import labels, read_runs
-from tracking.compare.text import comparable, runs_by_value
+from tracking.compare.text import comparable
 from tracking.run_dir import RunDir
 
 SECRET = "hunter2hunter2"
@@ -59,65 +55,72 @@ def _compared(*folders: Any, tolerance: Tolerance | None = None, price: float | 
     return compare(runs, tolerance=tolerance or Tolerance(), price=price)
 
 
-PLANTED: dict[str, dict[str, Any]] = {
-    "another seed in the middle": {"change": _reordered(20)},
-    "another seed from the start": {"change": _reordered(1), "config": {"run.seed": 1}},
-    "skipped batches": {
-        "change": lambda at, _: {"sample_ids_sha256": f"{at + 4:04x}" * 16, "loss": 9.0} if at >= 20 else None,
-        "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
-    },
-    "a promoted module": {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
-    "a cut learning rate": {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
-    "an overflow": {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
-    "an injected fault": {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
-    "another loss scale": {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
-    "another schedule": {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
-    "another batch": {
-        "change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP},
-        "config": {"batch.global_size": 16},
-    },
-    "another precision": {
-        "change": lambda at, _: {"loss": 8.0 / at},
-        "config": {"precision.compute": "fp16", "run.hypothesis": "h"},
-    },
-    "another gradient": {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
-    "another update": {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
-    "another version": {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
-    "no reason at all": {"change": _from(30, loss=4.0)},
-}
-# Of each: the step at which the runs diverge, and a part of the cause that is given.
-CAUSES = {
-    "another seed in the middle": (20, "the data order differs from step 20: no recorded setting explains it"),
-    "another seed from the start": (
+PLANTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "the data order differs from step 20: no recorded setting explains it": (20, {"change": _reordered(20)}),
+    "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1": (
         1,
-        "the data order differs from step 1, and so do the initial weights: run.seed 0 / 1",
+        {"change": _reordered(1), "config": {"run.seed": 1}},
     ),
-    "skipped batches": (20, "rolled back and skipped batches; what run sees at step 20, base sees at step 24"),
-    "a promoted module": (22, "step 21: model.up_proj promoted to fp32 in run only"),
-    "a cut learning rate": (22, "step 21: the learning rate was cut in run only"),
-    "an overflow": (
+    "rolled back and skipped batches; what run sees at step 20, base sees at step 24": (
         20,
-        "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj on rank 1; loss",
+        {
+            "change": lambda at, _: {"sample_ids_sha256": f"{at + 4:04x}" * 16, "loss": 9.0} if at >= 20 else None,
+            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
+        },
     ),
-    "an injected fault": (20, "step 20: an injected fault (loss_spike) in model.up_proj in run only"),
-    "another loss scale": (
+    "step 21: model.up_proj promoted to fp32 in run only": (
+        22,
+        {"change": _from(22, loss=4.0), "after": {21: [_incident("PROMOTE", promoted_to="fp32")]}},
+    ),
+    "step 21: the learning rate was cut in run only": (
+        22,
+        {"change": _from(22, lr=1e-9), "after": {21: [_incident("CUT_LR")]}},
+    ),
+    "step 20 was skipped in run and applied in base: 3 inf in the gradient of model.up_proj on rank 1; loss": (
+        20,
+        {"change": _only(20, applied=False, grad_norm=math.inf), "after": {20: [_INF, _SCALE]}},
+    ),
+    "step 20: an injected fault (loss_spike) in model.up_proj in run only": (
+        20,
+        {"change": _only(20, loss=99.0), "after": {19: [{**_FAULT, "at": 20, "kind": "loss_spike"}]}},
+    ),
+    "the loss scale differs from step 1 (65536 / 4096): precision.loss_scale.initial - / 4096": (
         1,
-        "the loss scale differs from step 1 (65536 / 4096): precision.loss_scale.initial - / 4096",
+        {"change": _from(1, loss_scale=4096.0), "config": {"precision.loss_scale.initial": 4096.0}},
     ),
-    "another schedule": (11, "the learning rate differs from step 11 (3e-4 / 1e-9): schedule.warmup_steps - / 11"),
-    "another batch": (1, "the number of tokens differs from step 1: batch.global_size 8 / 16"),
-    "another precision": (1, "different from the first step: precision.compute bf16 / fp16"),
-    "another gradient": (5, "same batch and loss at step 5, but a different gradient: precision.reduce - / compute"),
-    "another update": (2, "before step 2, but a different update: optimizer.weight_decay - / 0.5"),
-    "another version": (2, "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0"),
-    "no reason at all": (30, "so some of the computation is not deterministic"),
+    "the learning rate differs from step 11 (3e-4 / 1e-9): schedule.warmup_steps - / 11": (
+        11,
+        {"change": _from(11, lr=1e-9), "config": {"schedule.warmup_steps": 11}},
+    ),
+    "the number of tokens differs from step 1: batch.global_size 8 / 16": (
+        1,
+        {"change": lambda step, _: {"tokens": step * 2 * TOKENS_PER_STEP}, "config": {"batch.global_size": 16}},
+    ),
+    "different from the first step: precision.compute bf16 / fp16": (
+        1,
+        {"change": lambda at, _: {"loss": 8.0 / at}, "config": {"precision.compute": "fp16", "run.hypothesis": "h"}},
+    ),
+    "same batch and loss at step 5, but a different gradient: precision.reduce - / compute": (
+        5,
+        {"change": _from(5, grad_norm=7.0), "config": {"precision.reduce": "compute"}},
+    ),
+    "before step 2, but a different update: optimizer.weight_decay - / 0.5": (
+        2,
+        {"change": _from(2, loss=4.0), "config": {"optimizer.weight_decay": 0.5}},
+    ),
+    "nothing recorded before step 2 explains it; what differs: torch 2.13.0 / 2.14.0": (
+        2,
+        {"change": _from(2, loss=4.0), "environment": {"versions.torch": "2.14.0"}},
+    ),
+    "so some of the computation is not deterministic": (30, {"change": _from(30, loss=4.0)}),
 }
+"""Part of the cause that is given, to the step at which the runs diverge and what is planted there."""
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, name: str) -> None:
-    step, cause = CAUSES[name]
-    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **PLANTED[name])).pairs[0]
+@pytest.mark.parametrize("cause", PLANTED)
+def test_the_step_and_the_cause_of_a_planted_divergence_are_named(tmp_path: Path, cause: str) -> None:
+    step, planted = PLANTED[cause]
+    pair = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **planted)).pairs[0]
     assert pair.divergence.step == step, pair.headline
     assert cause in pair.cause
     assert pair.divergence.identical_to == (step - 1 or None)
@@ -216,24 +219,6 @@ def test_what_differs_is_listed_side_by_side_and_nothing_else(tmp_path: Path) ->
     }
 
 
-@pytest.mark.parametrize(
-    ("config", "environment", "caveat"),
-    [
-        ({"data.tokenizer": "bytes"}, {"data.vocab_size": 257}, "different tokenizer: a loss is in nats per token"),
-        ({}, {"data.fingerprint": "bb"}, "different data"),
-        ({"data.sequence_length": 1024}, {}, "different sequence length"),
-        ({"batch.global_size": 16}, {}, "different batch"),
-        ({"precision.compute": "fp32"}, {}, "different precision"),
-        ({"run.steps": 80}, {}, "different schedule"),
-        ({}, {"accelerator.device": "NVIDIA A100"}, "different hardware"),
-    ],
-)
-def test_runs_that_are_not_comparable_get_a_caveat(tmp_path, config, environment, caveat) -> None:
-    base = write_run(tmp_path, "base")
-    found = _compared(base, write_run(tmp_path, "run", config=config, environment=environment)).caveats
-    assert len(found) == 1 and found[0].startswith(caveat)
-
-
 def test_data_order_tokens_and_a_missing_config_are_caveats_too(tmp_path: Path) -> None:
     base = write_run(tmp_path, "base")
     other = write_run(tmp_path, "run", steps=30, change=_from(5, sample_ids_sha256="ff" * 32))
@@ -314,12 +299,6 @@ def test_a_run_that_died_before_its_first_step_is_no_trouble(tmp_path, capsys) -
     assert main([str(base.path), dead, "--tolerance", "1"]) == 3, "nothing was compared, so nothing agrees"
 
 
-def test_what_stands_before_the_first_step_shown_is_found_too(tmp_path: Path) -> None:
-    """A fault is recorded before the step it strikes, and a resume behind the steps that it undoes."""
-    run = read_runs([str(write_run(tmp_path, "run", after={17: [{**_FAULT, "at": 18}]}).path)])[0]
-    assert [(event["event"], event["step"]) for event in events_near(run, 20)] == [("fault", 18), ("eval", 20)]
-
-
 def test_labels_are_the_shortest_that_differ() -> None:
     assert labels(["runs/a", "runs/b"]) == ["a", "b"]
     assert labels(["/x/1/demo", "/x/2/demo", "/y/other"]) == ["1/demo", "2/demo", "other"]
@@ -376,29 +355,6 @@ def test_a_dozen_runs_fit_on_the_terminal(tmp_path: Path, capsys: pytest.Capture
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 120 and sum(line.startswith("run11") for line in lines) == 2
     assert any("0 (run0, run2, run4, run6, run8, run10); 1 (run1, run3" in line for line in lines)
-
-
-def test_of_many_values_the_first_and_the_last_are_told() -> None:
-    assert side_by_side([0.5, 0.25, 0.5]) == "0.5 / 0.25"
-    assert side_by_side([n / 1000 for n in range(40, 0, -1)]) == "0.001 to 0.04 (40 values)"
-    assert side_by_side([f"v{n}" for n in range(9)]) == "v0 / v1 / v2 / v3 / v4 / v5 / ... (9 values)"
-    names = [f"r{n}" for n in range(40)]
-    text = runs_by_value(Difference("config", "run.seed", tuple(n % 20 if n < 30 else 0 for n in range(40))), names)
-    assert text.startswith("0 (r0, r20, r30, r31, r32, r33, r34, r35, and 4 more); 1 (r1, r21);")
-    assert text.endswith("; 15 (r15); and 4 more")
-
-
-def test_no_torch_is_imported(tmp_path: Path) -> None:
-    runs = [str(write_run(tmp_path, name, steps=3).path) for name in "ab"]
-    code = (
-        "import sys; from tracking.compare.command import main; code = main(sys.argv[1:])\n"
-        "print(code, [name for name in ('torch', 'deepspeed', 'wandb') if name in sys.modules])"
-    )
-    page = ["--html", str(tmp_path / "page.html")]
-    done = subprocess.run(
-        [sys.executable, "-c", code, *runs, *page], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines()[-1] == "0 []"
 
 
 def _noisy(root: Path, name: str, level: float, seed: int, config: dict[str, Any] | None = None) -> RunDir:
@@ -500,14 +456,6 @@ def test_each_run_that_came_less_far_is_compared_at_its_own_last_point(tmp_path:
     assert _compared(runs[1], runs[2]).caveats == []
 
 
-def test_of_two_runs_the_shorter_one_says_where_they_are_compared(tmp_path: Path) -> None:
-    base, short = write_run(tmp_path, "base"), write_run(tmp_path, "short", steps=12)
-    lines = short.events.read_bytes().splitlines(keepends=True)
-    short.events.write_bytes(b"".join(lines[:-1]))
-    [title] = [row.title for row in _compared(base, short).measures if row.key == "loss_at_equal_tokens"]
-    assert title == f"training loss at {12 * TOKENS_PER_STEP:,} tokens, where short ended"
-
-
 def test_a_caveat_that_voids_losses_voids_them_where_a_run_ended_too(tmp_path: Path) -> None:
     runs = [write_run(tmp_path, name) for name in ("a", "b")]
     runs.append(write_run(tmp_path, "c", steps=12, config={"data.tokenizer": "bytes"}))
@@ -515,23 +463,36 @@ def test_a_caveat_that_voids_losses_voids_them_where_a_run_ended_too(tmp_path: P
     assert len(lines) == 2 and all("no winner, different tokenizer" in line for line in lines)
 
 
+OTHER_RATES = {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "optimizer.eps": 1.0}
+
+
 @pytest.mark.parametrize(
-    ("change", "config", "caveat"),
+    ("other", "caveat"),
     [
-        (_from(9, lr=1e-5), {}, "different learning rate: run differs from base from step 9"),
-        ({"after": {9: [_incident("CUT_LR")]}}, {}, "different learning rate: that of run was cut after step 9"),
-        (None, {"schedule.final_ratio": 0.5}, "different schedule: at equal tokens the learning rates differ"),
         (
-            None,
-            {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "optimizer.eps": 1.0},
-            "different learning",
+            {"config": {"data.tokenizer": "bytes"}, "environment": {"data.vocab_size": 257}},
+            "different tokenizer: a loss is in nats per token",
         ),
+        ({"environment": {"data.fingerprint": "bb"}}, "different data"),
+        ({"config": {"data.sequence_length": 1024}}, "different sequence length"),
+        ({"config": {"batch.global_size": 16}}, "different batch"),
+        ({"config": {"precision.compute": "fp32"}}, "different precision"),
+        ({"config": {"run.steps": 80}}, "different schedule"),
+        ({"environment": {"accelerator.device": "NVIDIA A100"}}, "different hardware"),
+        ({"change": _from(9, lr=1e-5)}, "different learning rate: run differs from base from step 9"),
+        ({"after": {9: [_incident("CUT_LR")]}}, "different learning rate: that of run was cut after step 9"),
+        (
+            {"config": {"schedule.final_ratio": 0.5}},
+            "different schedule: at equal tokens the learning rates differ",
+        ),
+        ({"config": OTHER_RATES}, "different learning"),
+        ({"change": lambda step, _: {"loss": 4.0 if step < 20 else 90.0}}, "run went wrong: diverged since step "),
     ],
 )
-def test_runs_whose_learning_rates_differ_are_never_called_comparable(tmp_path, change, config, caveat) -> None:
-    how = change if isinstance(change, dict) else {"change": change}
-    comparison = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", config=config, **how))
-    assert any(line.startswith(caveat) for line in comparison.caveats)
+def test_runs_that_are_not_comparable_get_a_caveat(tmp_path: Path, other: dict[str, Any], caveat: str) -> None:
+    found = _compared(write_run(tmp_path, "base"), write_run(tmp_path, "run", **other)).caveats
+    assert any(line.startswith(caveat) for line in found)
+    assert len(found) == 1 or {"change", "after"} & other.keys() or other["config"] is OTHER_RATES, found
 
 
 def test_a_skip_shifts_the_schedule_and_is_no_other_learning_rate(tmp_path: Path) -> None:
@@ -591,9 +552,3 @@ def test_a_learning_rate_is_a_caveat_unless_it_is_what_is_compared(tmp_path: Pat
     )
     assert not any("learning rate" in caveat for caveat in _compared(base, rate).caveats)
     assert any(caveat.startswith("different learning rate") for caveat in _compared(base, both).caveats)
-
-
-def test_a_run_that_diverged_is_marked(tmp_path: Path) -> None:
-    diverged = write_run(tmp_path, "hot", change=lambda step, _: {"loss": 4.0 if step < 20 else 90.0})
-    comparison = _compared(write_run(tmp_path, "base"), diverged)
-    assert any(caveat.startswith("hot went wrong: diverged since step ") for caveat in comparison.caveats)

@@ -2,10 +2,6 @@
 
 import json
 import math
-import re
-import shutil
-import subprocess
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.support.runs.compare_runs import write_run
+from tests.support.servers.browser import tab
 from tracking.compare.command import main
-from tracking.compare.curves import BUCKETS, band, curve, gap, gap_means, marks, means
+from tracking.compare.curves import BUCKETS, band, curve, marks, means
 from tracking.compare.divergence import Tolerance
 from tracking.compare.html import data, page
 from tracking.compare.result import Comparison, compare
@@ -23,7 +20,6 @@ from tracking.compare.sources import read_runs
 from tracking.pages.render import script_json
 
 SECRET = "hf_" + "a" * 30
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture
@@ -108,15 +104,6 @@ def test_what_happened_is_marked_where_it_happened(comparison: Comparison) -> No
     assert gaps["gap"][29] == pytest.approx(100 * (b - a) / a, rel=1e-6)
 
 
-def test_a_step_without_a_finite_loss_has_a_mark_though_there_is_no_value_to_put_it_at(tmp_path: Path) -> None:
-    broken = write_run(tmp_path, "broken", change=lambda step, _: {"loss": math.nan} if step in (7, 8) else None)
-    found = [mark for mark in marks(read_runs([str(broken.path)])[0]) if mark["kind"] == "nan"]
-    assert [(mark["step"], mark["loss"], mark["text"]) for mark in found] == [
-        (7, None, "the loss is nan"),
-        (8, None, "the loss is nan"),
-    ]
-
-
 def test_repeats_have_a_mean_and_a_band(tmp_path: Path) -> None:
     runs = [
         write_run(tmp_path, f"seed{n}", change=lambda step, _, n=n: {"loss": 2.0 + n / 10}, config={"run.seed": n})
@@ -127,69 +114,6 @@ def test_repeats_have_a_mean_and_a_band(tmp_path: Path) -> None:
     for part, level in (("low", 2.0), ("mean", 2.1), ("high", 2.2)):
         assert found["loss"][part] == pytest.approx([level] * 40)
     assert band(read_runs([str(runs[0].path)])) == {}
-
-
-def test_smoothing_averages_the_signed_gap(comparison: Comparison) -> None:
-    found = gap_means(comparison.pairs[0].divergence)
-    assert found["gap"] == pytest.approx(gap(comparison.pairs[0].divergence)["gap"])  # short runs: a segment is a step
-
-
-def in_a_browser(html: Path, script: str, *, width: int = 1400, height: int = 900) -> tuple[str, dict[str, Any]]:
-    """The page's body after it was drawn and `script` was run, which fills `found`; and what it found."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip("no Chromium on this machine")
-    page = html.with_suffix(".tested.html")
-    probe = (
-        f"<script>const found = {{}}; {script}; document.body.dataset.found = JSON.stringify(found);</script></body>"
-    )
-    page.write_text(html.read_text().replace("</body>", probe))
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000"]
-    flags += [f"--user-data-dir={html.parent / 'profile'}", "--disable-background-networking", "--dump-dom"]
-    flags += [f"--window-size={width},{height}"]
-    done = subprocess.run([browser, *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=False)
-    body = done.stdout[done.stdout.rindex("<body") :] if "<body" in done.stdout else ""
-    assert 'data-drawn="yes"' in body, done.stderr[-500:]
-    assert "CONSOLE" not in done.stderr, done.stderr[-500:]
-    return body, json.loads(unescape(re.findall(r'data-found="(.*?)"', body)[0]))
-
-
-PROBE = """
-found.charts = drawn.length;
-found.series = drawn.map((u) => u.series.length - 1);
-found.edge = Number(CHARTS[0].element.dataset.edge || 0);
-found.bar = document.querySelector("nav").offsetHeight;
-found.row = Math.max(...[...document.querySelectorAll("#runs tbody tr")].map((row) => row.offsetHeight));
-found.page = document.documentElement.scrollWidth;
-found.looks = new Set(data.runs.map((_, run) => colour(run) + dash(run))).size;
-found.points = Number(document.getElementById("points")?.dataset.points ?? 0);
-const loss = drawn[0], before = [loss.scales.y.min, loss.scales.y.max];
-const left = loss.valToPos(30, "x");
-loss.setSelect({ left, width: loss.valToPos(40, "x") - left, top: 0, height: 10 });
-"""
-# A timer and no animation frame: virtual time waits for timers, but a headless browser may draw no further frame.
-LATER = """
-setTimeout(() => {
-  found.zoom = [before, [loss.scales.y.min, loss.scales.y.max]];
-  found.linked = drawn.map((u) => [u.scales.x.min, u.scales.x.max]);
-  if (table) {
-    const search = document.getElementById("search");
-    search.value = "run1"; search.dispatchEvent(new Event("input"));
-    found.searched = drawn[0].series.length - 1;
-    document.getElementById("all").click();
-    table.querySelectorAll(".only")[3].click();
-    found.only = visible();
-  }
-  const slider = document.getElementById("smoothing");
-  slider.value = 0.5;
-  slider.dispatchEvent(new Event("input"));
-  setTimeout(() => {
-    const [raw, smooth] = CHARTS[0].series.filter((one) => one.run === 3 % data.runs.length).map((one) => one.data[1]);
-    found.smoothed = [raw.slice(0, 3), smooth.slice(0, 3), document.getElementById("smoothed").textContent];
-    document.body.dataset.found = JSON.stringify(found);
-  }, 100);
-}, 50);
-"""
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1400), (24, 390)])
@@ -208,18 +132,43 @@ def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, wi
     ]
     html = tmp_path / "page.html"
     assert main([*runs, "--html", str(html)]) == 0
-    body, found = in_a_browser(html, PROBE + LATER, width=width, height=844)
-    assert len(re.findall(r'class="chart[" ]', body)) == found["charts"] == 7 + (count > 1)
-    assert found["series"][0] == count and found["edge"] == 2, "both steps are marked, at the edge of the chart"
-    assert found["bar"] < 844 / 4 and found["page"] <= max(width, 500), "the bar leaves room, nothing is wider than it"
-    assert found["looks"] == count
-    first, *_ = raw = found["smoothed"][0]
-    debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
-    assert found["smoothed"][1:] == [pytest.approx(debiased, rel=1e-5), "0.5"]
-    assert found["points"] == (count if count > 1 else 0)
-    (low, high), (low_zoomed, high_zoomed) = found["zoom"]
-    assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
-    assert {tuple(round(end) for end in ends) for ends in found["linked"]} == {(30, 40)}
-    if count > 1:
-        assert found["searched"] == 11 and found["only"] == [3]
-        assert found["row"] < 130, "a name takes a few lines, not one of each letter"
+    with tab(tmp_path / "profile") as shown:
+        shown.size(width, 844)
+        shown.open(html.as_uri(), ready="document.body.dataset.drawn === 'yes'")
+        charts, marked = (
+            "document.querySelectorAll('[class=chart], [class^=\"chart \"]').length",
+            "CHARTS[0].element.dataset.edge",
+        )
+        assert shown.value(charts) == shown.value("drawn.length") == 7 + (count > 1)
+        assert shown.value("drawn[0].series.length") == count + 1 and shown.value(marked) == "2", "both at the edge"
+        assert shown.value("document.querySelector('nav').offsetHeight") < 844 / 4, "the bar leaves room"
+        assert shown.value("document.documentElement.scrollWidth") <= max(width, 500), "nothing is wider than the page"
+        assert shown.value("new Set(data.runs.map((_, run) => colour(run) + dash(run))).size") == count
+        points = shown.value("Number(document.getElementById('points')?.dataset.points ?? 0)")
+        assert points == (count if count > 1 else 0)
+        low, high = shown.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
+        shown.value(
+            """(() => {
+              const left = drawn[0].valToPos(30, "x");
+              drawn[0].setSelect({ left, width: drawn[0].valToPos(40, "x") - left, top: 0, height: 10 });
+            })()"""
+        )
+        shown.wait("drawn.every((u) => Math.round(u.scales.x.min) === 30 && Math.round(u.scales.x.max) === 40)")
+        low_zoomed, high_zoomed = shown.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
+        assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
+        if count > 1:
+            height = "Math.max(...[...document.querySelectorAll('#runs tbody tr')].map((row) => row.offsetHeight))"
+            assert shown.value(height) < 130, "a name takes a few lines, not one of each letter"
+            shown.value("search.value = 'run1'; search.dispatchEvent(new Event('input'))")
+            shown.wait("drawn[0].series.length - 1 === 11")
+            shown.value("document.getElementById('all').click(); table.querySelectorAll('.only')[3].click()")
+            assert shown.value("visible()") == [3]
+        shown.value("smoothing.value = 0.5; smoothing.dispatchEvent(new Event('input'))")
+        shown.wait("document.getElementById('smoothed').textContent === '0.5'")
+        lines = f"CHARTS[0].series.filter((one) => one.run === {3 % count})"
+        shown.wait(f"{lines}.length === 2")
+        raw, smooth = shown.value(f"{lines}.map((one) => one.data[1].slice(0, 3))")
+        first = raw[0]
+        debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
+        assert smooth == pytest.approx(debiased, rel=1e-5)
+        assert shown.complaints() == []

@@ -124,20 +124,6 @@ def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, t
     assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
 
 
-def test_rows_of_the_server_become_events() -> None:
-    """Words for what is not finite, as the server's JSON has them, and rows that hold system metrics only."""
-    where = {"step": 1, "tokens": 9}
-    rows = [
-        {"_step": 1, "_timestamp": 5.0, "system/cpu": 3.0},
-        {"_step": 2, "_timestamp": 6.0, **where, "train/loss": "NaN", "train/applied": 0, "eval/loss": None},
-        {"_step": 3, "_timestamp": 7.0, **where, "eval/loss": 2.0, "eval/perplexity": "Infinity"},
-    ]
-    start, step, evaluation = as_events(rows, {"environment": {"world_size": 4}})
-    assert (start["event"], start["world_size"], start["time"]) == ("run_start", 4, 6.0)
-    assert math.isnan(step["loss"]) and step["applied"] is False and step["step"] == 1
-    assert (evaluation["event"], evaluation["loss"], evaluation["perplexity"]) == ("eval", 2.0, math.inf)
-
-
 def test_what_cannot_be_read_is_printed_in_one_line(tmp_path, monkeypatch, capsys) -> None:
     for name in ("WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)

@@ -1,15 +1,13 @@
 """Whatever a run says is text in Markdown: a parser reads back the same words, and no markup."""
 
 import re
-from io import StringIO
 
 import pytest
 from markdown_it import MarkdownIt
-from rich.console import Console
 
 from config.printable import line, printable, shown
 from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
-from tracking.pages.markdown import Table, code, fenced, page, section, text
+from tracking.pages.markdown import Table, code, fenced, text
 
 PARSER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 SAID = pytest.mark.parametrize(
@@ -73,31 +71,3 @@ def test_escapes_are_visible_and_letters_of_any_language_stay() -> None:
     assert line("a\x1b[31mb\u202ec\n\td\x00") == "a\\x1b[31mb\\u202ec d\\x00"
     for kept in ("größe", "נסוי", "تجربة", "実験", "👩\u200d💻", "na\u00efve"):
         assert line(kept) == kept
-
-
-def test_a_page_is_blocks_with_a_blank_line_between_them() -> None:
-    table = Table(("a", "b"), [(1, 2)])
-    assert page("# Title", "", None, ["x", "y"], section("Rows", table), section("None", [], Table(("a",)))) == (
-        "# Title\n\n- x\n- y\n\n## Rows\n\n| a | b |\n|---|---|\n| 1 | 2 |\n"
-    )
-    assert page("", []) == ""
-
-
-def test_a_table_lines_up_in_a_terminal_and_in_markdown() -> None:
-    table = Table(
-        ("item", "GiB", "what"), [("parameters", "0.50", "3 of 4"), ("step", "12.25", "none"), ("x", "-", "")]
-    )
-    assert table.lines() == [
-        "item          GiB  what",
-        "parameters   0.50  3 of 4",
-        "step        12.25  none",
-        "x               -",
-    ]
-    assert {len(line) for line in table.padded().splitlines()} == {len("| parameters | 12.25 | 3 of 4 |")}
-    assert Table(("", "")).lines() == [] and Table(("a", "b")).padded() == ""
-    table.add("total", "\x1b[1m13", "", style="bold")
-    for boxed in (True, False):
-        screen = Console(file=StringIO(), width=60)
-        screen.print(table.grid(boxed=boxed))
-        drawn = screen.file.getvalue()
-        assert "\x1b" not in drawn and "\\x1b[1m13" in drawn and ("┃" in drawn) == boxed

@@ -5,16 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
 from tests.support.runs.report_runs import report_of, session
-from tests.support.runs.synthetic_events import start_fields, step_fields
-from tracking.plots import _draw_loss
 from tracking.run_dir import RunDir
-from tracking.run_facts import Collector
-from tracking.watch.screen import _loss_title
 
 TASKS = [
     ("pretrain", {}, "nats per token", "pretrain", "sequences of 1024 tokens"),
@@ -64,15 +59,3 @@ def test_the_report_says_what_was_minimised(
     assert said in page and batch in page
     assert f"| training loss{f' ({unit})' if unit else ''} |" in page
     assert f"| 900.5000{f' {unit}' if unit else ''} at " in page
-
-
-@pytest.mark.parametrize(("unit", "title"), [("mean squared error", "Loss (mean squared error)"), ("", "Loss")])
-def test_curves_have_the_unit_of_the_loss(unit: str, title: str) -> None:
-    axis = Figure().subplots()
-    collector, start = Collector(), {"event": "run_start", "step": 0, "time": 0.0, "tokens": 0}
-    collector.add(start | start_fields(loss_unit=unit))
-    collector.add({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})
-    run = collector.facts("demo", "demo", None)
-    _draw_loss(axis, run)
-    assert axis.get_title("left") + axis.get_title() == title
-    assert _loss_title(run) == (f"loss, {unit}" if unit else "loss")

@@ -22,7 +22,6 @@ from tests.support.servers.serving import served
 from tracking import jsonl, live
 from tracking.serve import library
 from tracking.serve.command import main
-from tracking.serve.overview import scale_text
 from tracking.serve.skim import Skimmer
 
 
@@ -297,10 +296,6 @@ def test_a_long_run_is_sketched_while_it_is_read(tmp_path, monkeypatch):
             assert time.monotonic() < ends
             time.sleep(0.05)
         assert found["steps"] == 2500
-
-
-def test_a_scale_is_shown_where_there_is_one():
-    assert [scale_text(value) for value in (2.0**24, 65536.0, 1.0, math.nan)] == ["2^24", "2^16", "", ""]
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path):

@@ -127,50 +127,16 @@ def test_a_nan_is_drawn_at_its_step_and_a_step_is_an_integer(page, client) -> No
     assert page.value("drawn[0].axes[0]._values") == ["0", "1", "2"]
 
 
-def test_the_overview_names_the_runs_that_went_wrong(page, client) -> None:
-    page.size(1280, 800)
-    page.open(client.address, ready="document.querySelectorAll('.runs tbody tr').length === 12")
-    rows = page.value("[...document.querySelectorAll('.runs tbody tr')].map((row) => row.innerText)")
-    said = {name: next(row for row in rows if re.search(rf"\b{name}\b", row)) for name in RUNS}
-    assert "diverged" in said["learning_rate_x_1000"] and "its loss rose from" in said["learning_rate_x_1000"]
-    assert "killed" in said["sigkill"] and "failed" in said["aborted"]
-    assert "the step is not finite (loss nan" in said["nan_at_24"]
-    sound = [name for name, (word, _, _) in RUNS.items() if word == "healthy"]
-    assert all("healthy" in said[name] for name in sound)
-
-
-def cut_in_the_last_line(run_dir: RunDir) -> None:
-    run_dir.events.write_bytes(run_dir.events.read_bytes()[:-20])
-
-
-def unfinished(run_dir: RunDir) -> None:
-    lines = run_dir.events.read_text().splitlines(keepends=True)
-    run_dir.events.write_text("".join(lines[:10]))
-
-
 def with_a_huge_config(run_dir: RunDir) -> None:
     more = "".join(f"  key_{number}: {'v' * 1000}\n" for number in range(300))
     run_dir.config.write_text(f"{run_dir.config.read_text()}extra:\n{more}")
 
 
-def with_losses_that_are_nan(run_dir: RunDir) -> None:
-    run_dir.events.write_text(re.sub(r'"loss":[\d.]+', '"loss":"nan"', run_dir.events.read_text()))
-
-
-def with_an_exploded_validation_loss(run_dir: RunDir) -> None:
-    text = re.sub(r'"perplexity":[\d.]+', '"perplexity":1e+37', run_dir.events.read_text())
-    run_dir.events.write_text(text)
-
-
 ODD = {
-    "cut in its last line": (cut_in_the_last_line, "killed"),
-    "unfinished": (unfinished, "killed"),
     "without a config": (lambda run_dir: run_dir.config.unlink(), "no config.yaml was recorded"),
     "without an environment": (lambda run_dir: run_dir.environment.unlink(), "Environment and git"),
     "with a config that is none": (lambda run_dir: run_dir.config.write_text("a: [1, 2\n"), "cannot be read"),
     "with a huge config": (with_a_huge_config, "of 3"),
-    "all nan": (with_losses_that_are_nan, "<b>diverged</b>"),
-    "exploded": (with_an_exploded_validation_loss, "perplexity &gt; 1e6"),
 }
 
 

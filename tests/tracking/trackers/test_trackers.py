@@ -3,7 +3,6 @@
 import csv
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from config.cli import REPOSITORY
 from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.jsonl import JsonlSink
@@ -183,18 +181,6 @@ def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_d
     assert [row["eval/loss"] for row in rows if row["eval/loss"]] == ["4.0", "4.0"]
 
 
-def test_what_a_session_could_not_deliver_the_next_one_does(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    record.event("step", step=1, tokens=1, **step_fields(1))
-    record.close()
-    session(run_dir, "csv", 2, 2)
-    assert [row["step"] for row in csv.DictReader((run_dir.path / "metrics.csv").open()) if row["train/loss"]] == [
-        "1",
-        "2",
-    ]
-
-
 def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: RunDir, capsys: Any) -> None:
     (run_dir.path / "metrics.csv").mkdir()
     sink = TrackerSink("csv", run_dir, FACTS, log_every_steps=1)
@@ -206,29 +192,3 @@ def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: Run
     record.close()
     said = capsys.readouterr().err
     assert "csv failed: IsADirectoryError" in said and "the next session delivers the rest" in said
-
-
-def test_a_killed_training_is_recorded_to_its_last_step(tmp_path: Path) -> None:
-    """The worker notices that its training is gone and delivers what is in the file."""
-    code = (
-        "import os, signal, sys, time; from pathlib import Path\n"
-        "from tests.tracking.trackers.test_trackers import *\n"
-        "run = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
-        "record = Record([JsonlSink(run.events), TrackerSink('csv', run, FACTS, log_every_steps=1)])\n"
-        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
-        "record.event('step', step=1, tokens=1, **step_fields(1))\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        check=False,
-    )
-    assert done.returncode == -9
-    path = tmp_path / "demo" / "metrics.csv"
-    for _ in range(300):
-        if path.exists() and "\n1," in path.read_text():
-            break
-        subprocess.run(["sleep", "0.1"], check=True)
-    assert [row["step"] for row in csv.DictReader(path.open())] == ["1"]

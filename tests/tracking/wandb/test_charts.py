@@ -1,7 +1,6 @@
 """Charts that wandb draws of the events: rows on an axis that never goes back, tables, alerts, histograms."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
-from tracking.trackers.delivery import Delivered
 from tracking.wandb.charts import Rows, chart_values, histograms
 from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.upload import SUMMARY
@@ -134,15 +132,6 @@ def test_alerts_name_the_cause_and_do_not_flood() -> None:
     assert alerts.alert(_step(3), "demo", now=10.0) is None
     named = alerts.alert(event | {"verdict": "ABORT"}, "x" * 200, now=20.0)
     assert named is not None and len(named["title"]) < 64, "wandb takes no longer title"
-
-
-def test_what_was_delivered_is_remembered(tmp_path: Path) -> None:
-    path = tmp_path / "delivered"
-    assert Delivered(path).lines == 0
-    Delivered(path).save(3)
-    assert Delivered(path).lines == 3
-    path.write_text("")
-    assert Delivered(path).lines == 0
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic")  # wandb-workspaces has old decorators
