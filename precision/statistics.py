@@ -21,7 +21,7 @@ SIGNLESS = 1e-3
 """Values of a gradient below this share of its root mean square may have any sign in 16 bits: those of queries and keys
 in one projection with the values, where attention is still nearly even."""
 PART = 1 << 20
-"""Values of which FP64 copies are made at a time: whole ones of an embedding take gigabytes."""
+"""Number of values that are copied to FP64 at a time; a whole embedding would take gigabytes."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
 

@@ -19,7 +19,7 @@ from tracking.status import run_status
 from tracking.summary import read_inputs
 
 SOON = 1 << 26
-"""Bytes that are read while the reader of a page waits."""
+"""Largest number of bytes that are read before a page is answered."""
 _MEASURED = beginnings(*USED)
 
 
@@ -40,7 +40,7 @@ class LiveRun:
         self._facts: RunFacts | None = None
         self._heat_now: Heat | None = None
         self.damaged = 0
-        """Lines that were passed over because there is no event on them."""
+        """Number of lines that held no event."""
 
     def ready(self) -> bool:
         """Whether all but the newest of its events were read; if not, they are being read from now on."""

@@ -32,7 +32,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
     problem: SaveFailed | None = None
     planned = config.run.steps
     gc.collect()
-    gc.freeze()  # each rank looked through half a million objects of libraries in another step, and the others waited
+    gc.freeze()  # else each rank scans half a million objects of libraries in a step of its own, and the others wait
     if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
     while progress.step < planned:

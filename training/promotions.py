@@ -39,6 +39,7 @@ def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[lis
     if regions is None:
         return [], to
     dtypes = regions.dtypes
+    # grpo.correction is among the names that can be changed, and has no width
     narrower = [name for name, compute in dtypes.items() if _WIDTH.get(compute, 9) < _WIDTH[to]]
     if not causes:
         return [name for name in narrower if name in regions.suspects], to

@@ -126,7 +126,7 @@ and FP32's bound on gradients of attention, which one run exceeded (FP16, by a f
 
 
 _CHANGED_FOR = frozenset((1, 2, 3, 5, 7, 13, 23, 40, 47))
-"""Numbers of the set-ups over all architectures whose alarms, at some commit, a bound or a check was changed for."""
+"""Numbers of the set-ups over all architectures whose alarms led to a change of a check or a bound."""
 
 
 def wide_alarms(results: Results) -> str:

@@ -32,7 +32,7 @@ WALK = 2
 def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: bool = False) -> None:
     """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments.
 
-    a_bit: from weights so little off that only chaos makes a difference of it.
+    a_bit: from weights that are `A_BIT` off, a change that only a chaotic run amplifies.
     """
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"

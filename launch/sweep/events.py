@@ -24,7 +24,7 @@ class History:
     path: Path
     """The run folder's events.jsonl."""
     losses: dict[int, float] = field(default_factory=dict)
-    """Step to training loss, or minus the reward that is followed in its place."""
+    """Training loss by step; for a run that is followed by its reward, minus the reward."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)

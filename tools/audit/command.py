@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_probe(target: Path) -> int:
-    """Write the probe, and print how it is used. Raises UserError where another file is."""
+    """Write the probe, and print how it is used. Raises UserError if a different file is there."""
     probe = Path(__file__).with_name("mantissa_probe.py").read_bytes()
     if target.exists() and target.read_bytes() != probe:
         raise UserError(f"{target}: is there already and differs; remove it, or give another folder")

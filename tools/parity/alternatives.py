@@ -8,7 +8,7 @@ eager and fused attention, and with another number of threads. Each rounds at ot
 is `train.py` from weights that are a bit of FP16 off: an FP32 run that is as sound as its twin. Where a whole run and
 its twin differ, the gate asks whether chance alone makes as much of a difference. Weights are moved, and not the
 learning rate: Adam's first steps are little more than the signs of the gradients, which another rate leaves as they
-were, while rounding turns some of them over, each by twice the rate.
+were, while rounding flips some of them, which moves their weights by twice the rate.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tools.parity.power import ALPHA, POWER, detectable, half_width, pairs_neede
 NUDGE = 2.0**-8
 """[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
 CHAOTIC = ("validation_delta", "loss_gap", "grad_norm_ratio")
-"""Checks of whole runs that a run without any defect fails where a bit of FP16 grows as large as a bound."""
+"""Checks of whole runs that a sound run fails if training amplifies a change of 2^-12 beyond a bound."""
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ class RolloutBatches(Batches):
     def _sampled(self, prompts: Batch, shards: RowShards, synced: Synced, of: str, *, resamples: int = 0) -> Rollouts:
         """Answers of this rank with their rewards. of: the part of their seeds that names the step.
 
-        resamples: how many times at most groups whose answers all have the same reward are sampled again.
+        resamples: most times that groups whose answers all have the same reward are sampled again.
         """
         real = [(place, int(n)) for place, n in enumerate(prompts.input_ids.flatten()) if n != NO_SAMPLE]
         rows = [(self._rank + place * self._world_size, number, *row_of(shards, number)) for place, number in real]

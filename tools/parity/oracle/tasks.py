@@ -438,7 +438,7 @@ class _OnAnswers(Task):
 
 
 class Rewarded(_OnAnswers):
-    """Answers by their advantages, which are computed anew from the recorded rewards."""
+    """Answers weighted by their advantages, which are recomputed from the recorded rewards."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
