@@ -46,7 +46,7 @@ def said(client: socket.socket) -> bytes:
         while part := client.recv(1 << 20):
             parts.append(part)
     except ConnectionResetError:
-        pass
+        pass  # the server closed with bytes of the request unread, which resets the connection
     return b"".join(parts)
 
 
