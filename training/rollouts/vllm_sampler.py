@@ -100,9 +100,8 @@ class VllmSampler(TransformersSampler):
             return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
 
         wrong: list[str] = []
-        if any(
-            ".lora_" in name for name in expected
-        ):  # what is merged is the trainer's, and what is computed is merged
+        adapted = any(".lora_" in name for name in expected)
+        if adapted:  # the copy has the trainer's factors, and the server computes with what they merge to
             wrong = super().differing(weights, expected)
             expected = {name: digest(value) for name, value in self._whole().items()}
         self._proven = dict(expected)
