@@ -172,7 +172,7 @@ $(LIGER_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(@D) liger-kernel==0.8.5
 	@touch $@
 
-# Every line, whether or not the one before it held its bounds. --no-split and small micro-batches: FP32 has to fit, too.
+# Every line, whether or not the one before it held its bounds. Small micro-batches: FP32 has to fit, too.
 WITH_LIGER := PYTHONPATH="$(CURDIR)/$(VENV)/liger"
 BENCHMARK_1B := $(BIN)/python -m lab.benchmark --config config/recipes/benchmark_1b.yaml --rounds 3 --steps 20
 benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/performance.md: runs/benchmark-gpu
@@ -182,9 +182,9 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 	-$(WITH_LIGER) $(BENCHMARK_1B) --contestants mantissa,mantissa-torch,bare,trainer --out runs/benchmark-gpu/4096 \
 		--at-least mantissa/bare=0.99 --at-least mantissa-torch/bare=0.99 --at-least mantissa/trainer=1.3 \
 		data.sequence_length=4096 batch.micro_size=4 batch.global_size=16 $(ARGS)
-	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-fp32,mantissa-fp16 --out runs/benchmark-gpu/precision --no-split \
+	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-fp32,mantissa-fp16 --out runs/benchmark-gpu/precision \
 		--at-least mantissa-bf16/mantissa-fp32=2 --at-least mantissa-fp16/mantissa-bf16=0.97 batch.micro_size=4 $(ARGS)
-	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest --no-split \
+	-$(BENCHMARK_1B) --contestants mantissa-bf16,mantissa-manifest --out runs/benchmark-gpu/manifest \
 		--at-least mantissa-manifest/mantissa-bf16=0.95 deepspeed.config=ds_configs/zero3_bf16.json batch.micro_size=4 $(ARGS)
 	-$(BIN)/python -m lab.benchmark.overhead --config config/recipes/benchmark_1b.yaml --pairs 100 --at-least 0.99
 	-$(BIN)/python -m lab.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96,128 \
@@ -192,7 +192,7 @@ benchmark-gpu: setup $(LIGER_STAMP)  ## The goals for one GPU of 80 GB, in docs/
 		model.activation_checkpointing=full batch.micro_size=1 batch.global_size=4
 ifneq ($(wildcard $(TITAN_STAMP)),)
 	-PYTHONPATH="$(CURDIR)/$(VENV)/liger:$(CURDIR)/$(TITAN)" $(BENCHMARK_1B) --contestants mantissa,torchtitan,torchtitan-compile \
-		--out runs/benchmark-gpu/titan --no-split --at-least mantissa/torchtitan=1.0 \
+		--out runs/benchmark-gpu/titan --at-least mantissa/torchtitan=1.0 \
 		--at-least mantissa/torchtitan-compile=1.0 $(ARGS)
 else
 	@echo 'mantissa/torchtitan: not measured; make titan installs torchtitan'

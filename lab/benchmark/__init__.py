@@ -1,5 +1,5 @@
 """Mantissa compared with other training loops: `python -m lab.benchmark --config FILE`.
 
-Read harness.py (turns, rounds, intervals and reports, for all), command.py, contestants.py and peers/ (the loops),
-spec.py (the work that all of them train), report.py. split.py and peak.py measure for them; the rest are commands.
+Read command.py, contestants.py and peers/ (the loops), spec.py (the work that all of them train), report.py, and
+harness.py (rounds and reports of jobs). overhead.py times parts of a step in one process; the rest are commands, too.
 """

@@ -9,7 +9,7 @@ with the same learning rates and the same resolved DeepSpeed JSON (translated fo
 contestant once, in an order that is reversed from round to round; ratios are taken round by round, and those whose
 losses differ get none. With parallel.tensor it is mantissa and bare. task: sft (with data.packing=none) is trained by
 mantissa, trainer and trl, task: dpo by mantissa and trl, both with or without an adapter; each pads its batches as it
-does, and such steps are not split by stage.
+does.
 
 The folder gets `benchmark.json` and `benchmark.md`, written anew after every run, logs and results. A contestant whose
 job fails is left out of the rounds that follow, and the report says why. Exit code 0; 3: losses differ, a contestant
@@ -32,18 +32,16 @@ from config.launcher import as_launched
 from config.options import positive_int, positive_number
 from config.resolved import Resolved
 from config.schema import Config
-from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PRECISIONS, TITAN, Runner, choose, skip_unsupported
-from lab.benchmark.harness import (
-    ALL_HOLD,
-    FAILED,
-    Jobs,
-    Report,
+from lab.benchmark.contestants import (
+    COMMON_OVERRIDES,
+    PRECISIONS,
     Run,
-    conditions,
-    in_own_process,
-    in_rounds,
-    job_options,
+    Runner,
+    parted,
+    read_names,
+    unavailable_reason,
 )
+from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_own_process, in_rounds, job_options
 from lab.benchmark.report import TOLERANCE, bound, compare, page
 from lab.benchmark.spec import prepare_work
 from launch.job import default_processes, shorten
@@ -61,7 +59,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--at-least", action="append", default=[], metavar="A/B=RATIO", help="bound on tokens/s")
     parser.add_argument("--loss-tolerance", type=positive_number, help=f"relative; default {TOLERANCE}")
     parser.add_argument("--peak-tflops", type=positive_number, help="of one device, for MFU; default: measured here")
-    parser.add_argument("--no-split", action="store_true", help="leave out the runs that time a step by stage")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -126,30 +123,29 @@ def _require_shared(file: str, config: Config) -> None:
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     """Run all contestants, compare them, and write the report; the content of benchmark.json. Raises UserError."""
-    contestants, skipped = choose(options.contestants)
+    contestants, skipped = parted(read_names(options.contestants), unavailable_reason, "run here")
     read_bounds(options.at_least, contestants, skipped)
     processes = options.processes or default_processes()
     resolved, arguments = resolve(options, processes)
     report = Report(options.out, "benchmark", page)
-    report.remove("results", "weights", "rows", "tokens.npy", "spec.json", "spec-split.json")
+    report.remove("results", "weights", "rows", "tokens.npy", "spec.json")
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
-    work = in_own_process(prepare_work, resolved, report.folder, warm_up=options.warm_up)
-    jobs = Jobs(report.folder, processes, options.warm_up, tuple(shlex.split(options.launch)))
-    runner = Runner(jobs, arguments, work.spec)
-    refused = {name: reason for name in contestants if name in OWN and (reason := runner.refusal(name)) is not None}
-    contestants, unsupported = skip_unsupported(contestants, work.spec, refused=refused)
+    spec = in_own_process(prepare_work, resolved, report.folder, warm_up=options.warm_up)
+    runner = Runner(report.folder, processes, arguments, spec, tuple(shlex.split(options.launch)))
+    contestants, unsupported = parted(contestants, runner.refusal, "train this")
     skipped |= unsupported
     for name, reason in skipped.items():
         print(f"{name} takes no part: {reason}", flush=True)
     bounds = read_bounds(options.at_least, contestants, skipped)
     peak: dict[str, Any] | None = None
-    if work.flops_per_token is not None:
-        given = options.peak_tflops and {"flops": options.peak_tflops * 1e12 * processes}
-        peak = given | {"how": "--peak-tflops x processes"} if given else runner.peak()
+    if options.peak_tflops and spec.flops_per_token is not None:
+        peak = {"flops": options.peak_tflops * 1e12 * processes, "how": "--peak-tflops x processes"}
+    elif spec.flops_per_token is not None:
+        peak = runner.peak()
     lower = not PRECISIONS.keys().isdisjoint(contestants)
     measures: dict[str, Any] = {
-        "tokens": work.tokens_per_step,
-        "flops_per_token": work.flops_per_token,
+        "tokens": spec.tokens_per_step,
+        "flops_per_token": spec.flops_per_token,
         "peak": peak and peak["flops"],
         "tolerance": options.loss_tolerance or TOLERANCE["bf16" if lower else resolved.compute],
     }
@@ -161,30 +157,20 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
         model=config.model.name_or_path or config.model.architecture,
         task=config.task,
         adapter="" if config.adapter.kind == "none" else f" by {config.adapter.kind} of rank {config.adapter.r}",
-        parameters=work.parameters,
-        tokens=work.tokens_per_step,
+        parameters=spec.parameters,
+        tokens=spec.tokens_per_step,
         batch=dataclasses.asdict(resolved.batch),
         rounds=options.rounds,
         timed_steps=options.steps,
         warm_up=options.warm_up,
     )
     failed: dict[str, str] = {}
-    splits: dict[str, Any] = {}
-
-    def written(runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:
-        found = compare(runs, **measures)
-        for name, split in splits.items():
-            found["contestants"][name]["split"] = split
-        found |= {"peak": peak, "flops_per_token": work.flops_per_token, "passed_over": skipped, "failed": failed}
-        return report.write(found | {"bounds": [bound(found, *each) for each in bounds], "conditions": about})
-
-    runs: dict[str, list[Run]] = {}
+    found: dict[str, Any] = {}
     for runs in in_rounds(contestants, options.rounds, runner.run, failed, tell):
-        found = written(runs)
-    if not options.no_split and work.spec.task == "pretrain":
-        for name in (name for name in contestants if name not in {*TITAN, *failed}):
-            splits[name] = runner.run(name, f"{name}-split", split=True).result.split
-        found = written(runs)
+        found = compare(runs, **measures)
+        found |= {"peak": peak, "flops_per_token": spec.flops_per_token, "passed_over": skipped, "failed": failed}
+        found |= {"bounds": [bound(found, *each) for each in bounds], "conditions": about}
+        found = report.write(found)
     return found
 
 

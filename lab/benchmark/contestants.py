@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from config.errors import UserError
 from config.launcher import as_launched
-from lab.benchmark.harness import Jobs, Run
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from launch.job import TRAIN, refusal
+from launch.job import error_line_of, launch, refusal, training_program
+from tracking.compare.surviving import read_events
 
 MANTISSA: dict[str, tuple[str, ...]] = {
     "mantissa": (),
@@ -49,7 +51,15 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mantissa-compile": ("model.kernels=torch", "model.compile=true"),
 }
 """Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
-OWN = MANTISSA | PRECISIONS | KERNELS
+CHECKPOINTING: dict[str, tuple[str, ...]] = {
+    **{f"recompute-{mode}": (f"model.activation_checkpointing={mode}",) for mode in ("none", "ops", "attention")},
+    "recompute-selective": ("model.activation_checkpointing=selective",),
+    "recompute-selective-4": ("model.activation_checkpointing=selective", "model.checkpointing_every=4"),
+    "recompute-full": ("model.activation_checkpointing=full", "model.checkpointing_reentrant=false"),
+    "recompute-full-reentrant": ("model.activation_checkpointing=full", "model.checkpointing_reentrant=true"),
+}
+"""Mantissa with each mode of activation checkpointing, which must not change its losses: overrides by name."""
+OWN = MANTISSA | PRECISIONS | KERNELS | CHECKPOINTING
 
 
 class Peer(NamedTuple):
@@ -71,8 +81,6 @@ PEERS = {
     "torchtitan-compile": Peer("titan_loop", arguments=("--compile",)),
 }
 TITAN = ("torchtitan", "torchtitan-compile")
-"""Contestants that run forward and backward in one call, in chunks or as one CUDA graph: their stages cannot be timed
-separately."""
 # Turns off what no other contestant does while it is timed.
 COMMON_OVERRIDES = (
     *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.dir=null"),
@@ -81,41 +89,90 @@ COMMON_OVERRIDES = (
 
 
 @dataclass(frozen=True)
-class Runner:
-    """Runs jobs of any contestant on one work."""
+class Run:
+    """One job of one contestant."""
 
-    jobs: Jobs
+    launched: float
+    """[seconds since the epoch]"""
+    warm_up: int
+    """[steps] Not timed."""
+    result: Result
+
+    @property
+    def first_step_seconds(self) -> float:
+        """Seconds from the launcher's start to the end of the first step."""
+        return self.result.stamps[0] - self.launched
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of each timed step."""
+        stamps = self.result.stamps[self.warm_up - 1 :]
+        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
+
+    @property
+    def step_seconds(self) -> float:
+        """Mean of the timed steps."""
+        return sum(self.steps) / len(self.steps)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs jobs of any contestant on one work, in a folder of their own."""
+
+    folder: Path
+    processes: int
     arguments: tuple[str, ...]
     """`--config FILE` and overrides, for train.py."""
     spec: Spec
+    launcher: tuple[str, ...] = ()
 
-    def run(self, contestant: str, label: str, *, split: bool = False) -> Run:
-        """Run one job to its end. split: time a step by stage, which `Result.split` has. Raises UserError."""
-        target = self.jobs.folder / "results" / f"{label}.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
+    def run(self, contestant: str, label: str) -> Run:
+        """Run one job to its end. Raises UserError."""
+        target, warm_up = self._target(label), self.spec.warm_up
         if contestant in PEERS:
-            work, peer = self.jobs.folder / ("spec-split.json" if split else "spec.json"), PEERS[contestant]
-            replace(self.spec, split=split).write(work)
+            work, peer = self.folder / "spec.json", PEERS[contestant]
+            self.spec.write(work)
             program = ["-m", f"lab.benchmark.peers.{peer.module}", str(work), str(target), *peer.arguments]
-            timed = self.jobs.start(program, label)
-            return Run(*timed, self.jobs.warm_up, Result.read(target))
-        timer = ("-m", "lab.benchmark.split", str(target), str(self.jobs.warm_up), str(self.spec.steps))
-        run = self.jobs.train(self._own_arguments(contestant), label, timer if split else TRAIN)
-        if split:
-            run = replace(run, result=replace(run.result, split=_json(target)))
-        run.result.write(target)
-        return run
+            launched = self._start(program, label)
+            return Run(launched, warm_up, Result.read(target))
+        launched = self._start(training_program(self._own_arguments(contestant), self.folder, label), label)
+        run_dir = self.folder / "runs" / label
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        steps = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "step"]
+        losses, stamps = ([event[name] for event in steps] for name in ("loss", "time"))
+        result = Result(losses, stamps, max(event["memory_bytes"] for event in steps), "Mantissa")
+        result.write(target)
+        return Run(launched, warm_up, result)
 
     def peak(self) -> dict[str, Any]:
         """The rate of matmuls in the work's dtype, in all processes at once; see `lab.benchmark.peak`."""
-        target = self.jobs.folder / "results" / "peak.json"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        self.jobs.start(["-m", "lab.benchmark.peak", self.spec.compute, str(target)], "peak")
-        return _json(target)
+        target = self._target("peak")
+        self._start(["-m", "lab.benchmark.peak", self.spec.compute, str(target)], "peak")
+        return json.loads(target.read_text(encoding="utf-8"))
 
     def refusal(self, contestant: str) -> str | None:
-        """Why one of Mantissa's own cannot train this work; None where its config can be resolved."""
-        return refusal(self._own_arguments(contestant), as_launched(self.jobs.processes))
+        """Why a contestant cannot train this work; None where it can."""
+        spec = self.spec
+        if contestant in OWN:
+            return refusal(self._own_arguments(contestant), as_launched(self.processes))
+        if spec.task not in PEERS[contestant].tasks:
+            return f"it trains {' and '.join(PEERS[contestant].tasks)}, not {spec.task}"
+        if spec.tensor > 1 and contestant != "bare":  # whose DeepSpeed has AutoTP by its own config
+            return f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
+        return titan_terms.unsupported_reason(spec) if contestant in TITAN else None
+
+    def _target(self, label: str) -> Path:
+        target = self.folder / "results" / f"{label}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def _start(self, program: Sequence[str], label: str) -> float:
+        """Run a program to its end; when it was launched. Raises UserError, which names the log, when it fails."""
+        log, launched = self.folder / "logs" / f"{label}.log", time.time()
+        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
+        if code:
+            raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
+        return launched
 
     def _own_arguments(self, contestant: str) -> list[str]:
         offload = "none" if self.spec.offload == "none" else "cpu"
@@ -123,60 +180,28 @@ class Runner:
         return [*self.arguments, *COMMON_OVERRIDES, *overrides]
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-def choose(names: str) -> tuple[list[str], dict[str, str]]:
-    """The contestants of a comma-separated list, and those that are skipped, with the reason.
-
-    Raises UserError: no such contestant, one twice, or none left.
-    """
-    given = list(filter(None, names.split(",")))
+def read_names(text: str) -> list[str]:
+    """The contestants of a comma-separated list. Raises UserError: no such contestant, or one twice."""
+    given = list(filter(None, text.split(",")))
     for name in given:
         if name not in {*OWN, *PEERS}:
-            known = ", ".join([*OWN, *PEERS])
-            raise UserError(f"--contestants = {names}: there is no {name}; choose among {known}")
+            raise UserError(f"--contestants = {text}: there is no {name}; choose among {', '.join([*OWN, *PEERS])}")
         if given.count(name) > 1:
-            raise UserError(f"--contestants = {names}: {name} is listed twice; list each once")
-    chosen, skipped = _parted(given, _unavailable_reason)
-    if not chosen:
-        raise UserError(f"--contestants = {names}: none of them can run here; name one of {', '.join(OWN)}")
-    return chosen, skipped
+            raise UserError(f"--contestants = {text}: {name} is listed twice; list each once")
+    return given
 
 
-def skip_unsupported(
-    contestants: Sequence[str], spec: Spec, *, refused: Mapping[str, str] | None = None
-) -> tuple[list[str], dict[str, str]]:
-    """The contestants that can train this work, and the reason of each that cannot. Raises UserError: none is left.
-
-    refused: those whose own config refuses it, with the reason.
-    """
-    chosen, skipped = _parted(contestants, lambda name: (refused or {}).get(name) or _unsupported_reason(name, spec))
-    if not chosen:
-        reasons = "; ".join(skipped.values())
-        raise UserError(f"--contestants = {','.join(contestants)}: none of them can train this: {reasons}")
-    return chosen, skipped
-
-
-def _parted(names: Iterable[str], reason_of: Callable[[str], str | None]) -> tuple[list[str], dict[str, str]]:
+def parted(names: Sequence[str], reason_of: Callable[[str], str | None], what: str) -> tuple[list[str], dict[str, str]]:
+    """The contestants that can do this, and the reason of each that cannot. Raises UserError: none is left."""
     reasons = {name: reason_of(name) for name in names}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
+    if len(skipped) == len(reasons):
+        why = "; ".join(skipped.values()) or f"name one of {', '.join(OWN)}"
+        raise UserError(f"--contestants = {','.join(names)}: none of them can {what}: {why}")
     return [name for name in reasons if name not in skipped], skipped
 
 
-def _unsupported_reason(name: str, spec: Spec) -> str | None:
-    """Why a contestant cannot train this work; None where it can."""
-    if name in OWN:
-        return None
-    if spec.task not in PEERS[name].tasks:
-        return f"it trains {' and '.join(PEERS[name].tasks)}, not {spec.task}"
-    if spec.tensor > 1 and name != "bare":  # whose DeepSpeed has AutoTP by its own config
-        return f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
-    return titan_terms.unsupported_reason(spec) if name in TITAN else None
-
-
-def _unavailable_reason(name: str) -> str | None:
+def unavailable_reason(name: str) -> str | None:
     """Why a contestant cannot be started here, whatever the work is; None where it can."""
     if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
         return "accelerate is not installed"
@@ -185,7 +210,7 @@ def _unavailable_reason(name: str) -> str | None:
     if name == "mantissa-liger":
         import torch  # takes seconds
 
-        from modeling.kernels import unavailable_reason
+        from modeling.kernels import unavailable_reason as of_kernels
 
-        return unavailable_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return of_kernels(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return titan_terms.unavailable_reason() if name in TITAN else None

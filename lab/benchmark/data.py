@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
@@ -32,32 +34,21 @@ from lab.benchmark.harness import in_own_process, polling, write_json
 _POLL_SECONDS = 0.02
 
 
-@dataclass(frozen=True)
-class Row:
-    """One preparation."""
-
-    tokenizer: str
-    megabytes: float
-    """[10^6 bytes] of text."""
-    processes: int
-    """Worker processes that tokenize."""
-    train_seconds: float
-    """Drawing the sample and training the tokenizer; 0 where there is nothing to train."""
-    seconds: float
-    """The rest, the start of the processes included."""
-    reader_cpu_seconds: float
-    """CPU time of the process that reads and writes, in the rest."""
-    worker_cpu_seconds: float
-    """CPU time of all workers together, in the rest."""
-    reader_bytes: int
-    """Peak memory of the process that reads and writes."""
-    worker_bytes: int
-    """Peak memory of the largest worker."""
-
-    @property
-    def rate(self) -> float:
-        """[MB/s]"""
-        return self.megabytes / self.seconds
+COLUMNS = {
+    "tokenizer": "{}",
+    "megabytes": "{:g}",
+    "processes": "{}",
+    "train_s": "{:.1f}",
+    "rest_s": "{:.2f}",
+    "mb_per_s": "{:.1f}",
+    "reader_cpu_s": "{:.2f}",
+    "worker_cpu_s": "{:.2f}",
+    "reader_mib": "{:,.0f}",
+    "worker_mib": "{:,.0f}",
+}
+"""Figures of a row and their form. `processes` tokenize, `train_s` draw the sample and train a tokenizer,
+`rest_s` are the rest with the start of the processes; memory is the peak of the process that reads and writes, and of
+the largest that tokenizes."""
 
 
 def write_documents(source: DataSection, megabytes: float, folder: Path) -> None:
@@ -79,7 +70,7 @@ def write_documents(source: DataSection, megabytes: float, folder: Path) -> None
     raise UserError(f"--megabytes {megabytes:g}: {opened.label} has {left / 1e6:.1f} MB less; ask for less")
 
 
-def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> Row:
+def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> dict[str, Any]:
     """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose peak memory it reports."""
     from data.sources.sources import open_source
     from data.text.prepare import prepare
@@ -103,8 +94,9 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
         prepare(section, progress=False)
         seconds = time.perf_counter() - started
         reader, worker = (after - before for after, before in zip(_cpu_seconds(), computed, strict=True))
-    most = peak_resident_bytes("self"), max(peaks)
-    return Row(tokenizer, megabytes, processes, trained, seconds, reader, worker, *most)
+    memory = [peak / 2**20 for peak in (peak_resident_bytes("self"), max(peaks))]
+    figures = (tokenizer, megabytes, processes, trained, seconds, megabytes / seconds, reader, worker, *memory)
+    return dict(zip(COLUMNS, figures, strict=True))
 
 
 def _cpu_seconds() -> list[float]:
@@ -113,32 +105,15 @@ def _cpu_seconds() -> list[float]:
     return [usage.ru_utime + usage.ru_stime for usage in used]
 
 
-def benchmark(options: argparse.Namespace, report: Callable[[Row], None]) -> list[Row]:
-    """Every tokenizer, amount and number of processes in turn. Raises UserError."""
+def benchmark(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every amount, tokenizer and number of processes in turn. Raises UserError."""
     source = DataSection(source="text", path=options.path) if options.path else DataSection(source="stdlib")
-    rows = []
     for megabytes in options.megabytes:
         with tempfile.TemporaryDirectory() as texts:
             write_documents(source, megabytes, Path(texts))
-            for tokenizer in options.tokenizers:
-                for processes in options.processes:
-                    with tempfile.TemporaryDirectory() as scratch:
-                        rows.append(in_own_process(measure, texts, tokenizer, megabytes, processes, scratch))
-                    report(rows[-1])
-    return rows
-
-
-def format_row(row: Row) -> str:
-    """A row of the table."""
-    trained = f"{row.train_seconds:8.1f}" if row.train_seconds else "       -"
-    return (
-        f"{row.tokenizer:<12} {row.megabytes:>6g} {row.processes:>9} {trained} {row.seconds:>9.2f} {row.rate:>8.1f} "
-        f"{row.reader_cpu_seconds:>11.2f} {row.worker_cpu_seconds:>6.2f} "
-        f"{row.reader_bytes / 2**20:>8,.0f} {row.worker_bytes / 2**20:>8,.0f}"
-    )
-
-
-HEADER = "tokenizer        MB processes  train s    rest s     MB/s  CPU s read   work  MiB read   work"
+            for tokenizer, processes in product(options.tokenizers, options.processes):
+                with tempfile.TemporaryDirectory() as scratch:
+                    yield in_own_process(measure, texts, tokenizer, megabytes, processes, scratch)
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -165,11 +140,14 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    options = read_options(arguments)
-    print(HEADER, flush=True)
-    rows = benchmark(options, lambda row: print(format_row(row), flush=True))
+    options, rows = read_options(arguments), []
+    print("  ".join(COLUMNS), flush=True)
+    for row in benchmark(options):
+        rows.append(row)
+        cells = [form.format(row[name]).rjust(len(name)) for name, form in COLUMNS.items()]
+        print("  ".join(cells), flush=True)
     if options.json:
-        write_json(options.json, [{**asdict(row), "megabytes_per_second": row.rate} for row in rows])
+        write_json(options.json, rows)
     return 0
 
 

@@ -1,9 +1,7 @@
-"""The harness of the benchmarks: contestants take turns, in one process or as jobs, and results are reported alike.
+"""The harness of the benchmarks: jobs that take turns, and reports of them.
 
-In one process (`alternate`, `seconds_of`, `estimate`, `conclude`) blocks of steps alternate, and which kind comes first
-changes from pair to pair, so that a machine whose speed drifts disturbs both alike. As jobs (`Jobs`, `in_rounds`,
-`Report`) each round runs every contestant once, in an order that is reversed from round to round, and the report is
-written anew after every job, since what ends this process may come without notice.
+Each round runs every contestant once, in an order that is reversed from round to round, and the report is written anew
+after every job, since what ends this process may come without notice.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,33 +25,18 @@ from config.files import write_atomically
 from config.options import positive_int
 from config.redact import redact_arguments
 from config.resolved import Resolved
-from lab.benchmark.spec import Result
-from launch.job import TRAIN, add_processes_option, error_line_of, in_turn, launch, training_program
-from tracking.compare.surviving import read_events
+from launch.job import add_processes_option, in_turn
 from tracking.environment import environment
 from tracking.jsonl import plain
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 T = TypeVar("T")
-Interval = tuple[float, float, float]
-"""A figure, and the ends of its interval."""
 ALL_HOLD, FAILED = 0, 3
 """Exit codes: everything was measured and every bound holds; losses differ, something failed, or a bound does."""
-WARM_UP_STEPS = 5
-"""[steps] Pairs that alternate before those that are timed."""
 SHARES: tuple[Literal["sequence", "tensor", "expert"], ...] = ("sequence", "tensor", "expert")
 """The axes that ranks may share where Mantissa's own steps, observations or saves are timed."""
-
-
-# --- pairs of blocks in one process
-
-
-def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) -> list[tuple[T, T]]:
-    """The results of both by pair. Which is called first changes every time: the later one finds warmer caches."""
-    return [(first(), second()) if pair % 2 == 0 else (second(), first())[::-1] for pair in range(pairs)]
 
 
 def seconds_of(block: Callable[[], object], device: torch.device, *, times: int = 1) -> float:
@@ -69,45 +51,11 @@ def seconds_of(block: Callable[[], object], device: torch.device, *, times: int 
     return time.perf_counter() - started
 
 
-def estimate(statistic: Callable[[np.ndarray], np.ndarray], seconds: np.ndarray) -> Interval:
-    """A statistic of all pairs and its interval: 2.5 to 97.5% of 2,000 bootstrap resamples of the pairs.
-
-    seconds: (pairs, 2). statistic: of (..., pairs, 2), as (...).
-    """
-    import numpy as np
-
-    drawn = np.random.default_rng(0).integers(0, len(seconds), size=(2000, len(seconds)))
-    low, high = np.quantile(statistic(seconds[drawn]), [0.025, 0.975])
-    return float(statistic(seconds)), float(low), float(high)
-
-
-def paired_options(module: str, description: str | None, *, pairs: int) -> Arguments:
-    """The options that all paired benchmarks have; unknown ones belong to the run config."""
-    parser = Arguments(f"lab.benchmark.{module}", description)
-    parser.add_argument("--pairs", type=positive_int, default=pairs, help=f"pairs of blocks ({pairs})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
-    return parser
-
-
-def conclude(lines: Sequence[str], found: Any, file: Path | None, *, wrong: str | None = None) -> int:
-    """Print what was measured, write it as JSON where a file is named, and return the exit code: 3 if it is wrong."""
-    print("\n".join(["", *lines]))
-    if file is not None:
-        write_json(file, found)
-    if wrong is None:
-        return ALL_HOLD
-    print(f"error: {wrong}", file=sys.stderr)
-    return FAILED
-
-
 def write_json(path: Path, found: Any) -> Any:
     """Write plain JSON and return its content."""
     found = plain(found)
     write_atomically(path, (json.dumps(found, indent=1) + "\n").encode())
     return found
-
-
-# --- rounds of jobs
 
 
 def job_options(module: str, description: str | None, *, steps: int, rounds: int | None = None) -> Arguments:
@@ -124,65 +72,6 @@ def job_options(module: str, description: str | None, *, steps: int, rounds: int
     return parser
 
 
-@dataclass(frozen=True)
-class Run:
-    """One job of one contestant."""
-
-    launched: float
-    """[seconds since the epoch]"""
-    job_seconds: float
-    """Seconds from the launcher's start to its end."""
-    warm_up: int
-    """[steps] Not timed."""
-    result: Result
-
-    @property
-    def first_step_seconds(self) -> float:
-        """Seconds from the launcher's start to the end of the first step."""
-        return self.result.stamps[0] - self.launched
-
-    @property
-    def steps(self) -> list[float]:
-        """Seconds of each timed step."""
-        stamps = self.result.stamps[self.warm_up - 1 :]
-        return [after - before for before, after in zip(stamps, stamps[1:], strict=False)]
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean of the timed steps."""
-        return sum(self.steps) / len(self.steps)
-
-
-@dataclass(frozen=True)
-class Jobs:
-    """Runs jobs to their end, in a folder of their own."""
-
-    folder: Path
-    processes: int
-    warm_up: int
-    """[steps] Not timed."""
-    launcher: tuple[str, ...] = ()
-
-    def start(self, program: Sequence[str], label: str) -> tuple[float, float]:
-        """Run a program to its end; when it was launched, and how long it took. Raises UserError, which names the log,
-        when it fails."""
-        log, launched = self.folder / "logs" / f"{label}.log", time.time()
-        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
-        if code:
-            raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
-        return launched, time.time() - launched
-
-    def train(self, arguments: Sequence[str], label: str, program: Sequence[str] = TRAIN) -> Run:
-        """Run train.py, or `program` with its arguments; its result is read from its event file. Raises UserError."""
-        own = training_program(arguments, self.folder, label)[len(TRAIN) :]
-        timed, run_dir = self.start([*program, *own], label), self.folder / "runs" / label
-        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
-        steps = [event for event in read_events(run_dir / "events.jsonl") if event["event"] == "step"]
-        losses, stamps = ([event[name] for event in steps] for name in ("loss", "time"))
-        memory = max(event["memory_bytes"] for event in steps)
-        return Run(*timed, self.warm_up, Result(losses, stamps, memory, "Mantissa"))
-
-
 def in_rounds(
     names: Sequence[str], rounds: int, run: Callable[[str, str], T], failed: dict[str, str], tell: Callable[[T], str]
 ) -> Iterator[dict[str, list[T]]]:
@@ -196,7 +85,7 @@ def in_rounds(
         if name in failed:
             continue
         try:
-            runs[name].append(run(name, f"{name.replace(':', '-')}-{number}"))
+            runs[name].append(run(name, f"{name}-{number}"))
             said = tell(runs[name][-1])
         except UserError as error:
             said = failed[name] = str(error)
@@ -251,12 +140,6 @@ def device_name() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def in_words(found: dict[str, Any]) -> str:
-    """The conditions on one line of a page."""
-    said = {name.replace("_", " "): value for name, value in found.items() if name not in ("command", "environment")}
-    return ", ".join(f"{name} {value}" for name, value in said.items())
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any, **options: Any) -> T:

@@ -1,7 +1,7 @@
 """The largest model that one machine trains with a config, and how fast: the same width with more and more layers.
 
     python -m lab.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96 [--steps 3]
-        [--depth model.config.num_hidden_layers] [--host-gib 100] [--processes 1] [--out FOLDER] [key.sub=value ...]
+        [--host-gib 100] [--processes 1] [--out FOLDER] [key.sub=value ...]
 
 Each depth is a job of its own, from the shallowest on, until one fails. A job whose processes together take more than
 `--host-gib` of this machine's memory (the sum of their proportional set sizes) is killed before the kernel's
@@ -27,7 +27,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.options import comma_separated, positive_int, positive_number
 from lab.benchmark.contestants import COMMON_OVERRIDES
-from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_words, job_options, polling
+from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, job_options, polling
 from launch.job import default_processes, error_line_of, train
 from tracking.pages import markdown
 from tracking.pages.markdown import Table
@@ -72,7 +72,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = job_options("lab.benchmark.largest", __doc__, steps=3)
     parser.add_argument("--layers", type=comma_separated(positive_int), required=True, help="depths to try, ascending")
-    parser.add_argument("--depth", default="model.config.num_hidden_layers", help="config key of the depth")
     parser.add_argument("--host-gib", type=positive_number, help=f"memory a job may take ({SHARE} of what is free)")
     options = parser.parse_intermixed_args(arguments)
     if options.layers != sorted(set(options.layers)):
@@ -90,13 +89,11 @@ def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: 
         "parameters": next((event["parameters"] for event in events if event["event"] == "run_start"), None),
         "host_bytes": host.peak,
         "memory_bytes": max((event["memory_bytes"] for event in steps), default=None),
-        "failed": None,
+        "failed": error_line_of(log) if code else None,
     }
     if host.exceeded:
         found["failed"] = f"took more than {limit / GIB:.1f} GiB of this machine's memory"
-    elif code:
-        found["failed"] = error_line_of(log)
-    else:
+    if not found["failed"]:
         found["step_seconds"] = median(event["step_seconds"] for event in steps[1:])
         found["tokens_per_second"] = (steps[1]["tokens"] - steps[0]["tokens"]) / found["step_seconds"]
     return found
@@ -107,7 +104,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     processes = options.processes or default_processes()
     common = ["--config", options.config, *options.overrides, *COMMON_OVERRIDES, "tracking.wandb=disabled"]
     common += [f"run.steps={options.steps + 1}", "schedule.warmup_steps=1"]
-    jobs = {depth: [*common, f"{options.depth}={depth}"] for depth in options.layers}
+    jobs = {depth: [*common, f"model.config.num_hidden_layers={depth}"] for depth in options.layers}
     resolved = [read_command_line(job, as_launched(processes)) for job in jobs.values()][0]
     limit = options.host_gib * GIB if options.host_gib else SHARE * psutil.virtual_memory().available
     report = Report(options.out, "largest", page)
@@ -115,12 +112,12 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     more = {"activation_checkpointing": checkpointing, "host_gib": round(limit / GIB, 1)}
     about = conditions("lab.benchmark.largest", resolved, processes, **more)
     rows: dict[str, dict[str, Any]] = {}
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"largest": None}
     for depth, job in jobs.items():
         row = rows[str(depth)] = run_depth(job, report.folder, f"layers-{depth}", processes=processes, limit=limit)
         print("  ".join(cells(depth, row)), flush=True)
-        trained = max((int(each) for each in rows if not rows[each]["failed"]), default=None)
-        result = report.write({"depths": rows, "largest": trained, "conditions": about})
+        largest = result["largest"] if row["failed"] else depth
+        result = report.write({"depths": rows, "largest": largest, "conditions": about})
         if row["failed"]:
             break
     return result
@@ -137,8 +134,10 @@ def cells(depth: int | str, row: Mapping[str, Any]) -> list[str]:
 def page(result: Mapping[str, Any]) -> str:
     """largest.md."""
     about, head = result["conditions"], ["layers", "parameters", "a step", "device memory, GiB", "host memory, GiB"]
+    said = {key.replace("_", " "): value for key, value in about.items() if key not in ("command", "environment")}
+    words = ", ".join(f"{key} {value}" for key, value in said.items())
     table = Table(head, [cells(*each) for each in result["depths"].items()])
-    return markdown.page("# The largest model", f"`{about['command']}`", in_words(about), table)
+    return markdown.page("# The largest model", f"`{about['command']}`", words, table)
 
 
 @entry_point()

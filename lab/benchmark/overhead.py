@@ -1,60 +1,68 @@
 """The time that Mantissa adds to a training step, measured beside steps without it in the same processes.
 
-    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config FILE [--pairs 300] [--steps 1] [--at-least 0.99]
-        [--by-stage [--parameters 1e6,1e7,1e8] [--layers 2]] [--json FILE] [key.sub=value ...]
+    deepspeed --num_gpus 2 --module lab.benchmark.overhead --config FILE [--pairs 100] [--steps 1] [--json FILE]
+        [--at-least 0.99 | --by-stage | --of WORK [--every 100]] [key.sub=value ...]
 
-Blocks of `--steps` steps alternate (`lab.benchmark.harness`). What a job costs before and after them is not measured.
+Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a machine whose speed
+drifts disturbs both alike. What a job costs before and after them is not measured. Exit code 3: a bound is broken.
 
 **Against a plain loop.** Two engines start from the same weights and train on the same batches with the same learning
 rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with all that the config
 asks for. Ratios are of tokens per second, Mantissa's over the plain loop's: the median of the pairs, and that of all
-their seconds together, in which a step that is rarely slow counts. Exit code 3: losses differ by more than in
-`lab.benchmark`, or the median's interval is below `--at-least`.
+their seconds together, in which a step that is rarely slow counts. Bounds: losses differ as little as in
+`lab.benchmark`, and the median's interval reaches `--at-least`.
 
-**By stage.** Guarded and bare steps alternate on Mantissa's own engine. A bare step is forward, backward, gradient
+**--by-stage.** Guarded and bare steps alternate on Mantissa's own engine. A bare step is forward, backward, gradient
 norm, clipping and optimizer step. What a guarded one adds is timed directly: health (the numbers of the step, gathered
 from all ranks), guard (the verdict, with spike detection on), record (the step event, to every sink) and other Python.
-`--parameters` measures Llamas of these sizes on 16 random tokens a rank, with `events.jsonl` as the only sink.
+
+**--of WORK.** Steps with and without one work alternate on one engine: telemetry, a figure of it (attention, channels,
+adam; the steps without it have the rest), an observation of dtypes, a save, or the checks for silent corruption. The
+cost is the median difference of a pair, as a share of the median step without; amortised is that share over `--every`
+steps, and its bound 0.5%. A save is started before the first of 8 steps, and its cost is that of the block; the checks,
+those of docs/corruption.md where nothing else is set, look at every step of theirs.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import os
+import shutil
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import deepspeed
 import numpy as np
 import torch
 
 from config.batch import refuse_sharing
-from config.cli import entry_point
+from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.deepspeed.document import initializable
 from config.errors import UserError
-from config.options import comma_separated, positive_int, positive_number
+from config.options import positive_int
 from config.resolved import Resolved
+from config.schema import PrecisionSection, TelemetrySection
 from data.batches.loader import Batches
 from data.corpora.corpus import Corpus
-from data.corpora.shards import TokenShards, open_shard, token_dtype, write_shard
-from lab.benchmark.harness import SHARES, WARM_UP_STEPS, alternate, conclude, estimate, paired_options, seconds_of
+from lab.benchmark.harness import ALL_HOLD, FAILED, SHARES, seconds_of, write_json
 from lab.benchmark.report import TOLERANCE
-from lab.benchmark.split import Stages, time_calls
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.build import build_model, count_parameters, model_config
 from precision.guard import Verdict
+from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
-from training import distributed
 from training.build import assemble
+from training.checkpoint.outcome import Saved
+from training.corruption.checks import Checks
 from training.distributed import World
 from training.engine.optimizer import build_optimizer
 from training.parts import Parts
@@ -63,11 +71,58 @@ from training.schedule import scheduled_rate
 from training.session import Session, batch_shape, session
 from training.sinks import open_record
 from training.step import train_step
+from training.telemetry import FIGURES, Figure, Telemetry
+from training.tracing.follow import follow
 
-SEQUENCE = 16
-"""[tokens] Length of the one sequence that a rank trains on in a step of a model of `--parameters`."""
-MIN_PARAMETERS = 100_000
-"""A model of two blocks and the narrowest width, 32, has 80,000."""
+T = TypeVar("T")
+Interval = tuple[float, float, float]
+"""A figure, and the ends of its interval."""
+WARM_UP_STEPS = 5
+"""[steps] Pairs that alternate before those that are timed."""
+Work = Figure | Literal["telemetry", "observation", "save", "checks"]
+ALLOWED = 0.005
+"""Share of a step that telemetry may cost where it is on by default, amortised."""
+USUALLY_EVERY: dict[Work, int] = {
+    **dict.fromkeys(("telemetry", *FIGURES), TelemetrySection().every_steps),
+    "observation": PrecisionSection().verify_every_steps,
+    "save": 1000,
+}
+"""[steps] Default of --every, the interval between two; the checks are in every step of their block."""
+IN_BLOCKS: tuple[Work, ...] = ("save", "checks")
+"""Works that are timed in blocks of several steps, after one block of each kind."""
+CHECKS = ("guard.replica_checks=100", "guard.update_checks=65536", "guard.reexecute=suspicious")
+"""The checks as docs/corruption.md sets them."""
+ADDED = ("health", "guard", "record", "other")
+
+
+def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) -> list[tuple[T, T]]:
+    """The results of both by pair. Which is called first changes every time: the later one finds warmer caches."""
+    return [(first(), second()) if pair % 2 == 0 else (second(), first())[::-1] for pair in range(pairs)]
+
+
+def estimate(statistic: Callable[[np.ndarray], np.ndarray], seconds: np.ndarray) -> Interval:
+    """A statistic of all pairs and its interval: 2.5 to 97.5% of 2,000 bootstrap resamples of the pairs.
+
+    seconds: (pairs, 2). statistic: of (..., pairs, 2), as (...).
+    """
+    drawn = np.random.default_rng(0).integers(0, len(seconds), size=(2000, len(seconds)))
+    low, high = np.quantile(statistic(seconds[drawn]), [0.025, 0.975])
+    return float(statistic(seconds)), float(low), float(high)
+
+
+def median_ratio(seconds: np.ndarray) -> np.ndarray:
+    """Tokens per second of the second kind over the first's: the median of the pairs. seconds: (..., pairs, 2)."""
+    return np.median(seconds[..., 0] / seconds[..., 1], axis=-1)
+
+
+def ratio_of_sums(seconds: np.ndarray) -> np.ndarray:
+    """Tokens per second of the second kind over the first's, over all seconds together. seconds: (..., pairs, 2)."""
+    return seconds[..., 0].sum(-1) / seconds[..., 1].sum(-1)
+
+
+def added_share(seconds: np.ndarray) -> np.ndarray:
+    """The median difference of a pair as a share of the median block of the first kind. seconds: (..., pairs, 2)."""
+    return np.median(seconds[..., 1] - seconds[..., 0], axis=-1) / np.median(seconds[..., 0], axis=-1)
 
 
 class PlainLoop:
@@ -102,19 +157,15 @@ class PlainLoop:
 
 
 class GuardedLoop:
-    """Mantissa's own steps, one after another."""
+    """Mantissa's own steps, one after another, with parts that may change between two."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts, self.progress = parts, Progress()
+        self.parts, self.progress = parts, Progress()
         self.losses: list[float] = []
-
-    def use(self, parts: Parts) -> None:
-        """Take the coming steps with these parts, of the same run."""
-        self._parts = parts
 
     def step(self) -> None:
         """One optimizer step. Raises UserError when the guard refuses it: then it is none that could be compared."""
-        self.progress, judgement, health = train_step(self._parts, self.progress)
+        self.progress, judgement, health = train_step(self.parts, self.progress)
         if judgement.verdict is not Verdict.STEP and not judgement.routine:
             raise UserError(f"the guard refused step {self.progress.step}, so the timing stops: {judgement.reason}")
         self.losses.append(health.loss)
@@ -130,15 +181,23 @@ def bare_step(parts: Parts) -> None:
 
 @contextmanager
 def open_parts(opened: Session) -> Iterator[Parts]:
-    """The parts of a run of the session's config: a temporary run folder, nothing restored, nothing to be saved."""
-    resolved, engine = opened.resolved, opened.engine
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = RunDir.create(Path(folder), resolved.config.run.name, fresh=False)
-        record = open_record(resolved, opened.corpus, engine, run_dir, opened.world)
+    """The parts of a run of the session's config: a temporary folder in run.dir, nothing restored."""
+    resolved, engine, world = opened.resolved, opened.engine, opened.world
+    root = Path(resolved.config.run.dir).expanduser()
+    made = None
+    if world.is_main:
+        root.mkdir(parents=True, exist_ok=True)
+        made = RunDir.create(root, Path(tempfile.mkdtemp(prefix="benchmark-", dir=root)).name, fresh=False)
+    run_dir: RunDir = world.from_main(made)
+    record = open_record(resolved, opened.corpus, engine, run_dir, world)
+    try:
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         parts, _ = assemble(resolved, engine, opened.batches, record=record, checkpoints=checkpoints)
         yield parts
+    finally:
         record.close()
+        if world.is_main:
+            shutil.rmtree(run_dir.path, ignore_errors=True)
 
 
 # --- against a plain loop
@@ -159,16 +218,6 @@ def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> tup
     return seconds, float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0)))
 
 
-def median_ratio(seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second of the second kind over the first's: the median of the pairs. seconds: (..., pairs, 2)."""
-    return np.median(seconds[..., 0] / seconds[..., 1], axis=-1)
-
-
-def ratio_of_sums(seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second of the second kind over the first's, over all seconds together. seconds: (..., pairs, 2)."""
-    return seconds[..., 0].sum(-1) / seconds[..., 1].sum(-1)
-
-
 def require_comparable(resolved: Resolved) -> None:
     """Raises UserError for settings that the plain loop does not have, or two engines in one process cannot."""
     model, data = resolved.config.model, resolved.config.data
@@ -185,10 +234,10 @@ def require_comparable(resolved: Resolved) -> None:
             raise UserError(f"{key} = {value}: the plain loop has {wanted} only; use --by-stage or lab.benchmark")
 
 
-def report(
+def report_ratio(
     seconds: np.ndarray, distance: float, *, steps: int, compute: str, at_least: float | None, file: Path | None = None
 ) -> int:
-    """Print what was measured, and write it into a file; the exit code. As `time_pairs` returns it."""
+    """Print what `time_pairs` returned, and write it into a file; the exit code."""
     (bare, guarded), more = np.median(seconds, axis=0), np.median(seconds[:, 1] - seconds[:, 0])
     middle, total = (estimate(statistic, seconds) for statistic in (median_ratio, ratio_of_sums))
     lines = [
@@ -209,44 +258,73 @@ def report(
     return conclude(lines, found, file, wrong=wrong)
 
 
-# --- by stage
+def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Time both loops and print what was measured, on rank 0; the exit code."""
+    steps = options.steps or 1
+    resolved = read_command_line([*arguments, f"run.steps={WARM_UP_STEPS + options.pairs * steps}"])
+    require_comparable(resolved)
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
+        plain = PlainLoop(resolved, opened.corpus, opened.world)
+        seconds, distance = time_pairs(parts, plain, pairs=options.pairs, steps=steps)
+        plain.batches.close()
+    if resolved.rank != 0:
+        return ALL_HOLD
+    said = {"steps": steps, "compute": resolved.compute, "at_least": options.at_least}
+    return report_ratio(seconds, distance, **said, file=options.json)
 
-ADDED = ("health", "guard", "record", "other")
-HEADER = "   parameters  tensors  bare, ms    health    guard   record    other    added    share"
+
+# --- by stage
 
 
 def time_stages(parts: Parts, *, pairs: int, steps: int) -> dict[str, Any]:
     """Time bare and guarded steps in turn, stage by stage, on one engine. A collective.
 
-    Returns the size of the model, and milliseconds of a step, each the median of all steps of its kind: `bare` is a
+    Returns the number of parameters, and milliseconds of a step, each the median of all steps of its kind: `bare` is a
     whole bare step, `ADDED` what a guarded one has beyond it.
     """
     # Full windows from the start, of values far above every loss and norm, so that no step is a spike.
     window = {"values": [1e3 + number % 7 for number in range(parts.resolved.config.guard.spike_window)]}
     parts.guard.load_state_dict(parts.guard.state_dict() | {"loss": window, "log_norm": window})
-    loop = GuardedLoop(parts)
-    alternate(loop.step, lambda: bare_step(parts), pairs=WARM_UP_STEPS)
-    blocks = alternate(
-        lambda: [stage_milliseconds(parts, lambda: bare_step(parts)) for _ in range(steps)],
-        lambda: [stage_milliseconds(parts, loop.step) for _ in range(steps)],
-        pairs=pairs,
-    )
-    bare, guarded = ([step for pair in blocks for step in pair[kind]] for kind in (0, 1))
+    kinds = partial(bare_step, parts), GuardedLoop(parts).step
+    alternate(*kinds, pairs=WARM_UP_STEPS)
+    blocks = (lambda kind=kind: [stage_milliseconds(parts, kind) for _ in range(steps)] for kind in kinds)
+    timed = alternate(*blocks, pairs=pairs)
+    bare, guarded = ([step for pair in timed for step in pair[kind]] for kind in (0, 1))
     own = {stage: median(step[stage] for step in guarded) for stage in ADDED}
     return {
         "parameters": count_parameters(parts.engine.model),
-        "tensors": sum(1 for _ in parts.engine.model.parameters()),
         "bare": median(sum(step.values()) for step in bare),
         **own,
         "other": own["other"] - median(step["other"] for step in bare),
     }
 
 
-def format_row(row: dict[str, Any]) -> str:
-    """A row of the table, under `HEADER`."""
-    added = sum(row[stage] for stage in ADDED)
-    stages = "".join(f"{value:>9.3f}" for value in (*(row[stage] for stage in ADDED), added))
-    return f"{row['parameters']:>13,} {row['tensors']:>8} {row['bare']:>11.1f} {stages} {added / row['bare']:>8.2%}"
+class Stages:
+    """Wall-clock time by stage; the time of a stage inside another one counts for the inner one only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._on_cuda, self._open = device.type == "cuda", ["other"]
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Count the time inside as `name`'s."""
+        self.switch()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self.switch()
+            self._open.pop()
+
+    def switch(self) -> None:
+        """Count the time since the last switch for the stage that is open."""
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self.seconds[self._open[-1]] += now - self._since
+        self._since = now
 
 
 def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, float]:
@@ -263,126 +341,140 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
         (parts.guard, "note", "guard"),
         (parts.record, "event", "record"),
     ]
-    stages = Stages(engine.world.device, warm_up=0, steps=1)
-    undo = time_calls(stages, calls)
+    stages = Stages(engine.world.device)
+    undo = follow([(owner, name, partial(stages.of, stage), None) for owner, name, stage in calls])
     step()
-    stages.step_done()
+    stages.switch()
     undo()
-    found = {stage: 0.0 for _, _, stage in calls} | stages.result()["seconds"]
-    return {stage: 1e3 * seconds for stage, seconds in found.items()}
+    return {stage: 1e3 * stages.seconds[stage] for stage in (*(stage for _, _, stage in calls), "other")}
 
 
-def llama_shape(parameters: float, *, layers: int) -> dict[str, Any]:
-    """model.config of a Llama with about this many parameters: at width h the embedding's 64 h^2 and 7 h^2 a block."""
-    width = max(32, round((parameters / (64 + 7 * layers)) ** 0.5 / 16) * 16)
-    sizes = {"hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers, "vocab_size": 64 * width}
-    heads = {"num_attention_heads": width // 16, "num_key_value_heads": width // 16}
-    return {**sizes, **heads, "tie_word_embeddings": True}
-
-
-def resolve_llama(arguments: Sequence[str], parameters: float, *, layers: int = 2) -> Resolved:
-    """The run config that `arguments` name, with a Llama of this size, the smallest batch and silent tracking."""
-    shape = ", ".join(f"{key}: {json.dumps(value)}" for key, value in llama_shape(parameters, layers=layers).items())
-    model = ["model.name_or_path=null", "model.architecture=llama", f"model.config={{{shape}}}"]
-    model += ["model.activation_checkpointing=none", "parallel.sequence=1", f"data.sequence_length={SEQUENCE}"]
-    steps = [f"batch.global_size={os.environ.get('WORLD_SIZE', 1)}", "batch.micro_size=1"]
-    steps += ["optimizer.learning_rate=1.0e-8", "guard.spike_sigmas=6"]
-    silent = ["tracking.wandb=disabled", "tracking.prometheus_port=null", "tracking.log_every_steps=1000000"]
-    return read_command_line([*arguments, *model, *steps, *silent])
-
-
-def random_corpus(vocabulary: int, folder: Path, *, seed: int) -> Corpus:
-    """4,096 random token ids below `vocabulary`, in `folder`, as training and validation data."""
-    tokens = np.random.default_rng(seed).integers(vocabulary, size=4096).astype(token_dtype(vocabulary))
-    path = folder / "random.safetensors"
-    shards = TokenShards([open_shard(path, write_shard(path, tokens, {}), verify=True)])
-    sizes = ("train_documents", "validation_documents", "train_bytes", "validation_bytes", "end_of_document")
-    counts: dict[str, Any] = dict.fromkeys(sizes, 0)
-    return Corpus(
-        folder=folder,
-        fingerprint="random",
-        tokenizer_folder=folder,
-        vocab_size=vocabulary,
-        train=shards,
-        validation=shards,
-        skipped={},
-        source="random tokens",
-        revision=None,
-        **counts,
+def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Time the stages of a step and print a table, on rank 0; the exit code."""
+    resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
+        row = time_stages(parts, pairs=options.pairs, steps=options.steps or 1)
+    if resolved.rank != 0:
+        return ALL_HOLD
+    added = sum(row[stage] for stage in ADDED)
+    cells = [f"{row['parameters']:,}", f"{row['bare']:.1f}", *(f"{row[stage]:.3f}" for stage in ADDED)]
+    table = Table(
+        ("parameters", "bare, ms", *ADDED, "added", "share"), [[*cells, f"{added:.3f}", f"{added / row['bare']:.2%}"]]
     )
+    return conclude(table.lines(), row, options.json)
 
 
-@contextmanager
-def llama_parts(resolved: Resolved, world: World) -> Iterator[Parts]:
-    """The parts of a run of `resolve_llama`'s config on random tokens; the process group stays."""
-    with tempfile.TemporaryDirectory() as folder:
-        vocabulary = int(resolved.config.model.config["vocab_size"])
-        corpus = random_corpus(vocabulary, Path(folder), seed=world.rank // resolved.batch.tensor)
-        with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened, open_parts(opened) as parts:
-            yield parts
-    gc.collect()  # DeepSpeed's engine is part of reference cycles
+# --- one optional work
+
+
+def time_work(parts: Parts, of: Work, *, pairs: int, steps: int = 1) -> tuple[np.ndarray, list[Saved]]:
+    """(pairs, 2) float64 seconds of a block of steps without the work, and of one with it; the saves. A collective."""
+    loop, (without, with_it), saves = GuardedLoop(parts), _both(parts, of), []
+
+    def seconds(chosen: Parts) -> float:
+        def block() -> None:
+            if of == "save" and chosen is with_it:
+                chosen.checkpoints.start_save(chosen.engine, chosen.state_dict(loop.progress))
+            for _ in range(steps):
+                loop.step()
+
+        loop.parts = chosen
+        if chosen.checks is not None:
+            chosen.checks.forget()  # steps without them have changed what they kept
+        taken = seconds_of(block, parts.engine.world.device)
+        for outcome in chosen.checkpoints.outcomes():  # waits for the save, which the next block must not have
+            if not isinstance(outcome, Saved):
+                raise outcome
+            saves.append(outcome)
+        return taken
+
+    kinds = partial(seconds, without), partial(seconds, with_it)
+    alternate(*kinds[::-1], pairs=1 if of in IN_BLOCKS else WARM_UP_STEPS)
+    return np.array(alternate(*kinds, pairs=pairs)), saves
+
+
+def _both(parts: Parts, of: Work) -> tuple[Parts, Parts]:
+    """The run's parts without the work and with it, nothing else measured."""
+    without = replace(_observing(parts, 0), telemetry=None)
+    if of == "checks":
+        return without, replace(without, checks=Checks(parts.engine, parts.resolved))
+    if of == "telemetry" or of in FIGURES:
+        probe = parts.resolved.config.telemetry.probe
+        with_it = replace(without, telemetry=Telemetry(parts.engine, probe=probe))
+        if of in FIGURES:
+            others = [figure for figure in FIGURES if figure != of]
+            without = replace(without, telemetry=Telemetry(parts.engine, probe=probe, figures=others))
+        return without, with_it
+    return without, _observing(without, 1 if of == "observation" else 0)
+
+
+def _observing(parts: Parts, every: int) -> Parts:
+    """The same parts, with dtypes observed every `every` steps."""
+    config = parts.resolved.config
+    config = replace(config, precision=replace(config.precision, verify_every_steps=every))
+    return replace(parts, resolved=replace(parts.resolved, config=config))
+
+
+def of_work(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Time blocks with and without a work and print its cost, on rank 0; the exit code."""
+    of, pairs = options.of, options.pairs
+    steps, warm_up = (options.steps or 8, 1) if of in IN_BLOCKS else (1, WARM_UP_STEPS)
+    given = [*(CHECKS if of == "checks" else ()), *arguments, f"run.steps={2 * steps * (warm_up + pairs)}"]
+    resolved = read_command_line([*given, "telemetry.every_steps=1"])
+    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
+        seconds, saves = time_work(parts, of, pairs=pairs, steps=steps)
+    if resolved.rank != 0:
+        return ALL_HOLD
+    every = options.every or USUALLY_EVERY.get(of, steps)
+    cost, low, high = (steps * share for share in estimate(added_share, seconds))
+    without, more = np.median(seconds[:, 0]) / steps, np.median(seconds[:, 1] - seconds[:, 0])
+    lines = [
+        f"{pairs} pairs of blocks of {steps} step{'s' if steps > 1 else ''} without and with {of}",
+        f"{'step':<11}{without * 1e3:9.2f} ms without (median)",
+        f"{of:<11}{more * 1e3:9.2f} ms more in a block",
+        f"{'cost':<11}{cost:9.2%} of a step [{low:.2%} to {high:.2%}]",
+        f"{'amortised':<11}{cost / every:9.3%} at one step in {every} [{low / every:.3%} to {high / every:.3%}]",
+    ]
+    if saves:
+        whole, stall = (median(getattr(save, name) for save in saves) for name in ("seconds", "stall_seconds"))
+        size = saves[0].bytes / 1e6
+        lines.append(f"{size:,.1f} MB in {whole:.2f} s ({size / whole:,.0f} MB/s), training waits for {stall:.2f} s")
+    found = {"of": of, "ratio": np.median(seconds[:, 1] / seconds[:, 0]), "cost": (cost, low, high), "every": every}
+    found |= {"pairs": pairs, "steps": steps, "step_seconds": without, "more_seconds": more}
+    surely = low / every > ALLOWED
+    wrong = f"{of} costs more than {ALLOWED:.1%} for certain: {low / every:.3%}" if surely else None
+    return conclude(lines, found, options.json, wrong=wrong)
 
 
 # --- the command
 
 
-def read_options(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and its arguments for the run config. Raises UserError."""
-    parser = paired_options("overhead", __doc__, pairs=100)
-    parser.add_argument("--steps", type=positive_int, default=1, help="steps in a block")
-    parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
-    parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
-    parser.add_argument("--parameters", type=comma_separated(size), help="by stage, for Llamas of these sizes")
-    parser.add_argument("--layers", type=positive_int, default=2, help="blocks of each of them")
-    return parser.parse_known_args(arguments)
-
-
-def size(text: str) -> float:
-    """An argparse type: a number of parameters."""
-    value = positive_number(text)
-    if value < MIN_PARAMETERS:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from {MIN_PARAMETERS:,}")
-    return value
-
-
-def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Time both loops and print what was measured, on rank 0; the exit code."""
-    total = WARM_UP_STEPS + options.pairs * options.steps
-    resolved = read_command_line([*arguments, f"run.steps={total}"])
-    require_comparable(resolved)
-    with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
-        plain = PlainLoop(resolved, opened.corpus, opened.world)
-        seconds, distance = time_pairs(parts, plain, pairs=options.pairs, steps=options.steps)
-        plain.batches.close()
-    if resolved.rank != 0:
-        return 0
-    said = {"steps": options.steps, "compute": resolved.compute}
-    return report(seconds, distance, **said, at_least=options.at_least, file=options.json)
-
-
-def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Time the config's model, or the Llamas of `--parameters`, and print a table, on rank 0; the exit code."""
-    counts = {"pairs": options.pairs, "steps": options.steps}
-    if options.parameters is None:
-        resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
-        with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
-            rows = [time_stages(parts, **counts)]
-    else:
-        llamas = [resolve_llama(arguments, size, layers=options.layers) for size in options.parameters]
-        resolved, rows = llamas[0], []
-        world = distributed.join(resolved)
-        for llama in llamas:
-            with llama_parts(llama, world) as parts:
-                rows.append(time_stages(parts, **counts))
-        distributed.stop()
-    return conclude([HEADER, *map(format_row, rows)], rows, options.json) if resolved.rank == 0 else 0
+def conclude(lines: Sequence[str], found: Any, file: Path | None, *, wrong: str | None = None) -> int:
+    """Print what was measured, write it as JSON where a file is named, and return the exit code: 3 if it is wrong."""
+    print("\n".join(["", *lines]))
+    if file is not None:
+        write_json(file, found)
+    if wrong is None:
+        return ALL_HOLD
+    print(f"error: {wrong}", file=sys.stderr)
+    return FAILED
 
 
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    options, rest = read_options(arguments)
-    return (by_stage if options.by_stage or options.parameters else against_plain_loop)(rest, options)
+    """The command line; arguments that are unknown here belong to the run config."""
+    parser = Arguments("lab.benchmark.overhead", __doc__)
+    parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks (100)")
+    parser.add_argument("--steps", type=positive_int, help="steps in a block (1; 8 for a save and the checks)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+    parser.add_argument("--at-least", type=float, help="exit code 3 where tokens/s over bare is surely below")
+    parser.add_argument("--by-stage", action="store_true", help="time what is added, stage by stage, on one engine")
+    works = [*USUALLY_EVERY, "checks"]
+    parser.add_argument("--of", choices=works, help="time steps with and without this, on one engine")
+    usually = ", ".join(f"{work} {every}" for work, every in USUALLY_EVERY.items())
+    parser.add_argument("--every", type=positive_int, help=f"with --of: steps between two ({usually})")
+    options, rest = parser.parse_known_args(arguments)
+    return (of_work if options.of else by_stage if options.by_stage else against_plain_loop)(rest, options)
 
 
 if __name__ == "__main__":

@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from lab.benchmark.contestants import OWN
-from lab.benchmark.harness import Run
+from lab.benchmark.contestants import OWN, Run
 from tracking.pages import markdown
 from tracking.pages.markdown import Table
 
-STAGES = ("data", "forward", "backward", "collectives", "step", "health", "tracking", "other")
-"""The stages of the split, in the order of a step; what belongs to none of the others is other."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 """Largest relative difference of a step's loss, by dtype of forward and backward."""
 
@@ -54,10 +51,8 @@ def compare(
         found[name] = {
             "engine": mine[0].result.engine,
             "tokens_per_second": rate,
-            "step_seconds": statistics_of([run.step_seconds for run in mine]),
             "median_step_seconds": statistics_of([median(run.steps) for run in mine]),
             "first_step_seconds": statistics_of([run.first_step_seconds for run in mine]),
-            "job_seconds": statistics_of([run.job_seconds for run in mine]),
             "memory_bytes": max(run.result.memory_bytes for run in mine),
             "mfu": None if flops_per_token is None or peak is None else rate["median"] * flops_per_token / peak,
             "last_loss": mine[0].result.losses[-1],
@@ -72,13 +67,10 @@ def compare(
 
 
 def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`mine` over `other`, round by round that both have; for times, below 1 is faster."""
-    names = ("tokens_per_second", "median_step_seconds", "first_step_seconds")
-    found = {
-        name: statistics_of([a / b for a, b in zip(mine[name]["rounds"], other[name]["rounds"], strict=False)])
-        for name in names
-    }
-    return found | {"memory_bytes": mine["memory_bytes"] / other["memory_bytes"]}
+    """`mine` over `other`: tokens per second round by round that both have, and memory."""
+    rates = zip(*(each["tokens_per_second"]["rounds"] for each in (mine, other)), strict=False)
+    memory = mine["memory_bytes"] / other["memory_bytes"]
+    return {"tokens_per_second": statistics_of([a / b for a, b in rates]), "memory_bytes": memory}
 
 
 def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
@@ -124,8 +116,7 @@ def page(found: Mapping[str, Any]) -> str:
     missing = [f"{name}: not measured, {reason}." for name, reason in found["passed_over"].items()]
     missing += [f"{reason}." for reason in found["failed"].values()]
     bounds = [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
-    after = "\n".join(missing), _splits(contestants), "\n".join(bounds)
-    return markdown.page(work, _mfu(found), Table(head, rows), *after)
+    return markdown.page(work, _mfu(found), Table(head, rows), "\n".join(missing), "\n".join(bounds))
 
 
 def _shared(found: Mapping[str, Any]) -> str:
@@ -140,23 +131,6 @@ def _mfu(found: Mapping[str, Any]) -> str:
         f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, 4 a "
         "frozen one, and 12 x layers x heads x head size x sequence; nothing recomputed) over "
         f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']})."
-    )
-
-
-def _splits(contestants: Mapping[str, Any]) -> str:
-    split = {name: mine["split"] for name, mine in contestants.items() if mine.get("split")}
-    if not split:
-        return ""
-    rows = []
-    for name, mine in split.items():
-        seconds, calls, sent = (mine[key] for key in ("seconds", "calls", "bytes_sent"))
-        times = [f"{seconds.get(stage, 0.0) * 1e3:,.2f}" for stage in STAGES]
-        total = f"{sum(seconds.values()) * 1e3:,.1f}"
-        rows.append([name, *times, total, f"{sum(calls.values()):g}", f"{sum(sent.values()) / 1e6:,.2f}"])
-    return markdown.page(
-        "One more run each, rank 0, with every stage timed: milliseconds a step, and megabytes a step that a rank "
-        "sends if every collective is a ring. Collectives include the wait for the other ranks.",
-        Table(["", *STAGES, "sum", "collectives", "MB sent"], rows),
     )
 
 

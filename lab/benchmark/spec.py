@@ -57,8 +57,6 @@ class Spec(_File):
     learning_rates: list[float]
     """Learning rate of each step."""
     seed: int
-    split: bool = False
-    """Time a step by stage and count the bytes of collectives; such a run is not timed as a whole."""
     task: str = "pretrain"
     """pretrain, sft or dpo."""
     adapter: dict[str, Any] | None = None
@@ -67,6 +65,11 @@ class Spec(_File):
     """The run config's section."""
     tokenizer: str = ""
     """[path] Tokenizer folder of the prepared data."""
+    parameters: int = 0
+    tokens_per_step: float = 0.0
+    """[tokens] Size of a timed step over all ranks without padding; with rows, the mean over the timed steps."""
+    flops_per_token: float | None = None
+    """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
 
     @property
     def tensor(self) -> int:
@@ -107,23 +110,9 @@ class Result(_File):
     """Largest peak of any rank: device memory, or resident memory on a CPU."""
     engine: str
     """Classes and device that trained, as found in the process."""
-    split: dict[str, Any] | None = None
-    """Rank 0's result of `lab.benchmark.split`."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """The prepared work and its size."""
-
-    spec: Spec
-    parameters: int
-    tokens_per_step: float
-    """[tokens] Size of a timed step over all ranks without padding; with rows, the mean over the timed steps."""
-    flops_per_token: float | None
-    """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
-
-
-def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
+def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Spec:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
     Raises UserError: the data or the model cannot be loaded, or ranks cannot share this one's matrices.
@@ -152,7 +141,10 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         per_step = _write_windows(resolved, corpus, tokens)
     else:
         per_step = write_rows(resolved, corpus, tokens, warm_up=warm_up)
-    spec = Spec(
+    parameters = count_parameters(model)
+    if config.adapter.kind != "none":
+        model = add_adapter(model, config.adapter, seed=config.run.seed)
+    return Spec(
         model=config.model.name_or_path or str(folder / "weights"),
         attention=attention_of(model),
         activation_checkpointing=config.model.activation_checkpointing,
@@ -169,15 +161,14 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Work:
         adapter=None if config.adapter.kind == "none" else asdict(config.adapter),
         preference=asdict(config.preference) | {"precomputed": config.precomputes_reference},
         tokenizer=str(corpus.tokenizer_folder),
+        parameters=parameters,
+        tokens_per_step=per_step,
+        flops_per_token=flops_per_token(model, length) if pretrains else None,
     )
-    parameters = count_parameters(model)
-    if config.adapter.kind != "none":
-        model = add_adapter(model, config.adapter, seed=config.run.seed)
-    return Work(spec, parameters, per_step, flops_per_token(model, length) if pretrains else None)
 
 
 def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
-    """The windows of every step in Mantissa's order, as an array; their inputs, by step."""
+    """Write the windows of every step in Mantissa's order, as an array; the tokens of a step."""
     import numpy as np
 
     from data.corpora.sampler import sample_ids

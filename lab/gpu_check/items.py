@@ -188,7 +188,7 @@ PRECISION = (
 ON_DEVICE = {16: 20, 48: 57, 56: 66, 64: 75, 96: 111, 112: 130}
 """[GiB] Planned memory by number of layers of the 1B shape at ZeRO-1."""
 ONE_SEQUENCE = ("model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2")
-MODES = "none,ops,selective:2,full"
+MODES = "recompute-none,recompute-ops,recompute-selective,recompute-full"
 OFFLOADED = ("deepspeed.stage=3", "deepspeed.offload=cpu", *ONE_SEQUENCE)
 MEMORY = (
     _item("loss-128k", "loss of 8,192 tokens at a vocabulary of 131,072", 40, measure.loss_of_logits),
@@ -197,7 +197,7 @@ MEMORY = (
         *("on-device", "ZeRO-1 on the device alone: layers that train", 100),
         lambda bench: measure.largest(bench, measure.depths_around(bench, ON_DEVICE), *ONE_SEQUENCE),
     ),
-    _item("activations", "1B shape: activation checkpointing", 200, measure.activations, MODES, TORCH, *AT_2048),
+    _compared("activations", "1B shape: activation checkpointing", 200, MODES, TORCH, *AT_2048, count=5),
 )
 
 COST = (

@@ -230,7 +230,7 @@ def parity(bench: Bench, *overrides: str) -> Figures:
 def compared(bench: Bench, contestants: str, *overrides: str, count: int = 10) -> Figures:
     """Contestants of `lab.benchmark`, each once."""
     options = ["--contestants", contestants, "--rounds", "1", "--steps", str(bench.either(count, 3)), "--warm-up", "3"]
-    options += ["--no-split", *bench.either((), ("--peak-tflops", "1"))]
+    options += bench.either((), ("--peak-tflops", "1"))
     arguments = bench.arguments("benchmark_1b", *overrides)
     return _reported(bench, "lab.benchmark", *options, *arguments, rows=lambda found: _contestants(found, bench))
 
@@ -304,7 +304,7 @@ def guarded(bench: Bench, *overrides: str) -> Figures:
 def by_stage(bench: Bench, *overrides: str) -> Figures:
     """The time that guarding adds to a step, stage by stage."""
     options = ["--by-stage", "--pairs", str(bench.either(10, 2)), "--steps", "2"]
-    [found] = _paired(bench, "lab.benchmark.overhead", *options, overrides=(*overrides, "guard.spike_sigmas=6"))
+    found = _paired(bench, "lab.benchmark.overhead", *options, overrides=(*overrides, "guard.spike_sigmas=6"))
     added = {name: found[name] for name in ("health", "guard", "record", "other")}
     named = {f"{name} ms": value for name, value in added.items()}
     return {"bare step ms": found["bare"], **named, "guarded over bare": 1 + sum(added.values()) / found["bare"]}
@@ -313,7 +313,7 @@ def by_stage(bench: Bench, *overrides: str) -> Figures:
 def extra(bench: Bench, of: str, *overrides: str, pairs: int = 20) -> Figures:
     """Steps with one of the optional works and steps without, in turn."""
     options = ["--of", of, "--pairs", str(bench.either(pairs, 2)), "--steps", str(bench.either(16, 2))]
-    found = _paired(bench, "lab.benchmark.telemetry", *options, codes=(0, 3), overrides=overrides)
+    found = _paired(bench, "lab.benchmark.overhead", *options, codes=(0, 3), overrides=overrides)
     share, low, high = found["cost"]  # of a block, as a share of one step
     return {
         "with over without": found["ratio"],
@@ -331,27 +331,6 @@ def _paired(bench: Bench, module: str, *options: str, overrides: Sequence[str], 
     arguments = bench.arguments("benchmark_1b", "schedule.warmup_steps=1", *overrides)
     bench.tool(module, *options, "--json", str(path), *arguments, codes=codes)
     return _json(path)
-
-
-def activations(bench: Bench, modes: str, *overrides: str) -> Figures:
-    """Step time and memory of the modes of activation checkpointing."""
-    options = ["--modes", modes, "--rounds", "1", "--steps", str(bench.either(5, 2))]
-    arguments = bench.arguments("benchmark_1b", *overrides)
-    return _reported(bench, "lab.benchmark.activations", *options, *arguments, rows=_modes)
-
-
-def _modes(found: Mapping[str, Any]) -> Figures:
-    """The rows of activations.json."""
-    rows: Figures = dict.fromkeys(found["failed"], "failed")
-    return rows | {
-        mode: {
-            "step ms": row["step_seconds"] * 1e3,
-            "time over the first": row["time_ratio"],
-            "memory GiB": row["memory_bytes"] / GIB,
-            "loss difference": row["loss_difference"],
-        }
-        for mode, row in found["modes"].items()
-    }
 
 
 def loss_of_logits(bench: Bench) -> Figures:

@@ -24,11 +24,10 @@ PARTS_OF_TOOLS = {
     "lab.benchmark.peers.titan_loop",
     "lab.benchmark.peers.trainer_loop",
     "lab.benchmark.peers.trl_loop",
-    "lab.benchmark.split",
     "lab.gpu_check.machine",
     "training.rollouts.reward_worker",
 }
-LOAD_DEEPSPEED = {"tools.analyze.survey", "lab.benchmark.save", "tools.parity.steps"}
+LOAD_DEEPSPEED = {"tools.analyze.survey", "lab.benchmark.overhead", "tools.parity.steps"}
 
 
 def tools() -> dict[str, Path]:

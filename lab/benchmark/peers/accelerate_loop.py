@@ -30,7 +30,7 @@ def train(job: Job) -> Any:
     plain = job.optimizer(model)
     scheduler = job.scheduler(plain)  # not prepared: Accelerate would step it once a process
     model, optimizer, loader = accelerator.prepare(model, plain, job.loader_of_all())
-    for batch in job.watched(loader):
+    for batch in job.on_device(loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
             accelerator.backward(loss)  # DeepSpeed's step included

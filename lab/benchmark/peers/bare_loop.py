@@ -24,7 +24,7 @@ def train(job: Job) -> Any:
     optimizer, config = job.optimizer(model), initializable(job.spec.deepspeed)
     rates = job.scheduler(optimizer)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=rates, config=config)
-    for index, batch in enumerate(job.watched(job.loader()), start=1):
+    for index, batch in enumerate(job.on_device(job.loader()), start=1):
         loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()

@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from config.machine.processes import free_port
 from config.schema import AdapterSection, OptimizerSection
 from lab.benchmark.spec import Result, Spec
-from lab.benchmark.split import Stages, time_deepspeed
 from training.engine.work_time import peak_memory_bytes
 from training.start import op_builds
 
@@ -56,10 +54,6 @@ class Job:
         self._losses: list[torch.Tensor] = []
         self._stamps: list[float] = []
         self._memory = 0
-        steps, warm_up = self.spec.steps, self.spec.warm_up
-        self._stages = Stages(self.device, warm_up=warm_up, steps=steps) if self.spec.split else None
-        if self._stages is not None:
-            time_deepspeed(self._stages)
 
     @property
     def sequence_length(self) -> int:
@@ -121,14 +115,9 @@ class Job:
         """The micro-batches of all ranks in turn, for a library that selects a rank's own."""
         return torch.utils.data.DataLoader(Windows(self.spec), batch_size=self.spec.micro_size, pin_memory=self.on_cuda)
 
-    def watched(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
-        """The batches of a loader on this rank's device; the wait for them counts as the stage `data`."""
-        batches = iter(loader)
-        while True:
-            with nullcontext() if self._stages is None else self._stages.of("data"):
-                batch = next(batches, None)
-            if batch is None:
-                return
+    def on_device(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
+        """The batches of a loader on this rank's device."""
+        for batch in loader:
             yield {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def loss(self, share: torch.Tensor) -> None:
@@ -141,8 +130,6 @@ class Job:
         if self.on_cuda and done in (1, self.spec.warm_up, self.spec.steps):
             torch.cuda.synchronize()
         self._stamps.append(time.time())
-        if self._stages is not None:
-            self._stages.step_done()
 
     def note_memory(self) -> None:
         """Keep the peak memory so far, for a library that resets the device's peak."""
@@ -163,7 +150,6 @@ class Job:
 
         Raises RuntimeError: the ranks did not train together.
         """
-        split = self._stages.result() if self._stages is not None else None
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(f"{dist.get_world_size()} ranks instead of {self.world_size} trained together")
         self.note_memory()
@@ -173,7 +159,7 @@ class Job:
         dist.all_reduce(losses)
         if self.rank == 0:
             mean = (losses / self.world_size).tolist()
-            Result(mean, self._stamps, int(memory), engine, split).write(self._result)
+            Result(mean, self._stamps, int(memory), engine).write(self._result)
         dist.barrier()
         dist.destroy_process_group()
 

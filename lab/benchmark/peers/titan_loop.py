@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.distributed import distributed_c10d, fsdp
+from torch.distributed import distributed_c10d
 
 from lab.benchmark.peers.common import Job
 
@@ -23,7 +23,8 @@ from lab.benchmark.peers.common import Job
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
-    add_missing_names()
+    # torchtitan 0.3.0 imports it from later releases of torch; 2.13 has it only under a private name
+    vars(torch.distributed).setdefault("set_timeout", distributed_c10d._set_pg_timeout)
     if not job.on_cuda:
         use_cpu()
     titan = import_module("lab.benchmark.peers.titan_trainer")
@@ -36,15 +37,6 @@ def main() -> None:
         trainer.train()
         trainer.close()
         job.finish(titan.trained_with(trainer))
-
-
-def add_missing_names() -> None:
-    """Add two names to this torch that torchtitan 0.3.0 imports from later releases."""
-    names = vars(torch.distributed)
-    # 2.13 has this function only under a private name
-    names.setdefault("set_timeout", distributed_c10d._set_pg_timeout)
-    # missing in 2.11: a class that is imported, but used with `spmd_types` only
-    vars(fsdp).setdefault("DataParallelMeshDims", type(None))
 
 
 def use_cpu() -> None:

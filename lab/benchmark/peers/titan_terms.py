@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 VERSION = "0.3.0"
 """The release of torchtitan that is supported: its configuration changes from one to the next."""
-LEAST_TORCH = {"cuda": (2, 11), "cpu": (2, 13)}
-"""Oldest torch by device. 2.11 has all names that torchtitan 0.3.0 imports, except those of
-`titan_loop.add_missing_names`; its backward pass ends with a segmentation fault on a CPU. Tested with 2.13 on a CPU."""
 NEEDED = (
     *("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser"),
     *("tensorboard", "absl", "triton"),
@@ -33,15 +30,9 @@ PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 def unavailable_reason() -> str | None:
     """Why torchtitan cannot be imported here; None where no reason is known."""
     missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} separately"
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < LEAST_TORCH[device]:
-        least = ".".join(map(str, LEAST_TORCH[device]))
-        return f"torchtitan {VERSION} needs torch {least} or newer on a {device} device; this is {torch.__version__}"
-    return None
+    if not missing:
+        return None
+    return f"{', '.join(missing)} cannot be imported; make titan installs torchtitan {VERSION} separately"
 
 
 def unsupported_reason(spec: Spec) -> str | None:

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from lab.benchmark import command as benchmark
-from lab.benchmark.contestants import MANTISSA, PEERS, PRECISIONS, TITAN, Runner
-from lab.benchmark.harness import Jobs
-from lab.benchmark.report import STAGES, compare
+from lab.benchmark.contestants import CHECKPOINTING, MANTISSA, PEERS, PRECISIONS, TITAN, Runner
+from lab.benchmark.report import compare
 from lab.benchmark.spec import Spec
 from tests.lab.benchmark.benchmark_cases import benchmarked
 from tracking.compare.surviving import read_events
@@ -39,11 +38,6 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
     for name, mine in found["contestants"].items():
         assert mine["loss_difference"] < tolerance, name
         assert mine["ratio"]["tokens_per_second"]["median"] > 0
-        assert set(mine["split"]["seconds"]) <= set(STAGES)
-        assert mine["split"]["steps"] == 8
-        assert mine["split"]["seconds"]["forward"] > 0 and mine["split"]["seconds"]["backward"] > 0
-        sent, bare = (sum(each["split"]["bytes_sent"].values()) for each in (mine, found["contestants"]["bare"]))
-        assert sent == pytest.approx(bare, rel=0.1)
     assert 0 < found["peak"]["flops"] < 1e14
 
 
@@ -56,10 +50,6 @@ def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, comput
     assert found["passed_over"].keys() == {"trainer", "mantissa-manifest"}
     bare = found["contestants"]["bare"]
     assert bare["loss_difference"] < (1e-6 if compute == "fp32" else 1e-3)
-    for mine in found["contestants"].values():
-        assert mine["split"]["seconds"]["forward"] > 0
-        sent, its = (sum(each["split"]["bytes_sent"].values()) for each in (mine, bare))
-        assert sent == pytest.approx(its, rel=0.1)
     assert "2 to a matrix (parallel.tensor)" in (tmp_path / "benchmark.md").read_text()
 
 
@@ -67,7 +57,7 @@ def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, comput
 def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
     """Whatever the config's own: each computes as its name says, and follows FP32."""
     names = ["mantissa", *PRECISIONS]
-    given = ["--no-split", "--peak-tflops", "1", cache]
+    given = ["--peak-tflops", "1", cache]
     found = benchmarked(tmp_path, ",".join(names), *given, stage=stage, compute="bf16")["contestants"]
     assert found["mantissa-bf16"]["loss_difference"] == 0
     for name in ("mantissa-fp32", "mantissa-fp16", "mantissa-manifest"):
@@ -77,11 +67,16 @@ def test_mantissas_precisions_do_the_same_work(stage, tmp_path, cache) -> None:
         assert (start["compute"], "bf16" in regions, start["zero_stage"]) == (*COMPUTES[name], stage)
 
 
+def test_modes_of_activation_checkpointing_have_the_same_losses(tmp_path, cache) -> None:
+    found = benchmarked(tmp_path, ",".join(CHECKPOINTING), "--peak-tflops", "1", cache)["contestants"]
+    assert list(found) == [*CHECKPOINTING] and {mine["loss_difference"] for mine in found.values()} == {0}
+
+
 def test_a_peer_that_is_given_other_work_is_found(tmp_path, cache) -> None:
-    benchmarked(tmp_path, "mantissa,bare", "--peak-tflops", "1", "--no-split", cache)
+    benchmarked(tmp_path, "mantissa,bare", "--peak-tflops", "1", cache)
     spec = Spec.read(tmp_path / "spec.json")
     other = replace(spec, learning_rates=[rate * 1.02 for rate in spec.learning_rates])
-    jobs = Jobs(tmp_path, processes=2, warm_up=2)
-    runs = {name: [Runner(jobs, (), work).run("bare", name)] for name, work in (("bare", spec), ("other", other))}
+    works = {"bare": spec, "other": other}
+    runs = {name: [Runner(tmp_path, 2, (), work).run("bare", name)] for name, work in works.items()}
     found = compare(runs, tokens=256, flops_per_token=1.0, peak=1.0, tolerance=benchmark.TOLERANCE["fp32"])
     assert found["contestants"]["bare"]["trains_the_same"] and not found["contestants"]["other"]["trains_the_same"]

@@ -6,10 +6,9 @@ import multiprocessing
 import pytest
 
 from config.cli import REPOSITORY
-from lab.benchmark import activations, command, data, largest, loss
+from lab.benchmark import command, data, largest, loss
 from tests.lab.benchmark.benchmark_cases import RECIPE
 from tests.support.jobs import forked
-from tests.support.jobs.launches import SMALL
 
 MISTAKES = {
     command: [
@@ -57,15 +56,3 @@ def test_a_loss_that_cannot_be_computed_is_a_row(capsys, monkeypatch) -> None:
     failed, chunked = map(json.loads, capsys.readouterr().out.splitlines())
     assert failed["way"] == "of nobody" and "of nobody" in failed["failed"]
     assert "failed" not in chunked and 3 < chunked["loss"] < 6
-
-
-@pytest.mark.slow
-def test_a_mode_that_does_not_fit_is_a_line_of_the_report(tmp_path) -> None:
-    counts = ["--rounds", "2", "--steps", "2", "--processes", "1", "--modes", "budget:0.0000001,none,full"]
-    where = ["--out", str(tmp_path), f"data.cache_dir={tmp_path}/cache"]
-    assert activations.main(["--config", RECIPE, *counts, *where, *SMALL]) == 3
-    found = json.loads((tmp_path / "activations.json").read_text())
-    assert list(found["modes"]) == ["none", "full"] and list(found["failed"]) == ["budget:0.0000001"]
-    assert len(found["modes"]["full"]["runs"]) == 2 and found["modes"]["none"]["time_ratio"] == 1.0
-    assert "activation_memory_gib" in found["failed"]["budget:0.0000001"]
-    assert "budget-0.0000001-1 failed: " in (tmp_path / "activations.md").read_text()

@@ -36,13 +36,11 @@ def run(
     stage: int,
     compute: str = "fp32",
     processes: int = 2,
-    split: bool = False,
     names: str = "mantissa,torchtitan",
 ) -> dict:
     """The report of Mantissa and torchtitan, side by side for ten steps of two micro-batches a rank."""
     given = ["--processes", str(processes), "--peak-tflops", "1", f"batch.global_size={4 * processes}"]
-    more = [] if split else ["--no-split"]
-    return benchmarked(folder, names, *given, *more, *overrides, stage=stage, compute=compute)
+    return benchmarked(folder, names, *given, *overrides, stage=stage, compute=compute)
 
 
 @pytest.mark.parametrize(
@@ -70,8 +68,7 @@ def test_compiled_it_trains_the_same(tmp_path, cache) -> None:
     assert 0 < compiled["loss_difference"] < 1e-6
 
 
-def test_it_trains_the_same_in_bf16_and_gets_no_split(tmp_path, cache) -> None:
-    found = run(tmp_path, TIED, cache, stage=3, compute="bf16", split=True)
+def test_it_trains_the_same_in_bf16(tmp_path, cache) -> None:
+    found = run(tmp_path, TIED, cache, stage=3, compute="bf16")
     mine = found["contestants"]["torchtitan"]
     assert 0 < mine["loss_difference"] < 5e-3 and "torch.bfloat16" in mine["engine"]
-    assert found["contestants"]["mantissa"]["split"]["seconds"]["forward"] > 0 and "split" not in mine

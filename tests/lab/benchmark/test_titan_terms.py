@@ -8,12 +8,10 @@ from transformers import GPT2Config, LlamaConfig
 
 from config.errors import UserError
 from lab.benchmark.command import read_bounds
-from lab.benchmark.contestants import skip_unsupported
-from lab.benchmark.peers.titan_terms import (
-    require_llama,
-    unsupported_reason,
-)
+from lab.benchmark.contestants import Runner, parted
+from lab.benchmark.peers.titan_terms import require_llama, unsupported_reason
 from lab.benchmark.spec import Spec
+from tests.lab.benchmark.benchmark_cases import RECIPE
 
 SIZES = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZES |= {"num_attention_heads": 4}
@@ -68,9 +66,10 @@ def test_another_model_is_refused(config, said, tmp_path) -> None:
 )
 def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_path) -> None:
     spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    chosen, skipped = skip_unsupported(["mantissa", "torchtitan"], spec)
+    runner = Runner(tmp_path, 1, ("--config", RECIPE), spec)
+    chosen, skipped = parted(["mantissa", "torchtitan"], runner.refusal, "train this")
     assert chosen == ["mantissa"] and said in skipped["torchtitan"]
     with pytest.raises(UserError, match=re.escape(said)):
         read_bounds(["mantissa/torchtitan=1"], chosen, skipped)
     with pytest.raises(UserError, match="none of them can train this"):
-        skip_unsupported(["torchtitan"], spec)
+        parted(["torchtitan"], runner.refusal, "train this")

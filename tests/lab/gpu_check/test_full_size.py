@@ -7,7 +7,6 @@ import pytest
 
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from lab.benchmark import activations
 from lab.benchmark import command as benchmark
 from lab.benchmark.contestants import COMMON_OVERRIDES, OWN, PEERS
 from lab.benchmark.largest import read_options as largest_options
@@ -55,9 +54,6 @@ class Listening(Bench):
             resolved, own = benchmark.resolve(options, 1)
             layout = {"stage": resolved.zero_stage, "offload": "none" if resolved.offload == "none" else "cpu"}
             return [[*own, *COMMON_OVERRIDES, *(text.format(**layout) for text in OWN.get(name, ()))] for name in names]
-        if module == "lab.benchmark.activations":
-            modes = activations.read_options(arguments).modes.split(",")
-            return [[*run, *COMMON_OVERRIDES, *activations.overrides_of(mode)] for mode in modes]
         if module == "lab.benchmark.largest":
             depths = largest_options(arguments).layers
             return [[*run, *COMMON_OVERRIDES, f"model.config.num_hidden_layers={depth}"] for depth in depths]

@@ -24,7 +24,6 @@ from config.resolved import Resolved
 from config.task import ENCODER_TASKS, model_class_of
 from data.batches.loader import Batch
 from data.batches.sequence_slices import slice_of
-from lab.benchmark.split import COLLECTIVES
 from launch.plan.layout import Layout, layout_of
 from launch.plan.model import Shape, read_shape
 from modeling.build import model_config
@@ -32,6 +31,18 @@ from training.distributed import ExpertGroup, World
 from training.engine import build_engine
 
 DEMO = ["--config", str(REPOSITORY / "config/recipes/demo.yaml")]
+COLLECTIVES = {
+    "all_reduce": (0, "tensor", 2),
+    "broadcast": (0, "tensor", 1),
+    "reduce": (0, "tensor", 1),
+    "all_gather": (0, "tensor_list", 1),
+    "all_gather_into_tensor": (0, "output_tensor", 1),
+    "reduce_scatter": (1, "input_list", 1),
+    "reduce_scatter_tensor": (1, "input", 1),
+    "all_to_all_single": (1, "input", 1),
+}
+"""Collective to position and keyword of the tensor (or list) whose bytes count, and the share of them that a rank sends
+in a ring of n ranks, as a factor on (n - 1) / n."""
 LINEAR = torch._C._nn.linear
 """The function behind `torch.nn.functional.linear`."""
 
@@ -215,7 +226,7 @@ def counted() -> Iterator[Counter[str]]:
     def counting(name: str, original: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             ranks = dist.get_world_size(options.get("group"))
-            at, key, factor = (1, "input", 1) if name == "all_to_all_single" else COLLECTIVES[name]
+            at, key, factor = COLLECTIVES[name]
             payload = arguments[at] if len(arguments) > at else options[key]
             tensors = payload if isinstance(payload, list | tuple) else [payload]
             size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
