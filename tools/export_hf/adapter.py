@@ -1,9 +1,8 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
 The merge is computed in FP32 from the masters and rounded once. The base is rounded to the dtype that the run computed
-in, since the adapter was trained on that, or has the values of its files; one in 4 or 8 bits is the weights that its
-codes stand for. An update smaller than half a unit in the last place of a weight is lost, so what is lost is measured:
-by layer, and on rows of the run's own data.
+in, or has the values of its files; one in 4 or 8 bits is the weights that its codes stand for. An update smaller than
+half a unit in the last place of a weight is lost, so what is lost is measured.
 """
 
 from __future__ import annotations

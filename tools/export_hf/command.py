@@ -58,14 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--push-to-hub", metavar="REPO_ID", help="upload OUT to this repository of the hub")
     parser.add_argument("--private", action="store_true", help="the repository has to be private")
     options = parser.parse_args(arguments)
-    if options.private and not options.push_to_hub:
-        raise UserError("--private: needs --push-to-hub; give it too")
-    if options.merge_from and not options.merge_adapters:
-        raise UserError("--merge-from: needs --merge-adapters; give it too")
-    if options.compare_logits is None:
-        for name in ("compare_rows", "largest_kl", "largest_difference", "largest_ratio"):
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name.replace('_', '-')}: needs --compare-logits; give it too")
+    of_gap = ("compare_rows", "largest_kl", "largest_difference", "largest_ratio")
+    needs = {"private": "push_to_hub", "merge_from": "merge_adapters", **dict.fromkeys(of_gap, "compare_logits")}
+    for name, needed in needs.items():
+        if getattr(options, name) not in (None, False) and getattr(options, needed) in (None, False):
+            raise UserError(f"--{name.replace('_', '-')}: needs --{needed.replace('_', '-')}; give it too")
     # Imported here so that --help and a mistyped option answer at once.
     import transformers
 

@@ -107,14 +107,12 @@ def export(
     compared = compare_with_second_copy(saved)
     corpus = source.tokenizer.parent
     base_dtype = torch.float32 if merge_from == "fp32" else None
-    found = None
-    if merged:
-        found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus, base_dtype=base_dtype)
+    how: Any = {"dtype": DTYPES[dtype], "corpus": corpus, "base_dtype": base_dtype}
+    found = merge(saved, source.config, shape, **how) if merged else None
     if found is not None and not found.tied:
         skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
-    tensors = None
-    if found is not None or not adapted:
-        tensors = Tensors(found.saved if found else saved, skeleton, DTYPES[dtype])
+    masters = found.saved if found else saved
+    tensors = Tensors(masters, skeleton, DTYPES[dtype]) if merged or not adapted else None
     aside = out.with_name(f".{out.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -139,9 +137,8 @@ def export(
                 "merged": {"from": merge_from, **found.facts} if found else None,
             }
         if comparison is not None:
-            how: Any = {"model_class": model_class_of(source.config), "trust_remote_code": remote_code}
-            masters = of_masters(found.saved if found else saved, shape, **how)
-            facts["train-inference gap"] = gap = measure(masters, aside, rows, **how)
+            kind: Any = {"model_class": model_class_of(source.config), "trust_remote_code": remote_code}
+            facts["train-inference gap"] = gap = measure(of_masters(masters, shape, **kind), aside, rows, **kind)
             gap |= {"data": Path(comparison.data).name or "of the run", "bounds": asdict(comparison.bounds)}
             for line in gap_words(gap, dtype):
                 log(line)
@@ -265,7 +262,7 @@ def _facts(
     compared: int,
     parity: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    config, environment = source.config, source.environment
+    config = source.config
     comparison = f"{compared} of {len(saved.tensors)} tensors were compared with a second copy ({saved.second_source})"
     base = config.model.name_or_path
     return {
@@ -278,12 +275,8 @@ def _facts(
             "base": export_facts.without_path(base) if base else None,
             "frozen": sorted(saved.frozen),
         },
-        "training": {"task": config.task, **export_facts.training_facts(source.run, source.checkpoint)},
-        "data": export_facts.data_facts(config, environment),
-        "precision": export_facts.precision_facts(config, source.run),
         "parity": parity,
-        "versions": export_facts.version_facts(environment),
-        "hardware": export_facts.hardware_facts(environment),
+        **export_facts.run_facts(source.run, source.checkpoint, config, source.environment),
         "export": {"dtype": dtype, "compared": f"{comparison}; every file was read back and compared."},
     }
 

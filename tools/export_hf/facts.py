@@ -25,82 +25,76 @@ from training.checkpoint.manifest import read_state
 _EXPORTED_WITH = ("torch", "transformers", "safetensors")
 
 
-def training_facts(run: RunDir, checkpoint: Path) -> dict[str, Any]:
-    """Counters, losses and the task's metrics up to the checkpoint. Losses in nats; None where nothing was recorded."""
-    progress = read_state(checkpoint)["progress"]
-    events = [event for event in _history(run) if event["step"] <= progress["step"]]
+def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
+    """Sections of the card: training and losses up to the checkpoint, data, precision, versions and hardware.
+
+    Losses are in nats; None where nothing was recorded.
+    """
+    progress, precision, data = read_state(checkpoint)["progress"], config.precision, config.data
+    history = surviving(read_run_events(run.events)) if run.events.is_file() else []
+    events = [event for event in history if event["step"] <= progress["step"]]
     losses = [event["loss"] for event in events if event["event"] == "step"]
-    evals = [event for event in events if event["event"] == "eval"]
-    start = next((event for event in reversed(events) if event["event"] == "run_start"), {})
-    last = evals[-1] if evals else {}
+    last: Event = next((event for event in reversed(events) if event["event"] == "eval"), {})
+    start: Event = next((event for event in reversed(events) if event["event"] == "run_start"), {})
     parts = {f"loss, {name}": loss for name, loss in last.get("by_source", {}).items()}
-    return {
-        "step": progress["step"],
-        "applied": progress.get("applied"),
-        "skipped": progress.get("skipped"),
-        "tokens": progress.get("tokens"),
-        "first loss": losses[0] if losses else None,
-        "last loss": losses[-1] if losses else None,
-        "validation loss": last.get("loss"),
-        **{f"validation {name}": value for name, value in {**last.get("metrics", {}), **parts}.items()},
-        "validated after step": last.get("step"),
-        "incidents": sum(event["event"] == "incident" for event in events),
-        "processes": start.get("world_size"),
-        "hypothesis": start.get("hypothesis") or None,
-    }
-
-
-def precision_facts(config: Config, run: RunDir) -> dict[str, Any]:
-    """The configured dtypes, and the content of the manifest where there is one."""
-    precision, manifest = config.precision, None
-    if precision.path == "manifest" and precision.manifest:
-        try:
-            manifest = json.loads((REPOSITORY / precision.manifest).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            manifest = "deleted: " + Path(precision.manifest).name
-    start = next((event for event in reversed(_history(run)) if event["event"] == "run_start"), {})
     regions = Counter((start.get("regions") or {}).values())
+    exporting = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}
     return {
-        "path": precision.path,
-        "compute": precision.compute,
-        "masters and moments": "fp32",
-        "gradients reduced in": precision.reduce,
-        "regions": ", ".join(f"{count} in {dtype}" for dtype, count in sorted(regions.items())) or None,
-        "ZeRO stage": start.get("zero_stage"),
-        "manifest": manifest,
+        "training": {
+            "task": config.task,
+            "step": progress["step"],
+            "applied": progress.get("applied"),
+            "skipped": progress.get("skipped"),
+            "tokens": progress.get("tokens"),
+            "first loss": losses[0] if losses else None,
+            "last loss": losses[-1] if losses else None,
+            "validation loss": last.get("loss"),
+            **{f"validation {name}": value for name, value in {**last.get("metrics", {}), **parts}.items()},
+            "validated after step": last.get("step"),
+            "incidents": sum(event["event"] == "incident" for event in events),
+            "processes": start.get("world_size"),
+            "hypothesis": start.get("hypothesis") or None,
+        },
+        "data": {
+            "source": f"hub: {data.path}" if data.source == "hub" else data.source,
+            "fingerprint": environment.get("data", {}).get("fingerprint"),
+            "tokenizer": without_path(data.tokenizer),
+            "sequence length": data.sequence_length,
+            "global batch": config.batch.global_size,
+            "seed": config.run.seed,
+        },
+        "precision": {
+            "path": precision.path,
+            "compute": precision.compute,
+            "masters and moments": "fp32",
+            "gradients reduced in": precision.reduce,
+            "regions": ", ".join(f"{count} in {dtype}" for dtype, count in sorted(regions.items())) or None,
+            "ZeRO stage": start.get("zero_stage"),
+            "manifest": _manifest(config),
+        },
+        "versions": {
+            **environment.get("versions", {}),
+            "Mantissa commit": (environment.get("git") or {}).get("commit"),
+            "exported with": ", ".join(f"{name} {number}" for name, number in exporting.items()),
+        },
+        "hardware": {name: (environment.get("accelerator") or {}).get(name) for name in ("device", "devices")},
     }
 
 
-def data_facts(config: Config, environment: dict[str, Any]) -> dict[str, Any]:
-    """The training data, without local paths."""
-    data = config.data
-    return {
-        "source": f"hub: {data.path}" if data.source == "hub" else data.source,
-        "fingerprint": environment.get("data", {}).get("fingerprint"),
-        "tokenizer": without_path(data.tokenizer),
-        "sequence length": data.sequence_length,
-        "global batch": config.batch.global_size,
-        "seed": config.run.seed,
-    }
+def _manifest(config: Config) -> Any:
+    """The content of the manifest, where the run has one."""
+    if config.precision.path != "manifest" or not config.precision.manifest:
+        return None
+    try:
+        return json.loads((REPOSITORY / config.precision.manifest).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "deleted: " + Path(config.precision.manifest).name
 
 
 def without_path(spec: str) -> str:
     """A hub id or other name unchanged; only the last component of a local path."""
     looks_local = spec.startswith(("/", ".", "~")) or Path(spec).exists()
     return Path(spec).name if looks_local else spec
-
-
-def version_facts(environment: dict[str, Any]) -> dict[str, Any]:
-    """Versions of the packages and code that trained it, and of those that exported it."""
-    packages = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}
-    exported = ", ".join(f"{name} {number}" for name, number in packages.items())
-    commit = (environment.get("git") or {}).get("commit")
-    return {**environment.get("versions", {}), "Mantissa commit": commit, "exported with": exported}
-
-
-def hardware_facts(environment: dict[str, Any]) -> dict[str, Any]:
-    """The device of the newest session."""
-    return {name: (environment.get("accelerator") or {}).get(name) for name in ("device", "devices")}
 
 
 def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +126,3 @@ def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dic
         if conditions.get(key) != value
     ]
     return redact(facts)
-
-
-def _history(run: RunDir) -> list[Event]:
-    return surviving(read_run_events(run.events)) if run.events.is_file() else []

@@ -1,11 +1,8 @@
 """The train-inference gap: how far an export's log-probabilities are from those of the FP32 masters.
 
-Rounding weights is one part of it, computing in 16 bits the other. Both models read the same rows; log-probabilities
-are taken in FP64 from the logits of each. At every token: KL(masters || export) in nats over the vocabulary, the
-largest difference of any log-probability, and that of the token that follows in the row, whose exponential is the
-importance ratio of reinforcement learning. Of an encoder-decoder the tokens are those of a row's target, of a masked
-language model those that are hidden. A classifier has the same over its labels, for a text or at each word; of a number
-that is predicted there is its difference alone.
+Both models read the same rows; log-probabilities are taken in FP64 from the logits of each. At every token: KL(masters
+|| export) in nats over the vocabulary, the largest difference of any log-probability, and that of the token that
+follows. docs/export.md says which places of other tasks are compared; of a predicted number it is its difference.
 """
 
 from __future__ import annotations
