@@ -97,10 +97,11 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from modeling.quantised_base import compute_as_inputs, settings
+    from modeling import quantised_base
     from precision.dtypes import DTYPES
 
     _require_generative(folder)
+    settings = _settings(folder)
     try:
         if (folder / "adapter_config.json").is_file():
             from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
@@ -109,12 +110,13 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
             adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
             section = _base_of(folder)
             quantised = section.base != "compute"
-            further = {"quantization_config": settings(section)} if quantised else {}
+            further = {"quantization_config": quantised_base.settings(section)} if quantised else {}
             model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype], **further)
             if quantised:
-                compute_as_inputs(model)
+                quantised_base.compute_as_inputs(model)
         else:
-            auto = AutoModelForSeq2SeqLM if _has_encoder(folder) else AutoModelForCausalLM
+            has_encoder = settings.get("is_encoder_decoder") and "ForCausalLM" not in str(settings.get("architectures"))
+            auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
             model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except UserError:
@@ -138,24 +140,17 @@ def _base_of(folder: Path) -> AdapterSection:
     """The storage of an exported adapter's base in training; in floats where nothing is said."""
     facts = _settings(folder, "mantissa.json").get("adapter")
     known = facts if isinstance(facts, dict) else {}
-    base, double = known.get("base"), known.get("double_quant") is True
-    if base == "nf4":
-        return AdapterSection(base="nf4", double_quant=double)
-    return AdapterSection(base="int8") if base == "int8" else AdapterSection()
-
-
-def _has_encoder(folder: Path) -> bool:
-    classes = _settings(folder).get("architectures") or []
-    return bool(_settings(folder).get("is_encoder_decoder")) and not str(classes).count("ForCausalLM")
+    if known.get("base") not in ("nf4", "int8"):
+        return AdapterSection()
+    return AdapterSection(base=known["base"], double_quant=known.get("double_quant") is True)
 
 
 def _require_generative(folder: Path) -> None:
     """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a head that is drawn."""
     adapter = _settings(folder, "adapter_config.json")
     base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
-    encoder = next(
-        (name for name in map(str, _settings(base).get("architectures") or []) if name.endswith(_ENCODERS)), ""
-    )
+    classes = map(str, _settings(base).get("architectures") or [])
+    encoder = next((name for name in classes if name.endswith(_ENCODERS)), "")
     if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")):
         raise UserError(f"{folder}: is an adapter of an encoder, which generates no text; use it in transformers")
     if encoder:
@@ -240,9 +235,7 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
     ends = {tokenizer.eos_token_id}
     if options.chat and not model.config.is_encoder_decoder:
         ends.update(tokenizer.all_special_ids)  # one of them ends a turn, and none is part of one
-    sampling = {"do_sample": False}
-    if options.temperature is not None:
-        sampling = {"do_sample": True, "temperature": options.temperature}
+    sampling = {} if options.temperature is None else {"temperature": options.temperature}
     with torch.no_grad():
         found = model.generate(
             input_ids=given,
@@ -251,6 +244,7 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
             pad_token_id=tokenizer.eos_token_id,
             use_cache=can_cache(model.config),
             eos_token_id=sorted(ends),
+            do_sample=bool(sampling),
             **sampling,
         )
     new = found[0] if model.config.is_encoder_decoder else found[0, len(ids) :]

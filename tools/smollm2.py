@@ -7,7 +7,6 @@ becomes a link to them.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -27,7 +26,9 @@ _NAME = "smollm2-135m-instruct"
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    folder: Path = read_options(arguments).folder
+    parser = Arguments("python -m tools.smollm2", __doc__)
+    parser.add_argument("folder", type=Path, help="link to make, such as runs/smollm2")
+    folder: Path = parser.parse_args(arguments).folder
     if folder.exists() and not folder.is_symlink():
         raise UserError(f"{folder}: is there and is no link of this command; name another one")
     model = cache_folder(DataSection(), _NAME, say=True)
@@ -41,13 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder.symlink_to(model.absolute(), target_is_directory=True)
     print(f"{folder}: SmolLM2-135M-Instruct ({model})")
     return 0
-
-
-def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises UserError."""
-    parser = Arguments("python -m tools.smollm2", __doc__)
-    parser.add_argument("folder", type=Path, help="link to make, such as runs/smollm2")
-    return parser.parse_args(arguments)
 
 
 def convert(model: Path) -> None:

@@ -60,7 +60,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the survey, judge its proposal, write and print. Raises UserError for a wrong option or config."""
     out: Path = options.out
     limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
-    given = _resolve(["--config", str(options.config), *overrides], options.processes)
+    given = _resolve(options, overrides)
     # the manifest path, on which the survey measures, has neither slices of matrices nor of experts
     refuse_sharing(given.batch, but=("sequence",), why="the manifest that is proposed needs {what} on each rank")
     reason = why_not_writable(out.parent)
@@ -68,7 +68,11 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"--out {out}: {reason}; name another folder")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        arguments = _fp32_arguments(options, overrides, work)
+        write_in_fp32(given.deepspeed_path, work / "deepspeed.json")
+        (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST), encoding="utf-8")
+        in_fp32 = [*overrides, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
+        _resolve(options, in_fp32)
+        arguments = ["--config", str(options.config), *in_fp32]
         measured = {
             "steps": options.steps,
             "sequences": options.sequences,
@@ -102,8 +106,7 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n", encoding="utf-8")
-    given = _resolve(["--config", str(options.config), *overrides], options.processes)
-    write_in_fp32(given.deepspeed_path, folder / "deepspeed.json")
+    write_in_fp32(_resolve(options, overrides).deepspeed_path, folder / "deepspeed.json")
     arguments = [
         *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
         "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
@@ -295,16 +298,6 @@ def _largest_table(result: dict[str, Any]) -> Table:
     return Table(("kind", "largest", "at", "token", "position"), rows)
 
 
-def _fp32_arguments(options: argparse.Namespace, overrides: Sequence[str], work: Path) -> list[str]:
-    """The command line of the same run on the manifest path with every region in FP32; its files go into `work`."""
-    given = ["--config", str(options.config), *overrides]
-    write_in_fp32(_resolve(given, options.processes).deepspeed_path, work / "deepspeed.json")
-    (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST), encoding="utf-8")
-    arguments = [*given, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
-    _resolve(arguments, options.processes)
-    return arguments
-
-
 def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
     return [
         *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={manifest}"),
@@ -312,8 +305,8 @@ def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
     ]
 
 
-def _resolve(arguments: list[str], processes: int) -> Resolved:
-    return read_command_line(arguments, as_launched(processes))
+def _resolve(options: argparse.Namespace, overrides: Sequence[str]) -> Resolved:
+    return read_command_line(["--config", str(options.config), *overrides], as_launched(options.processes))
 
 
 def _count(text: str) -> int:
@@ -325,23 +318,20 @@ def _options() -> Arguments:
     parser = Arguments("python -m tools.analyze", __doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--out", type=Path, required=True, help="manifest to write")
-    parser.add_argument("--steps", type=_count, default=30, help="FP32 training steps; 0 measures the weights as given")
     add_processes_option(parser)
-    parser.add_argument("--sequences", type=positive_int, default=2, help="sequences a process in one measurement")
-    parser.add_argument("--held-out", type=positive_int, default=2, help="global batches to validate on")
-    parser.add_argument("--parity-steps", type=_count, default=12, help="steps of tools.parity; 0 leaves it out")
-    parser.add_argument(
-        "--most-regions", type=positive_int, default=64, help="above it, patterns are measured instead of regions"
-    )
-    parser.add_argument("--floor", type=share, default=defaults.floor, help="smallest share of the FLOPs in 16 bits")
-    parser.add_argument(
-        "--fp8",
-        type=share,
-        default=defaults.fp8,
-        metavar="ERROR",
-        help="let linear layers compute in FP8, as many as keep the gradient error within this share, such as 0.1",
-    )
-    parser.add_argument("--headroom", type=float, default=defaults.headroom, help="margin below FP16's largest value")
+    more = "above it, patterns are measured instead of regions"
+    fp8 = "largest gradient error, such as 0.1, at which linear layers may compute in FP8"
+    for name, kind, default, what in (
+        ("--steps", _count, 30, "FP32 training steps; 0 measures the weights as given"),
+        ("--sequences", positive_int, 2, "sequences a process in one measurement"),
+        ("--held-out", positive_int, 2, "global batches to validate on"),
+        ("--parity-steps", _count, 12, "steps of tools.parity; 0 leaves it out"),
+        ("--most-regions", positive_int, 64, more),
+        ("--floor", share, defaults.floor, "smallest share of the FLOPs in 16 bits"),
+        ("--fp8", share, defaults.fp8, fp8),
+        ("--headroom", float, defaults.headroom, "margin below FP16's largest value"),
+    ):
+        parser.add_argument(name, type=kind, default=default, help=f"{what} (%(default)s)")
     return parser
 
 

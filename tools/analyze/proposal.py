@@ -1,25 +1,10 @@
 """Proposes a precision manifest from measurements: the dtype of each region and its measured reason. No model needed.
 
-FP16 has 11 bits of significand and ends at 65504; BF16 has 8 and FP32's range. So a region gets
-- *FP16* where its range fits (largest activation, gradient times loss scale and weight `headroom` times below 65504, at
-  most `flushed` of the values of each kind rounded to zero) and the extra bits pay: alone in FP16 it disturbs the
-  gradient `pays` times less than alone in BF16;
-- *BF16* otherwise;
-- *FP32* where sensitivity demands it: its share of the squared error is `demands` times its share of the FLOPs and at
-  least `noticed`, worst error per FLOP first, as long as `floor` of the matmul FLOPs that can be in 16 bits stay there;
-- *what it computes in anyway* where its module or kernel casts by itself: torch's attention without a fused kernel
-  computes in FP32 whatever is asked of it, and a manifest that promised 16 bits would not hold.
-
-With a limit on the gradient error (`Limits.fp8`), linear layers go to FP8 instead, those first that cost the least
-squared error per FLOP, until the limit is reached; the others stay in BF16 and nothing computes in FP16, since the FP8
-matmuls of GPUs want BF16 around them (`propose_fp8`).
-
-The loss scale is one for all regions: the power of two at which regions with the most FLOPs fit, the largest of those,
-because a dynamic scale grows until it reaches the end of the range.
-
-Errors of regions are independent roundings, so their squares add up (Higham 2002, section 2.8); a region's share of the
-sum is its sensitivity. Values passed between regions in the ambient dtype belong to none of them: the ambient dtype is
-FP16 only where no range of any region passes its end.
+docs/analyze.md has the rules ("How it is decided"). One loss scale serves all regions: the power of two at which
+regions with the most FLOPs fit, the largest of those, because a dynamic scale grows until it reaches the end of the
+range. Errors of regions are independent roundings, so their squares add up (Higham 2002, section 2.8); a region's share
+of the sum is its sensitivity. Values passed between regions in the ambient dtype belong to none of them: the ambient
+dtype is FP16 only where no range of any region passes its end.
 """
 
 from __future__ import annotations
@@ -98,8 +83,6 @@ class Proposal:
     """A power of two that the ranges allow; None without FP16."""
     low_precision_share: float
     """[fraction] Share of a forward pass's matmul FLOPs in 16 bits or fewer."""
-    predicted_error: float
-    """[fraction] Root of the sum of the units' squared errors."""
     fp8_share: float = 0.0
     """[fraction] Share of a forward pass's matmul FLOPs in FP8."""
 
@@ -118,12 +101,13 @@ def fp16_obstacle(spreads: Mapping[str, Spread], scale: float, limits: Limits) -
         factor = scale if kind in SCALED else 1.0
         if spread.nonfinite or spread.maximum * factor * limits.headroom > FP16_LARGEST:
             at = f" at loss scale {scale:g}" if kind in SCALED else ""
-            return f"{_spaced(kind)} to {spread.maximum:.3g}{at} leave no {limits.headroom:g}x headroom in FP16", True
+            reach = f"{kind.replace('_', ' ')} to {spread.maximum:.3g}"
+            return f"{reach}{at} leave no {limits.headroom:g}x headroom in FP16", True
     for kind, spread in spreads.items():
         lost = flushed_share(spread, scale if kind in SCALED else 1.0)
         if lost > limits.flushed:
             at = f" at loss scale {scale:g}" if kind in SCALED else ""
-            return f"FP16 would round {lost:.1%} of its {_spaced(kind)} to zero{at}", False
+            return f"FP16 would round {lost:.1%} of its {kind.replace('_', ' ')} to zero{at}", False
     return None
 
 
@@ -206,7 +190,6 @@ def propose(
         choices=choices,
         loss_scale=scale if uses_fp16 else None,
         low_precision_share=low / max(total, 1),
-        predicted_error=math.hypot(*(_error(unit, choices) for unit in units)),
     )
 
 
@@ -251,7 +234,6 @@ def propose_fp8(
         choices=choices,
         loss_scale=None,
         low_precision_share=sum(unit.flops * _low_share(unit, choices) for unit in units) / total,
-        predicted_error=math.hypot(*errors.values()),
         fp8_share=in_fp8 / total,
     )
 
@@ -357,7 +339,3 @@ def _escaped(name: str, *, stars: bool = False) -> str:
     """A glob that matches this name literally; stars: its `*` included."""
     special = "[?*" if stars else "[?"
     return "".join(f"[{letter}]" if letter in special else letter for letter in name)
-
-
-def _spaced(kind: str) -> str:
-    return kind.replace("_", " ")

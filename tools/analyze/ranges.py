@@ -1,14 +1,10 @@
-"""Magnitudes of every region's tensors: exponent histograms by kind of tensor.
+"""Magnitudes of every region's tensors: exponent histograms of activations, gradients, weights and weight gradients.
 
-Four kinds, because a region computing in 16 bits rounds four kinds of tensors to them: *activations*, the operands that
-are no weights and the results of its matmuls; *gradients*, of its outputs and of its
-inputs; *weights*; and *weight_gradients*, of one micro-batch on one rank before anything is summed, as the backward
-pass makes them. Gradients are unscaled as long as the loss is.
-
-`OperandMeter` sees the operands below autograd and autocast, as `precision.observe` does, so the queries, keys and
-values of a fused attention kernel are measured and not guessed. `gradients_counted` hooks tensors: an input that
-several modules read (q, k and v projections) has one gradient, the sum of theirs, which counts for each of them. What
-is inside an attention module counts for it too, because the gradients of its kernel are those of its projections.
+Activations are a region's operands that are no weights and the results of its matmuls, seen below autograd and autocast
+as `precision.observe` does, so the queries, keys and values of a fused attention kernel are measured. Gradients are of
+its outputs and inputs, unscaled as long as the loss is; of an input that several modules read (q, k and v projections)
+there is one, the sum of theirs, which counts for each. What is inside an attention module counts for it too. Weight
+gradients are of one micro-batch on one rank, as the backward pass makes them.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ class Point:
     """Loss scale of the FP16 measurements."""
     errors: list[dict[str, float]]
     """Errors of each unit, by dtype; fp8 only for linear layers, and where it is asked for."""
-    repeated: float
-    """Error of a second FP32 pass against the first: the device's own nondeterminism."""
     casts: dict[str, dict[str, str]]
     """Region to dtype to what it computed in instead of it, of those whose module or kernel casts by itself."""
 
@@ -75,7 +73,6 @@ def measure(
     ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
     spreads = ranges.spreads()
     scale = largest_scale(spreads, limits)
-    repeated = reference.error().error
     errors = []
     for index, unit in enumerate(units):
         if world.is_main:
@@ -87,7 +84,7 @@ def measure(
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
     flops = world.from_main(dict(operands.region_flops))
-    return Point(step, spreads, stored, flops, scale, errors, repeated, _casts(engine, reference, units))
+    return Point(step, spreads, stored, flops, scale, errors, _casts(engine, reference, units))
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
@@ -129,15 +126,6 @@ def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
         found[name] = {
             kind: merged(point.spreads[name][kind] for point in points if kind in point.spreads[name]) for kind in kinds
         }
-    return found
-
-
-def all_casts(points: Sequence[Point]) -> dict[str, dict[str, str]]:
-    """The dtype that a region computed in instead at any of the points, by region and dtype."""
-    found: dict[str, dict[str, str]] = {}
-    for point in points:
-        for name, by_dtype in point.casts.items():
-            found.setdefault(name, {}).update(by_dtype)
     return found
 
 

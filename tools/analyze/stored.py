@@ -1,9 +1,8 @@
 """The largest values that a 16-bit run stores: what enters and leaves every module, the gradients of it, and weights.
 
-On the cast path all that passes between modules is in 16 bits, and no loss scale helps where it exceeds FP16's largest
-number: the residual stream that enters and leaves each block, the sums between (a norm's input), the logits. One token
-can have it all: "massive activations" (Sun et al. 2024) are single tokens, often the first, which histograms of regions
-do not show. So each largest value is kept with the module and the token that it is of.
+No loss scale helps where a stored activation exceeds FP16's largest number, and one token can have it all: "massive
+activations" (Sun et al. 2024) are single tokens, often the first, which histograms of regions do not show. So each
+largest value is kept with the module and the token that it is of.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The job of `tools.analyze`: train in FP32, and measure every region before, in the middle and after.
+"""The job of `tools.analyze`: train in FP32, measure every region before, in the middle and after, propose, validate.
 
-Measured at each point, on one batch and the current masters: the range of every region (ranges.py), the largest value
-of every tensor that a 16-bit run stores (stored.py), and the error of the whole gradient against FP32's when only one
-region computes in BF16, in FP16, or in FP8. From that follows a proposal (proposal.py), which is then compared with
-FP32, and with uniform BF16 and FP16 as a run without a manifest computes them, on held-out batches. Everything uses
-DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
+Measured at each point, on one batch and the current masters: ranges (ranges.py), largest stored values (stored.py), and
+the error of the whole gradient against FP32's when one region alone computes in BF16, FP16 or FP8 (gradients.py).
+Everything uses DeepSpeed's own backward pass and reduction, so it works at every ZeRO stage.
 """
 
 from __future__ import annotations
@@ -18,20 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from config.cli import CONFIG_ERROR, Arguments, entry_point
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.resolved import Resolved
 from data.batches.loader import Batch, Batches
 from data.text.tokenizer import load_tokenizer
-from modeling.build import count_parameters
-from precision.manifest import find_regions
 from tools.analyze.gradients import Candidate, on_the_cast_path, under_manifest, validate
 from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, Proposal, Unit, propose, propose_fp8, scale_for
 from tools.analyze.ranges import Spread
-from tools.analyze.regions import all_casts, all_spreads, measure, summary, units_of
+from tools.analyze.regions import all_spreads, measure, summary, units_of
 from tools.analyze.stored import Stored, first_beyond, largest, largest_of_each
 from training.engine import Engine
 from training.schedule import scheduled_rate
@@ -107,7 +101,11 @@ def survey(
             _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
-    spreads, casts, stored = all_spreads(points), all_casts(points), largest_of_each(point.stored for point in points)
+    spreads, stored = all_spreads(points), largest_of_each(point.stored for point in points)
+    casts: dict[str, dict[str, str]] = {}
+    for point in points:
+        for name, by_dtype in point.casts.items():
+            casts.setdefault(name, {}).update(by_dtype)
     measured, other_flops = summary(units, points)
     given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
     uniform = _uniform(scale_for(largest(stored, *SCALED).value, plan.limits), resolved.config.precision.routers)
@@ -125,7 +123,6 @@ def survey(
         "uniform_fp16_scale": uniform["uniform fp16"].scale,
         "units": [asdict(unit) for unit in measured],
         "other_flops": other_flops,
-        "kinds": find_regions(engine.model),
         "spreads": {name: {kind: asdict(spread) for kind, spread in found.items()} for name, found in spreads.items()},
         "stored": {kind: {name: asdict(peak) for name, peak in peaks.items()} for kind, peaks in stored.items()},
         "casts": casts,
@@ -135,8 +132,6 @@ def survey(
             dtype: sum(errors.get(dtype, 0.0) ** 2 for errors in points[-1].errors) ** 0.5
             for dtype in ("bf16", "fp16", *(["fp8"] if plan.limits.fp8 else []))
         },
-        "fp16_scales": [point.scale for point in points],
-        "fp32_repeated": max(point.repeated for point in points),
         "losses": losses,
     }
 
@@ -271,7 +266,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     resolved = read_command_line(rest)
     plan = Plan(**options.plan | {"limits": Limits(**options.plan["limits"])})
     try:
-        result = _run(resolved, plan)
+        with session(resolved) as opened:
+            tokenizer = load_tokenizer(opened.corpus.tokenizer_folder)
+            result = survey(opened.engine, opened.batches, resolved, plan, lambda token: str(tokenizer.decode([token])))
     except UserError as error:
         result = {"error": str(error)}
     except Hopeless as error:
@@ -279,23 +276,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if resolved.rank == 0:
         options.result.write_text(json.dumps(result), encoding="utf-8")
     return CONFIG_ERROR if "error" in result else 0
-
-
-def _run(resolved: Resolved, plan: Plan) -> dict[str, Any]:
-    with session(resolved) as opened:
-        engine, tokenizer = opened.engine, load_tokenizer(opened.corpus.tokenizer_folder)
-        return {
-            **survey(engine, opened.batches, resolved, plan, lambda token: str(tokenizer.decode([token]))),
-            "conditions": {
-                "model": type(engine.model).__name__,
-                "parameters": count_parameters(engine.model),
-                "processes": opened.world.world_size,
-                "zero_stage": engine.stage,
-                "device": str(opened.world.device.type),
-                "data_fingerprint": opened.corpus.fingerprint,
-                "torch": torch.__version__,
-            },
-        }
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_a_survey_measures_every_region_and_leaves_no_trace(pair, tmp_path, stag
         result = answer["result"]
         assert result["losses"] == answer["plain"]
         assert result == results[0]["result"]
-        names = {name for name, kind in result["kinds"].items() if kind != "norm"}
+        names = {name for name in result["spreads"] if "norm" not in name}
         assert set(result["proposal"]["choices"]) == names and len(names) == 2 * 8 + 1
         for unit in result["units"]:
             assert 0 < unit["errors"]["fp16"] < unit["errors"]["bf16"] < 0.1, unit

@@ -59,7 +59,6 @@ def test_fp16_where_it_fits_and_pays():
     assert found.choices["a"].compute == "fp16" and "fits FP16" in found.choices["a"].reason
     assert found.choices["b"].compute == "bf16" and "do not help" in found.choices["b"].reason
     assert found.low_precision_share == 1.0
-    assert found.predicted_error == pytest.approx(math.hypot(1e-3, 8e-3))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,6 @@ def test_sensitive_regions_go_to_fp32_while_the_floor_holds():
     assert [name for name in names if found.choices[name].compute == "fp32"] == ["cheap"]
     assert found.choices["cheap"].reason.startswith("sensitive: 45% of the squared gradient error at 4.0% of the FLOPs")
     assert found.low_precision_share == pytest.approx(0.96)
-    assert found.predicted_error == pytest.approx(math.sqrt(9e-6 + 8 * 25e-8))
     both = decide(units, spreads, limits=Limits(floor=0.85))
     assert [name for name in names if both.choices[name].compute == "fp32"] == ["cheap", "dear"]
     nobody = decide(units, spreads, promote=False)
@@ -178,10 +176,6 @@ def test_fp8_goes_where_it_costs_least_error_per_flop_until_the_limit():
         **dict.fromkeys(("layers.0.v", "layers.1.o", "head"), "bf16"),
     }
     assert found.fp8_share == 0.5 and found.low_precision_share == 1.0 and found.loss_scale is None
-    in_bf16 = (0.05 / 16) ** 2 + 1e-3**2 + 2e-3**2
-    assert (
-        found.predicted_error == pytest.approx(math.sqrt(0.03**2 + 0.01**2 + in_bf16)) and found.predicted_error < 0.04
-    )
     words = {name: choice.reason for name, choice in found.choices.items()}
     assert words["layers.1.v"].startswith("tolerates FP8: 2.9% of FP8's squared gradient error at 10.0% of the FLOPs")
     assert words["layers.0.v"].startswith("too sensitive for FP8: 71.4%")

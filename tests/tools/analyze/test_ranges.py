@@ -9,16 +9,7 @@ import torch
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.manifest import find_regions
 from tests.support.models.small_models import small_model
-from tools.analyze.ranges import (
-    LOWEST_EXPONENT,
-    NOTHING,
-    OperandMeter,
-    Ranges,
-    Spread,
-    exponent_histogram,
-    gradients_counted,
-    merged,
-)
+from tools.analyze.ranges import NOTHING, OperandMeter, Ranges, Spread, gradients_counted, merged
 
 SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -38,19 +29,6 @@ def spread_of(values: torch.Tensor) -> Spread:
     ranges = Ranges(["it"], torch.device("cpu"))
     ranges.add("it", "weights", values)
     return ranges.spreads()["it"].get("weights", NOTHING)
-
-
-def test_a_spread_counts_what_a_plain_loop_counts(monkeypatch):
-    monkeypatch.setattr("tools.analyze.ranges._PIECE", 7)  # several pieces
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(40, generator=generator) * torch.exp2(torch.randint(-30, 20, (40,), generator=generator))
-    values[3], values[8], values[20] = 0.0, math.inf, math.nan
-    finite = [abs(float(value)) for value in values if math.isfinite(value)]
-    expected = Counter(math.floor(math.log2(value)) for value in finite if value)
-    found = spread_of(values)
-    assert (found.zeros, found.nonfinite, found.maximum) == (1, 2, max(finite))
-    assert {found.lowest + i: count for i, count in enumerate(found.counts) if count} == dict(expected)
-    assert found.counts[0] and found.counts[-1]
 
 
 def test_merging_is_counting_all_values_at_once():
@@ -132,13 +110,15 @@ def test_nothing_stays_behind():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_exponents_are_counted_as_log2_does(dtype):
+def test_a_spread_counts_exponents_as_log2_does(dtype, monkeypatch):
+    monkeypatch.setattr("tools.analyze.ranges._PIECE", 70)  # several pieces
     info = torch.finfo(dtype)
     values = torch.exp2(torch.linspace(-20, 12, 500, dtype=torch.float64)) * torch.tensor([1.0, -1.0]).repeat(250)
     values = torch.cat([values.to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
     ends = [info.max, info.smallest_normal, info.smallest_normal * info.eps, info.smallest_normal * info.eps * 3]
     values = torch.cat([values, torch.tensor(ends, dtype=torch.float64).to(dtype)])
     expected = Counter(math.frexp(x)[1] - 1 for x in values.double().tolist() if x and math.isfinite(x))
-    *counts, zeros, nonfinite = exponent_histogram(values).tolist()
-    assert {LOWEST_EXPONENT + index: count for index, count in enumerate(counts) if count} == expected
-    assert (zeros, nonfinite) == (1, 2)
+    found = spread_of(values)
+    assert {found.lowest + i: count for i, count in enumerate(found.counts) if count} == expected
+    assert (found.zeros, found.nonfinite, found.maximum) == (1, 2, info.max)
+    assert found.counts[0] and found.counts[-1]
