@@ -4,15 +4,16 @@
         [--precisions fp32,control,bf16,fp16] [--policies deepspeed,adaptive] [--rates LOW:HIGH:COUNT | A,B,C]
         [--steps N] [--processes N] [key.sub=value ...]
 
-One launched job runs all trials, which are kept in DIR/trials.jsonl: a second start runs only those that are missing
-there. DIR gets envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit code 0; 3 when FP32 is
-stable at no rate anywhere; 2 for a wrong argument.
+One job runs all trials, which are kept in DIR/trials.jsonl: a second start runs only those that are missing there. DIR
+gets envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit code 0; 3 when FP32 is stable at no
+rate anywhere; 2 for a wrong argument.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,15 +26,15 @@ from config.cli import REPOSITORY, Arguments, entry_point
 from config.deepspeed.choice import find_deepspeed_json
 from config.deepspeed.document import in_fp32, read_document, zero_stage
 from config.errors import UserError
-from config.launcher import as_launched
+from config.files import write_atomically
 from config.load import load_config
 from config.options import comma_separated, positive_int
 from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
-from lab.benchmark.harness import SHARES, polling
-from lab.envelope.report import Missing, explore_finished, write_results
+from lab.benchmark.harness import SHARES
+from lab.envelope.page import write_results
 from lab.envelope.search import CONTROL, Bounds, Setting
-from lab.envelope.worker import TRIAL_PREFIX, Study
+from lab.envelope.trials import Missing, Study, explore_finished, work
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
 
@@ -72,6 +73,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", default=RATES, help="LOW:HIGH:COUNT, evenly spaced by factors, or a list")
     parser.add_argument("--steps", type=positive_int, default=STEPS, help="optimizer steps of a trial")
     add_processes_option(parser)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # one process of the job
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
     options.depths, options.batches = sorted(set(options.depths)), sorted(set(options.batches))
@@ -134,18 +137,18 @@ def make_study(options: argparse.Namespace) -> Study:
     folder = options.out.resolve()
     json_path = find_deepspeed_json(config.deepspeed.config, path)
     study = Study(
-        folder=str(folder),
-        config=str(path.resolve()),
+        folder=folder,
+        config=path.resolve(),
         overrides=(*uniform, *shortened, *given),
-        models={str(depth): json.dumps(model_of_depth(config, depth)) for depth in options.depths},
+        models={depth: model_of_depth(config, depth) for depth in options.depths},
         documents=write_documents(json_path, folder / "ds_configs", {"fp32", *(each.compute for each in settings)}),
         settings=settings,
         rates=tuple(options.rates),
         bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
+        processes=options.processes,
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
-        resolved = study.resolve(setting, study.rates[0], as_launched(options.processes))
-        refuse_sharing(resolved.batch, but=SHARES)
+        refuse_sharing(study.resolve(setting, study.rates[0]).batch, but=SHARES)
     return study
 
 
@@ -170,50 +173,48 @@ def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
     return given if saved else {**{k: v for k, v in given.items() if k != "num_hidden_layers"}, key: depth}
 
 
-def check_data_and_model(study: Study, processes: int) -> None:
+def check_data_and_model(study: Study) -> None:
     """Prepare the corpus, and raise UserError for data and a model that do not fit each other."""
     from modeling.build import model_config
 
     for setting in {setting.depth: setting for setting in study.settings}.values():
-        config = study.resolve(setting, study.rates[0], as_launched(processes)).config
+        config = study.resolve(setting, study.rates[0]).config
         corpus = prepare(config, progress=True)
         model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
 
 
-def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, str]:
+def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, Path]:
     """Write the DeepSpeed JSON at `path` once for each precision, with its section only. Returns paths by precision."""
     document = read_document(path)
-    rest = in_fp32(document)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}
     for precision in sorted(precisions):
         section = {} if precision == "fp32" else {precision: {"enabled": True}}
-        copy = folder / f"zero{zero_stage(document)}_{precision}.json"
-        copy.write_text(json.dumps({**rest, **section}, indent=2) + "\n", encoding="utf-8")
-        paths[precision] = str(copy)
+        paths[precision] = folder / f"zero{zero_stage(document)}_{precision}.json"
+        text = json.dumps({**in_fp32(document), **section}, indent=2) + "\n"
+        write_atomically(paths[precision], text.encode())  # by every process
     return paths
 
 
-def run_study(study: Study, folder: Path, processes: int) -> None:
-    """Launch the trials and print the result of each. Raises UserError or RuntimeError with the job's error line."""
-    plan, log = folder / "study.json", folder / "log.txt"
-    study.write(plan)
-    log.unlink(missing_ok=True)
-    told = 0
+def work_in_process(study: Study) -> int:
+    """One process of the job."""
+    from training import distributed
 
-    def tell() -> None:
-        nonlocal told
-        lines = log.read_text(errors="replace", encoding="utf-8").split("\n")[:-1] if log.exists() else []
-        for line in lines[told:]:
-            if line.startswith(TRIAL_PREFIX):
-                print(line.removeprefix(TRIAL_PREFIX).strip(), flush=True)
-        told = len(lines)
-
+    first = study.first(os.environ)
+    corpus = prepare(first.config, progress=False)
+    world = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
     try:
-        with polling(tell, seconds=0.5):
-            code = launch(["-m", "lab.envelope.worker", str(plan)], processes=processes, log=log)
+        work(study, corpus, world, log=lambda text: print(text, flush=True))
     finally:
-        plan.unlink()  # the worker's, with every override as it was given
+        distributed.stop()
+    return 0
+
+
+def run_study(study: Study, given: Sequence[str]) -> None:
+    """Launch the job of this command line. Raises UserError or RuntimeError with the job's error line."""
+    log = study.folder / "log.txt"
+    print(f"running trials; tail -f {log}", flush=True)
+    code = launch(["-m", "lab.envelope", "--worker", *given], processes=study.processes, log=log)
     if code:
         line = error_line_of(log)
         if line.startswith("error: "):
@@ -221,20 +222,22 @@ def run_study(study: Study, folder: Path, processes: int) -> None:
         raise RuntimeError(f"the trials ended with exit code {code}: {line} (see {log}); start again to resume")
 
 
-@entry_point()
+@entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study and write its results."""
+    """Run the study and write its results, or be one of its processes."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    options = read_arguments(given)
+    if options.worker:
+        return work_in_process(make_study(options))
     try:
-        options = read_arguments(given)
         study = make_study(options)
-        check_data_and_model(study, options.processes)
+        check_data_and_model(study)
         with FileLock(options.out / ".lock", timeout=0):
             try:
-                explore_finished(study, options.processes)
+                explore_finished(study)
             except Missing:
-                run_study(study, options.out, options.processes)
-            rows = write_results(study, options.processes, command=["python", "-m", "lab.envelope", *given])
+                run_study(study, given)
+            rows = write_results(study, command=["python", "-m", "lab.envelope", *given])
     except Timeout:
         problem = "another envelope writes there; wait for it or choose another folder"
         raise UserError(f"--out {options.out}: {problem}") from None

@@ -81,13 +81,8 @@ class Bounds:
     """[fraction] Bound on the last validation loss."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rate is not in the envelope."""
-
-    step: int
-    """[step] The first step at which it showed."""
-    why: str
+Failure = tuple[int, str]
+"""The first step at which a rate fails, and why it is not in the envelope."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,9 @@ class Tried:
     """One rate of a setting."""
 
     rate: float
-    failure: Failure | None
+    step: int | None
+    """[step] The first at which a failure showed; None: the rate is in the envelope."""
+    why: str | None
     skipped: int
     """[steps]"""
     steps: int
@@ -115,7 +112,7 @@ class Cell:
         """The largest rate below the first failure; None when the smallest fails already, or none was tried."""
         largest = None
         for item in self.tried:
-            if item.failure:
+            if item.why:
                 break
             largest = item.rate
         return largest
@@ -123,8 +120,8 @@ class Cell:
     @property
     def lucky(self) -> list[float]:
         """Rates that passed above one that failed."""
-        failed = [item.rate for item in self.tried if item.failure]
-        return [item.rate for item in self.tried if failed and not item.failure and item.rate > failed[0]]
+        failed = [item.rate for item in self.tried if item.why]
+        return [item.rate for item in self.tried if failed and not item.why and item.rate > failed[0]]
 
 
 def window_of(steps: int) -> int:
@@ -169,14 +166,14 @@ def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | 
     Both have to be of the same number of planned steps. The validation loss is judged where both have one.
     """
     if trial.failed_step is not None:
-        return Failure(trial.failed_step, trial.why or "it failed")
+        return trial.failed_step, trial.why or "it failed"
     departure = first_departure(_trajectory(trial), _trajectory(reference), bounds.loss_gap)
     if departure is not None:
-        return Failure(departure, f"the running median of the loss is more than {bounds.loss_gap:.2%} from FP32's")
+        return departure, f"the running median of the loss is more than {bounds.loss_gap:.2%} from FP32's"
     if trial.validation_loss is not None and reference.validation_loss is not None:
         delta = abs(trial.validation_loss - reference.validation_loss) / abs(reference.validation_loss)
         if not delta <= bounds.validation_delta:
-            return Failure(len(trial.losses), f"the validation loss is {delta:.2%} from FP32's")
+            return len(trial.losses), f"the validation loss is {delta:.2%} from FP32's"
     return None
 
 
@@ -185,12 +182,12 @@ def _trajectory(trial: Trial) -> Trajectory:
     return Trajectory(steps, losses, (), skipped=trial.skipped, nonfinite=0, validation=trial.validation_loss)
 
 
-def climb(rates: Sequence[float], failure_at: Callable[[float], Tried]) -> tuple[Tried, ...]:
+def climb(rates: Sequence[float], attempt: Callable[[float], Tried]) -> tuple[Tried, ...]:
     """Try ascending `rates` from the smallest up, until PATIENCE of them in a row fail."""
     tried: list[Tried] = []
     for rate in rates:
-        tried.append(failure_at(rate))
-        if len(tried) >= PATIENCE and all(item.failure for item in tried[-PATIENCE:]):
+        tried.append(attempt(rate))
+        if len(tried) >= PATIENCE and all(item.why for item in tried[-PATIENCE:]):
             break
     return tuple(tried)
 
@@ -204,16 +201,16 @@ def explore(
     rate, since above it there is nothing to compare with.
     """
 
-    def tried(setting: Setting, rate: float) -> Tried:
+    def attempt(setting: Setting, rate: float) -> Tried:
         trial = run(setting, rate)
         reference = trial if setting == setting.reference else run(setting.reference, rate)
-        failed = parity_failure(trial, reference, bounds)
-        return Tried(rate, failed, trial.skipped, len(trial.losses))
+        step, why = parity_failure(trial, reference, bounds) or (None, None)
+        return Tried(rate, step, why, trial.skipped, len(trial.losses))
 
     for fp32 in dict.fromkeys(setting.reference for setting in settings):
-        cell = Cell(fp32, climb(rates, partial(tried, fp32)))
+        cell = Cell(fp32, climb(rates, partial(attempt, fp32)))
         yield cell
         stable = [rate for rate in rates if cell.largest is not None and rate <= cell.largest]
         for setting in settings:
             if setting.reference == fp32 and setting != fp32:
-                yield Cell(setting, climb(stable, partial(tried, setting)))
+                yield Cell(setting, climb(stable, partial(attempt, setting)))

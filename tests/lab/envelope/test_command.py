@@ -9,8 +9,8 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.load import load_config
 from lab.envelope.command import check_data_and_model, main, make_study, model_of_depth, read_arguments, read_rates
-from lab.envelope.report import write_results
-from lab.envelope.worker import TRIALS, read_trials
+from lab.envelope.page import write_results
+from lab.envelope.trials import TRIALS, read_trials
 from tests.lab.envelope import envelope_cases as cases
 
 SMALL_MODEL = "{hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2}"
@@ -36,10 +36,9 @@ def arguments(folder, cache, *further: str) -> list[str]:
 def explored(pair, folder, cache, *further: str):
     """Rows of the envelope by label, and what was said about the trials that were run for it."""
     study = make_study(read_arguments(arguments(folder, cache, *further)))
-    check_data_and_model(study, 2)
-    study.write(folder / "study.json")
-    said = pair.run(cases.explore_study, study=folder / "study.json")[0]
-    rows = write_results(study, 2, command=["envelope", "--hf-token=hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"])
+    check_data_and_model(study)
+    said = pair.run(cases.explore_study, study=study)[0]
+    rows = write_results(study, command=["envelope", "--hf-token=hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345"])
     return {row["label"]: row for row in rows}, said
 
 
@@ -86,8 +85,9 @@ def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pa
 def test_the_whole_command(tmp_path, cache, capsys):
     common = ["--precisions=fp32", "--steps=6", "data.sequence_length=16"]
     assert main(arguments(tmp_path, cache, *common, "--rates=0.01,1000,2000")) == 0
+    log = (tmp_path / "log.txt").read_text()
+    assert "rate 0.01: loss" in log and "rate 1000: failed at step" in log
     printed = capsys.readouterr().out.splitlines()
-    assert "rate 0.01: loss" in printed[0] and "rate 1000: failed at step" in printed[1]
     assert printed[-1] == f"{tmp_path}/envelope.md"
     (row,) = json.loads((tmp_path / "envelope.json").read_text())["rows"]
     assert row["largest"] == row["fp32"] == 0.01

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lab.envelope.plot import draw_envelope, envelope_page
+from lab.envelope.page import draw_envelope, envelope_page
 
 RATES = [0.001, 0.002, 0.004, 0.008]
 
@@ -39,7 +39,7 @@ def test_one_cell_and_one_rate_can_be_drawn(tmp_path: Path, rates: list[float]) 
 
 
 def test_the_page_says_rates_skips_divergence_steps_and_conditions() -> None:
-    page = envelope_page(ROWS, RATES, {"seed": "0", "command": "a | b"}, "What passing means.", picture="x.png")
+    page = envelope_page(ROWS, RATES, {"device": "0", "command": "a | b"}, "run: {seed: 0}", picture="x.png")
     lines = page.splitlines()
     assert "| fp16/adaptive | 2 | 16 | 0.004 | 0.5 | 1 | 2 of 40 | 0.008 fails at step 7 |" in lines
     assert "| fp16/adaptive | 4 | 8 | none |  |  |  | 0.001 fails at step 7 |" in lines
@@ -47,15 +47,15 @@ def test_the_page_says_rates_skips_divergence_steps_and_conditions() -> None:
     assert "| fp16/adaptive | 4 | 16 | 0.008 | 1 | 2 | 2 of 40 | FP32 fails next |" in lines
     assert "| fp16/adaptive | 2 | 16 | 0.008 | 7 | the loss is nan | 2 of 7 |" in lines
     assert "- fp16/adaptive, 4 layers, batch 8: 0.004" in lines
-    assert "What passing means." in lines and "| seed | 0 |" in lines and "| command | a \\| b |" in lines
+    assert "run: {seed: 0}" in lines and "| device | 0 |" in lines and "| command | a \\| b |" in lines
     assert "0.001, 0.002, 0.004, 0.008" in page and "(x.png)" in page
 
 
 def test_the_verdict_compares_with_the_control_where_there_is_one() -> None:
-    page = envelope_page(ROWS, RATES, {}, "", picture="x.png")
+    page = envelope_page(ROWS, RATES, {}, "{}", picture="x.png")
     assert (
         "- **fp16/adaptive** takes 0.25 of the control's largest learning rate at its worst (0.125 of FP32's), 0.001 "
         "with 2 layers and batch 8; at none in 1 of 4 places"
     ) in page
-    alone = envelope_page([{**item, "control": None} for item in ROWS[4:6]], RATES, {}, "", picture="x.png")
+    alone = envelope_page([{**item, "control": None} for item in ROWS[4:6]], RATES, {}, "{}", picture="x.png")
     assert "takes 0.125 of FP32's largest learning rate at its worst, 0.001 with 2 layers" in alone

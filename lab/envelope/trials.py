@@ -1,7 +1,7 @@
-"""The trials of the stability envelope, one after another in the processes that were launched once for all of them.
+"""The trials of a stability envelope: their conditions, their runs in this process's world, and trials.jsonl.
 
-`lab.envelope` writes the study file and starts this module. A trial that is in trials.jsonl under the same
-conditions is not run again; a new one is appended and flushed before the next starts.
+A trial that is in trials.jsonl under the same conditions is not run again; a new one is appended and flushed before the
+next starts.
 """
 
 from __future__ import annotations
@@ -12,79 +12,81 @@ import hashlib
 import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.cli import Arguments, entry_point
+from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
 from lab.benchmark.harness import SHARES
-from lab.envelope.search import CONTROL, Bounds, DivergenceWatch, Setting, Trial, explore, window_of
+from lab.envelope.search import CONTROL, Bounds, Cell, DivergenceWatch, Setting, Trial, explore, window_of
 from tools.parity.judge_runs import NUDGE
 from tracking.compare.surviving import read_events
 from tracking.environment import environment
 from tracking.jsonl import JsonlSink
+from training.tasks.task import prepare
 
 if TYPE_CHECKING:
     from data.corpora.corpus import Corpus
     from training.distributed import World
 
 TRIALS = "trials.jsonl"
-TRIAL_PREFIX = "trial:"
-"""Opens a line of output about a trial."""
 # Sections and keys of a config that do not change a trial's numbers.
 _IRRELEVANT = ("tracking", "profile", "checkpoint", "telemetry", "generate", "parity", "deepspeed")
-_IRRELEVANT_OF_RUN = ("name", "dir", "resume", "hypothesis")
+_IRRELEVANT_OF = {
+    "run": ("name", "dir", "resume", "hypothesis"),
+    "data": ("cache_dir", "workers", "wait_minutes", "verify"),
+    "evaluate": ("every_steps",),
+}
+
+
+class Missing(LookupError):
+    """A trial of the search has not been run."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """The settings and rates to explore; written by `lab.envelope`, read by every process."""
+    """The settings and rates to explore."""
 
-    folder: str
-    """[path] Folder of trials.jsonl."""
-    config: str
-    """[path] Run config."""
+    folder: Path
+    """Folder of trials.jsonl."""
+    config: Path
+    """Run config."""
     overrides: tuple[str, ...]
     """`key.sub=value` for every trial."""
-    models: dict[str, str]
-    """Depth, as text, to the value of model.config that has it, in JSON."""
-    documents: dict[str, str]
+    models: dict[int, dict[str, Any]]
+    """Depth to the value of model.config that has it."""
+    documents: dict[str, Path]
     """Dtype of forward and backward to its DeepSpeed JSON."""
     settings: tuple[Setting, ...]
     rates: tuple[float, ...]
     """Ascending."""
     bounds: Bounds
+    processes: int
 
-    def write(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+    def resolve(self, setting: Setting, rate: float, launched: Mapping[str, str] | None = None) -> Resolved:
+        """The run of one trial; the control's rate is larger by NUDGE. Raises UserError when it cannot be started.
 
-    @classmethod
-    def read(cls, path: Path) -> Study:
-        """The inverse of `write`."""
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        plain["settings"] = tuple(Setting(**setting) for setting in plain["settings"])
-        plain |= {key: tuple(plain[key]) for key in ("overrides", "rates")}
-        return cls(**{**plain, "bounds": Bounds(**plain["bounds"])})
-
-    def resolve(self, setting: Setting, rate: float, environment: Mapping[str, str]) -> Resolved:
-        """The run of one trial; the control's rate is larger by NUDGE. Raises UserError when it cannot be started."""
+        launched: the variables of the process that runs it; None: of rank 0.
+        """
         if setting.precision == CONTROL:
             rate *= 1 + NUDGE
-        given = [*self.overrides, f"model.config={self.models[str(setting.depth)]}"]
+        given = [*self.overrides, f"model.config={json.dumps(self.models[setting.depth])}"]
         given += [f"batch.global_size={setting.batch}", f"precision.compute={setting.compute}"]
-        given += [f"deepspeed.config={json.dumps(self.documents[setting.compute])}"]
+        given += [f"deepspeed.config={json.dumps(str(self.documents[setting.compute]))}"]
         given += [f"optimizer.learning_rate={rate!r}"]
         given += [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
-        options = argparse.Namespace(config=self.config, overrides=given, deepspeed_config=None, local_rank=None)
-        return resolve_run(options, environment)
+        options = argparse.Namespace(config=str(self.config), overrides=given, deepspeed_config=None, local_rank=None)
+        return resolve_run(options, launched or as_launched(self.processes))
+
+    def first(self, launched: Mapping[str, str] | None = None) -> Resolved:
+        """The first run of all; what it shares with the others is the study's."""
+        return self.resolve(self.settings[0], self.rates[0], launched)
 
 
 def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
@@ -92,11 +94,9 @@ def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
     config = to_dict(resolved.config)
     for section in _IRRELEVANT:
         del config[section]
-    for key in _IRRELEVANT_OF_RUN:
-        del config["run"][key]
-    for key in ("cache_dir", "workers", "wait_minutes", "verify"):
-        del config["data"][key]
-    del config["evaluate"]["every_steps"]
+    for section, keys in _IRRELEVANT_OF.items():
+        for key in keys:
+            del config[section][key]
     if resolved.compute != "fp16":
         del config["precision"]["loss_scale"]
     versions = [version(package) for package in ("torch", "deepspeed", "transformers")]
@@ -114,18 +114,27 @@ def read_trials(folder: Path) -> dict[str, Trial]:
     return found
 
 
-def append_trial(folder: Path, key: str, setting: Setting, rate: float, trial: Trial, seconds: float) -> None:
-    """Write one line to trials.jsonl and flush it to disk."""
-    line = {"event": "trial", "key": key, **dataclasses.asdict(setting), "rate": rate, **dataclasses.asdict(trial)}
-    with closing(JsonlSink(folder / TRIALS)) as sink:
-        sink.write({**line, "seconds": seconds})
-
-
 def device_name() -> str:
     """The GPU's name, or the processor's without one."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
+
+
+def explore_finished(study: Study) -> tuple[list[Cell], set[str], str]:
+    """The cells by trials.jsonl, the keys of the trials used and the data's fingerprint. Raises Missing."""
+    fingerprint, device = prepare(study.first().config, progress=False).fingerprint, device_name()
+    known = read_trials(study.folder)
+    used: set[str] = set()
+
+    def recorded(setting: Setting, rate: float) -> Trial:
+        key = trial_key(study.resolve(setting, rate), fingerprint, device)
+        if key not in known:
+            raise Missing(f"{setting.label} at rate {rate:g}")
+        used.add(key)
+        return known[key]
+
+    return list(explore(study.settings, study.rates, study.bounds, recorded)), used, fingerprint
 
 
 def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
@@ -154,11 +163,10 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
     return Trial(tuple(losses), held_out, len(losses) - applied, None if why is None else len(losses), why)
 
 
-def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] = print) -> int:
+def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any]) -> int:
     """Run the trials of the search that are not known yet; returns how many it ran. A collective."""
-    folder, device = Path(study.folder), device_name()
-    known: dict[str, Trial] = world.from_main(read_trials(folder) if world.is_main else None)
-    ran = 0
+    device, ran = device_name(), 0
+    known: dict[str, Trial] = world.from_main(read_trials(study.folder) if world.is_main else None)
 
     def run(setting: Setting, rate: float) -> Trial:
         nonlocal ran
@@ -169,8 +177,10 @@ def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] =
             known[key] = trial = run_trial(resolved, corpus, world)
             seconds, ran = time.perf_counter() - started, ran + 1
             if world.is_main:
-                append_trial(folder, key, setting, rate, trial, seconds)
-                log(f"{TRIAL_PREFIX} {describe(setting, rate, trial)}, {seconds:.1f} s")
+                line = {"event": "trial", "key": key, **asdict(setting), "rate": rate, **asdict(trial)}
+                with closing(JsonlSink(study.folder / TRIALS)) as sink:
+                    sink.write({**line, "seconds": seconds})
+                log(f"{_described(setting, rate, trial)}, {seconds:.1f} s")
         return known[key]
 
     for _ in explore(study.settings, study.rates, study.bounds, run):
@@ -178,32 +188,8 @@ def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any] =
     return ran
 
 
-def describe(setting: Setting, rate: float, trial: Trial) -> str:
+def _described(setting: Setting, rate: float, trial: Trial) -> str:
     """One line about a trial."""
     ending = f"failed at step {trial.failed_step}: {trial.why}" if trial.why else f"loss {trial.losses[-1]:.3f}"
     skips = f", {trial.skipped} skipped" if trial.skipped else ""
     return f"{setting.depth} layers, batch {setting.batch}, {setting.label}, rate {rate:g}: {ending}{skips}"
-
-
-@entry_point(launched=True)
-def main(arguments: Sequence[str] | None = None) -> int:
-    """One process of the job."""
-    parser = Arguments("python -m lab.envelope.worker", __doc__)
-    parser.add_argument("study", type=Path)
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher passes it
-    study = Study.read(parser.parse_args(arguments).study)
-    from training import distributed
-    from training.tasks.task import prepare
-
-    first = study.resolve(study.settings[0], study.rates[0], os.environ)
-    corpus = prepare(first.config, progress=False)
-    world = distributed.start(rank=first.rank, world_size=first.world_size, local_rank=first.local_rank)
-    try:
-        work(study, corpus, world, log=lambda text: print(text, flush=True))
-    finally:
-        distributed.stop()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,26 +1,78 @@
-"""The stability envelope as a heat map and as a Markdown page, from the rows of envelope.json.
+"""The results of a stability envelope: envelope.json, .md, .html and .png in the output folder.
 
-A row for each depth [layers], batch [sequences] and label (precision, with the loss-scale policy): `largest` (learning
-rate or None), `fp32` and `control` (their largest rates there, or None), `lucky` (rates that passed above one that
-failed), `tried` (by rate: rate, step and why of its failure or None, skipped [steps], steps [attempted]).
+A row of envelope.json for each depth [layers], batch [sequences] and label (precision, with the loss-scale policy):
+`largest` (learning rate or None), `fp32` and `control` (their largest rates there, or None), `lucky` (rates that passed
+above one that failed), `tried` (`lab.envelope.search.Tried` of each rate).
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tracking.pages.markdown import Table, page, section, text
+from config.load import to_yaml
+from config.redact import redact_arguments
+from lab.envelope.search import CONTROL, Cell, Setting
+from lab.envelope.trials import TRIALS, Study, device_name, explore_finished, read_trials
+from tracking.compare.surviving import read_events
+from tracking.environment import environment
+from tracking.pages.document import write_document
+from tracking.pages.markdown import Table, fenced, page, section, text
 from tracking.plots import figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
-
 _NO_RATE = "#d9d9d9"
 _HEAD = ("precision", "depth", "batch", "largest rate", "of FP32's", "of the control's", "skipped there", "next rate")
+
+
+def write_results(study: Study, *, command: Sequence[str]) -> list[dict[str, Any]]:
+    """Write the results of the finished trials and return the rows of envelope.json.
+
+    command: for the page. Raises Missing.
+    """
+    folder, first = study.folder, study.first()
+    cells, used, fingerprint = explore_finished(study)
+    rows = [_row(cell, cells) for cell in sorted(cells, key=lambda cell: _order(study, cell.setting))]
+    others = len(read_trials(folder)) - len(used)
+    seconds = sum(line["seconds"] for line in read_events(folder / TRIALS) if line["key"] in used)
+    facts = environment({})
+    versions = [f"{name} {facts['versions'][name]}" for name in ("python", "torch", "deepspeed", "transformers")]
+    versions += [f"commit {facts['git']['commit'][:12]}"] if facts["git"] else []
+    conditions = {
+        "command": shlex.join(redact_arguments(list(command))),
+        "data": f"fingerprint {fingerprint}",
+        "device": f"{device_name()}, {study.processes} process{'' if study.processes == 1 else 'es'}",
+        "versions": ", ".join(versions),
+        "trials": f"{len(used)} of {first.config.run.steps} steps, {seconds:,.0f} s in all"
+        + (f"; {others} more in {TRIALS} under other conditions or at rates not needed, left out" if others else ""),
+    }
+    found = {"rates": study.rates, "conditions": conditions, "rows": rows}
+    (folder / "envelope.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    title = f"Largest stable learning rate: {first.config.model.architecture or first.config.model.name_or_path}"
+    draw_envelope(rows, study.rates, folder / "envelope.png", title=title)
+    written = envelope_page(rows, study.rates, conditions, to_yaml(first.config), picture="envelope.png")
+    write_document(folder / "envelope.md", written)
+    return rows
+
+
+def _order(study: Study, setting: Setting) -> tuple[int, int, int]:
+    """Sort key: FP32 first, then in the order of the settings; then depth and batch."""
+    labels = ["fp32", *dict.fromkeys(item.label for item in study.settings if item.precision != "fp32")]
+    return labels.index(setting.label), setting.depth, setting.batch
+
+
+def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
+    here = {each.setting.label: each.largest for each in cells if each.setting.reference == cell.setting.reference}
+    found = {"depth": cell.setting.depth, "batch": cell.setting.batch, "label": cell.setting.label}
+    found |= {"largest": cell.largest, "fp32": here["fp32"], "control": here.get(CONTROL), "lucky": cell.lucky}
+    return found | {"tried": [asdict(item) for item in cell.tried]}
 
 
 def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
@@ -76,9 +128,9 @@ def _small_print(row: Row) -> str:
 
 
 def envelope_page(
-    rows: Sequence[Row], rates: Sequence[float], conditions: Mapping[str, str], meaning: str, *, picture: str
+    rows: Sequence[Row], rates: Sequence[float], conditions: Mapping[str, str], config: str, *, picture: str
 ) -> str:
-    """The page in Markdown. conditions: name to value. meaning: of passing. picture: file name of the heat map."""
+    """The page in Markdown. conditions: name to value. config: YAML. picture: file name of the heat map."""
     largest = [
         (
             *(row["label"], row["depth"], row["batch"], _rate(row["largest"])),
@@ -109,11 +161,12 @@ def envelope_page(
             "Passed above a rate that failed, which is luck and not counted:" if lucky else "",
             lucky,
         ),
-        section("Conditions", Table(("what", "value"), [map(text, item) for item in conditions.items()])),
         section(
-            "What the numbers mean",
-            meaning,
-            f"Learning rates tried, from the smallest up until two in a row fail: {_listed(rates)}.",
+            "Conditions",
+            Table(("what", "value"), [map(text, item) for item in conditions.items()]),
+            f"Rates tried, from the smallest up until two in a row fail: {_listed(rates)}. docs/envelope.md says "
+            "when a rate passes, by the bounds in `parity:`. The config of the first trial:",
+            fenced(config, "yaml"),
         ),
     )
 
