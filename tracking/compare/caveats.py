@@ -1,7 +1,5 @@
 """Why runs are not directly comparable: what differs between them, and what their events show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -139,14 +137,14 @@ def came_to(run: RunFacts) -> str:
 
 MOST_EARLY = 4
 """Runs that came less far than the others of which each has rows, and a caveat, of its own."""
-_FAR = 0.9
+FAR = 0.9
 """Share of the tokens that two runs have seen from which a run sets how far all are compared; chosen, not measured."""
 
 
 def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
     """The runs that say how far all are compared, and those that would cut the others short, the longest first."""
     ends = sorted((last_tokens(run) for run in runs if len(run.columns)), reverse=True)
-    enough = _FAR * ends[1] if len(ends) > 1 else 0.0
+    enough = FAR * ends[1] if len(ends) > 1 else 0.0
     short = [run for run in runs if len(run.columns) and last_tokens(run) < enough]
     return [run for run in runs if run not in short], sorted(short, key=last_tokens, reverse=True)
 

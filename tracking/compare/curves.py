@@ -1,7 +1,5 @@
 """A run's curves in at most a few thousand points, without losing a peak, a skip or a change of the loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -176,7 +174,8 @@ def marks(run: RunFacts) -> list[dict[str, Any]]:
     found = [
         mark
         for kind in _MARKED
-        for event in _thin_out_events(run.rare_events.get(kind, []))
+        for events in [run.rare_events.get(kind, [])]
+        for event in (events[index] for index in thin_out(np.arange(len(events)), MAX_MARKS))
         if kind != "run_start" or event.get("resumed_from")
         for mark in [_mark(run, kind, event["step"], event_line(event))]
     ]
@@ -184,10 +183,6 @@ def marks(run: RunFacts) -> list[dict[str, Any]]:
     found += [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
     broken = thin_out(np.flatnonzero(~np.isfinite(columns.loss)), MAX_MARKS)
     return found + [_mark(run, "nan", int(columns.step[at]), f"the loss is {columns.loss[at]}") for at in broken]
-
-
-def _thin_out_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [events[index] for index in thin_out(np.arange(len(events)), MAX_MARKS)]
 
 
 def _mark(run: RunFacts, kind: str, step: int, text: str) -> dict[str, Any]:

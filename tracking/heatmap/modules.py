@@ -1,7 +1,5 @@
 """Names of modules: their block and kind, folding by either, and many names in a few words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ updates have added up to half a unit in its last place. A healthy fine-tuning lo
 that way and moves all the same, so a module stands still only where it loses nearly all of them for long.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import folded_name, in_words
 from tracking.heatmap.panels import DTYPES
 from tracking.numbers import percent
+from tracking.run_dir import setting
 from tracking.run_facts import RunFacts
 
 STILL = 0.99
@@ -103,6 +102,5 @@ def still_of_run(facts: RunFacts) -> str:
 
 def warmup_of(config: Mapping[str, Any]) -> int:
     """Steps of warm-up in a recorded config; 0 where it does not say."""
-    schedule = config.get("schedule")
-    steps = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
+    steps = setting(config, "schedule.warmup_steps")
     return steps if isinstance(steps, int) else 0

@@ -4,8 +4,6 @@ Sizes: cuBLAS uses tensor cores best where M, N and K are multiples of 16 bytes,
 A100 and later of 128 bytes, which are 64 elements (NVIDIA, Matrix Multiplication Background, section 4.1).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

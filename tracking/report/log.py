@@ -1,7 +1,5 @@
 """The last lines of a run: of what it printed, where that was kept, and of its events."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,24 +1,22 @@
 """Contents of the overview: a line for each run, or for each group of runs that differ only in their seed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from markupsafe import Markup
 
 from config.printable import shown
 from tracking.compare.differences import SETTINGS_FIRST, format_value
+from tracking.compare.groups import common_label
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
@@ -70,7 +68,7 @@ class Asked:
     """Whether times are dates, and not how long ago."""
 
     @classmethod
-    def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Asked:
+    def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Self:
         """Parse a query's fields. sort: a column, with `-` before it for the opposite direction."""
         column = sort.removeprefix("-")
         if (column not in COLUMNS or column == "settings") and not column.startswith("."):
@@ -169,21 +167,17 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     count = Counter(entry.verdict.word for entry in entries)
     words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
     names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
-    titles = COLUMNS | {"loss": " or ".join(sorted({entry.skim.followed for entry in wanted})) or "loss"}
+    titles = COLUMNS | {"loss": " or ".join(sorted({entry.followed for entry in wanted})) or "loss"}
     titles |= {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
     titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
-    curves = {entry.key: _finite(entry) for entry in wanted}
     edges = {
-        name: _edges([entry for entry in wanted if entry.skim.followed == name], curves)
-        for name in {entry.skim.followed for entry in wanted}
+        name: _edges([entry for entry in wanted if entry.followed == name])
+        for name in {entry.followed for entry in wanted}
     }
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
 
     return Table(
-        lines=[
-            _line(group, keys, names, _sparkline(group, curves, edges[group[0].skim.followed]), asked, now)
-            for group in ranked
-        ],
+        lines=[_line(group, keys, names, _sparkline(group, edges[group[0].followed]), asked, now) for group in ranked],
         asked=asked,
         runs=len(entries),
         shown=len(wanted),
@@ -214,23 +208,22 @@ def export(entries: Sequence[Entry], asked: Asked) -> str:
 
 
 def _fields(entry: Entry) -> Iterator[tuple[str, Any]]:
-    yield "run", entry.name
+    values = {column: _number([entry], column) for column in _NUMBERS}
+    yield "run", entry.key
     yield "verdict", entry.verdict.word
     yield "since_step", entry.verdict.step
     yield "cause", entry.verdict.cause
     yield "warnings", entry.verdict.warnings
-    yield "incidents", entry.skim.counts["incident"]
+    yield "incidents", entry.facts.counts["incident"]
     yield "step", entry.status.step
     yield "planned_steps", entry.planned
-    rewarded = entry.skim.followed != "loss"
-    yield "loss", None if rewarded else _loss(entry)
-    yield "validation_loss", None if rewarded else _validation(entry)
-    yield "reward", _loss(entry) if rewarded else None
-    yield "validation_reward", _validation(entry) if rewarded else None
-    yield "tokens_per_second", _speed(entry)
-    yield "skipped", int(_skips(entry))
-    yield "loss_scale", _scale(entry)
-    yield "started", _iso(_started(entry))
+    for name in ("loss", "reward"):
+        yield name, values["loss"] if name == entry.followed else None
+        yield f"validation_{name}", values["validation"] if name == entry.followed else None
+    yield "tokens_per_second", values["speed"]
+    yield "skipped", int(values["skips"])
+    yield "loss_scale", values["scale"]
+    yield "started", _iso(values["started"])
     yield "changed", _iso(entry.changed)
     yield "tags", ", ".join(entry.notes.tags)
     yield "note", entry.notes.note
@@ -303,7 +296,7 @@ def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
 
 def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
     texts = [("verdict", entry.verdict.text), ("note", entry.notes.note), ("hypothesis", entry.hypothesis)]
-    for what, text in [("name", entry.name), *(("tag", tag) for tag in entry.notes.tags), *texts]:
+    for what, text in [("name", entry.key), *(("tag", tag) for tag in entry.notes.tags), *texts]:
         yield what, _said(text)  # before it is cut, or half a secret would be none
     for key, value in entry.settings.items():
         yield "setting", f"{key}={_value(value)}"
@@ -333,58 +326,40 @@ def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def _loss(entry: Entry) -> float:
-    finite = [value for _, value in entry.skim.curve[-3:] if math.isfinite(value)]
-    return finite[-1] if finite else math.nan
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
-def _validation(entry: Entry) -> float:
-    return followed(entry.skim.evals[-1])[1] if entry.skim.evals else math.nan
-
-
-def _scale(entry: Entry) -> float:
-    return float(entry.skim.last.get("loss_scale") or math.nan)
-
-
-def _speed(entry: Entry) -> float:
-    return float(entry.skim.last.get("tokens_per_second") or math.nan)
-
-
-def _skips(entry: Entry) -> float:
-    return float(entry.skim.last.get("skipped_total") or 0)
-
-
-def _started(entry: Entry) -> float:
-    return float(entry.skim.start.get("time") or math.nan)
-
-
-def _mean(group: Sequence[Entry], value: Any) -> float:
-    values = [found for entry in group if math.isfinite(found := value(entry))]
-    return sum(values) / len(values) if values else math.nan
-
-
-def _best_first(group: Sequence[Entry], value: Any) -> float:
-    return _mean(group, value) * (1 if group[0].skim.followed == "loss" else -1)
-
-
-_VALUES: dict[str, Any] = {
-    "name": lambda group: group[0].name,
-    "verdict": lambda group: min(WORDS.index(entry.verdict.word) for entry in group),
-    "step": lambda group: max(entry.status.step for entry in group),
-    "loss": lambda group: _best_first(group, _loss),
-    "validation": lambda group: _best_first(group, _validation),
-    "speed": lambda group: _mean(group, _speed),
-    "skips": lambda group: _mean(group, _skips),
-    "scale": lambda group: _mean(group, _scale),
-    "warnings": lambda group: sum(entry.verdict.warnings for entry in group),
-    "incidents": lambda group: sum(entry.skim.counts["incident"] for entry in group),
-    "started": lambda group: _mean(group, _started),
-    "changed": lambda group: max(entry.changed for entry in group),
+_NUMBERS: dict[str, tuple[Callable[[Entry], float], Callable[[Sequence[float]], float]]] = {
+    "verdict": (lambda entry: WORDS.index(entry.verdict.word), min),
+    "loss": (lambda entry: entry.newest, _mean),
+    "validation": (lambda entry: followed(entry.facts.rare_events.get("eval", [{}])[-1])[1], _mean),
+    "step": (lambda entry: entry.status.step, max),
+    "skips": (lambda entry: entry.facts.newest.get("skipped_total") or 0, _mean),
+    "speed": (lambda entry: entry.facts.newest.get("tokens_per_second") or math.nan, _mean),
+    "scale": (lambda entry: entry.facts.newest.get("loss_scale") or math.nan, _mean),
+    "warnings": (lambda entry: entry.verdict.warnings, sum),
+    "incidents": (lambda entry: entry.facts.counts["incident"], sum),
+    "started": (lambda entry: entry.facts.start.get("time") or math.nan, _mean),
+    "changed": (lambda entry: entry.changed, max),
 }
+"""Column to its number for a run, and how those of a group become one."""
+
+
+def _values(group: Sequence[Entry], column: str) -> list[float]:
+    return [float(_NUMBERS[column][0](entry)) for entry in group]
+
+
+def _number(group: Sequence[Entry], column: str) -> float:
+    return _NUMBERS[column][1](_values(group, column))
 
 
 def _sorted_by(group: Sequence[Entry], column: str) -> Any:
-    return _VALUES[column](group) if column in _VALUES else group[0].settings.get(column[1:])
+    if column in _NUMBERS:
+        rewarded = column in ("loss", "validation") and group[0].followed != "loss"
+        return -_number(group, column) if rewarded else _number(group, column)
+    return group[0].key if column == "name" else group[0].settings.get(column[1:])
 
 
 def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
@@ -406,20 +381,18 @@ def _line(
     now: float,
 ) -> Line:
     first, alone = group[0], len(group) == 1
-    incidents: Counter[str] = Counter()
-    for entry in group:
-        incidents.update({kind[9:]: n for kind, n in entry.skim.counts.items() if kind.startswith("incident ")})
+    incidents = Counter(event["verdict"] for entry in group for event in entry.facts.rare_events.get("incident", ()))
     worst = _worst(group)
-    own_cause = f"; {worst.name}: {worst.verdict.cause}" if worst.verdict.cause else ""
+    own_cause = f"; {worst.key}: {worst.verdict.cause}" if worst.verdict.cause else ""
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     kind = "seeds" if len(seeds) == len(group) else "runs"
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings and (alone or key != "run.seed")]
-    steps, planned = max(entry.status.step for entry in group), first.planned
-    speed = _mean(group, _speed)
-    unit = "" if first.skim.followed == "loss" else f"{first.skim.followed} "
+    steps, planned, speed = int(_number(group, "step")), first.planned, _number(group, "speed")
+    course = _spread(_values(group, "loss"))
+    unit = "" if first.followed == "loss" else f"{first.followed} "
     return Line(
         keys=tuple(entry.key for entry in group),
-        name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} {kind})",
+        name=first.key if alone else f"{common_label([entry.key for entry in group])} ({len(group)} {kind})",
         verdict=worst.verdict,
         cause=worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
         hypothesis=first.hypothesis,
@@ -427,15 +400,15 @@ def _line(
         note=first.notes.note if alone else "",
         step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         done=min(1.0, steps / planned) if planned else 0.0,
-        loss=(_spread(group, _loss) and unit + _spread(group, _loss)) or ("not finite" if first.skim.last else ""),
+        loss=f"{unit}{course}" if course else "not finite" if first.facts.newest else "",
         spark=spark,
-        validation=_spread(group, _validation),
+        validation=_spread(_values(group, "validation")),
         speed="" if math.isnan(speed) else human(speed),
-        skips=_skipped(group),
-        scale=scale_text(_mean(group, _scale)),
-        warnings=sum(entry.verdict.warnings for entry in group),
+        skips=_skipped(int(sum(_values(group, "skips"))), int(sum(_values(group, "step")))),
+        scale=scale_text(_number(group, "scale")),
+        warnings=int(_number(group, "warnings")),
         incidents=tuple(sorted(incidents.items())),
-        times={name: _time(_VALUES[name](group), now, dates=asked.dates) for name in ("started", "changed")},
+        times={name: _time(_number(group, name), now, dates=asked.dates) for name in ("started", "changed")},
         settings=tuple((names[key], value) for key, value in own[:_MOST_SETTINGS]),
         more_settings=max(0, len(own) - _MOST_SETTINGS),
         all_settings="; ".join(f"{key} = {value}" for key, value in own),
@@ -464,20 +437,15 @@ def _time(time: float, now: float, *, dates: bool) -> tuple[str, str, str]:
     return (_iso(time), words, ago) if dates else (_iso(time), ago, f"{words} {date:%Z}")
 
 
-def _spread(group: Sequence[Entry], value: Any) -> str:
+def _spread(values: Sequence[float]) -> str:
     """The mean of a group and how far its seeds lie from it."""
-    values = [found for entry in group if math.isfinite(found := value(entry))]
-    if not values:
-        return ""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return loss(mean)
-    return f"{loss(mean)} \u00b1 {number(max(max(values) - mean, mean - min(values)), 2)}"
+    known, mean = [value for value in values if math.isfinite(value)], _mean(values)
+    if len(known) < 2:
+        return loss(mean) if known else ""
+    return f"{loss(mean)} \u00b1 {number(max(max(known) - mean, mean - min(known)), 2)}"
 
 
-def _skipped(group: Sequence[Entry]) -> str:
-    skipped = sum(int(_skips(entry)) for entry in group)
-    steps = sum(entry.status.step for entry in group)
+def _skipped(skipped: int, steps: int) -> str:
     return f"{skipped:,} ({percent(skipped / steps, 2)})" if skipped and steps else "0" if steps else ""
 
 
@@ -486,21 +454,11 @@ def scale_text(value: float) -> str:
     return "" if math.isnan(value) or value == 1.0 else scale(value)
 
 
-def _common(names: Sequence[str]) -> str:
-    """Common prefix of the names, without a trailing separator or number."""
-    return os.path.commonprefix(names).rstrip("-_.0123456789/ ") or names[0]
-
-
-def _finite(entry: Entry) -> np.ndarray:
-    """(points, 2): steps and values, where these are finite."""
-    return np.array([point for point in entry.skim.curve if math.isfinite(point[1])]).reshape(-1, 2)
-
-
 def _worst(group: Sequence[Entry]) -> Entry:
     return min(group, key=lambda entry: WORDS.index(entry.verdict.word))
 
 
-def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[float, float] | None:
+def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
     """The values between which all curves are drawn: of the runs that train, or of all where none does.
 
     A first value far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
@@ -509,7 +467,7 @@ def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[flo
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
     curves: list[np.ndarray] = []
     for some in (sound, entries):
-        curves = curves or [np.sort(curve[:, 1]) for entry in some if len(curve := finite[entry.key]) > 1]
+        curves = curves or [np.sort(curve[:, 1]) for entry in some if len(curve := entry.curve) > 1]
     if not curves:
         return None
     peaks = [float(curve[int(0.97 * (len(curve) - 1))]) for curve in curves]
@@ -518,11 +476,9 @@ def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[flo
     return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
 
 
-def _sparkline(
-    group: Sequence[Entry], finite: dict[str, np.ndarray], edges: tuple[float, float] | None
-) -> Spark | None:
+def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> Spark | None:
     """The mean curve and the band around it, from the start to the planned end; None for fewer than two values."""
-    usable = [curve for entry in group if len(curve := finite[entry.key]) > 1]
+    usable = [curve for entry in group if len(curve := entry.curve) > 1]
     if not usable or edges is None:
         return None
     low, high = edges

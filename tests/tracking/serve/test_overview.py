@@ -250,7 +250,7 @@ def test_notes_that_are_damaged_or_elsewhere_are_not_replaced(tmp_path):
 def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
     write_run(tmp_path, "good")
     bad = write_run(tmp_path, "bad", change=lambda step, _: {"loss": 4.0 if step < 20 else 900.0}).path
-    (bad / "config.yaml").write_text("run: {name: bad}\noptimizer: [1, 2]\n")  # of another type than was written
+    (bad / "environment.json").write_text('{"resume_command": "python \'train.py"}')  # which is no command
     with served(tmp_path) as client:
         page = " ".join(client.page("/").split())
         assert "bad cannot be read" in page and "good" in rows(page)
