@@ -36,18 +36,13 @@ Word = Literal[
 ]
 Tone = Literal["bad", "warn", "live", "good"]
 
-TONES: dict[Word, Tone] = {
-    "diverged": "bad",
-    "not learning": "bad",
-    "failed": "bad",
-    "crashed": "bad",
-    "killed": "bad",
-    "stalled": "warn",
-    "stopped": "warn",
-    "finished with warnings": "warn",
-    "running": "live",
-    "healthy": "good",
+_WORDS_OF: dict[Tone, tuple[Word, ...]] = {
+    "bad": ("diverged", "not learning", "failed", "crashed", "killed"),
+    "warn": ("stalled", "stopped", "finished with warnings"),
+    "live": ("running",),
+    "good": ("healthy",),
 }
+TONES = {word: tone for tone, words in _WORDS_OF.items() for word in words}
 """The colour of each word, the worst first."""
 WORDS = tuple(TONES)
 STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}

@@ -1,7 +1,6 @@
 """Why runs are not directly comparable: what differs between them, and what their events show."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -9,35 +8,26 @@ from tracking.compare.differences import Difference, side_by_side
 from tracking.run_facts import RunFacts
 
 
-@dataclass(frozen=True)
-class Caveat:
-    """A reason that runs are not directly comparable. voids: keys of the measures that it makes meaningless."""
+def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple[str, tuple[str, ...]]]:
+    """Reasons that these runs are not directly comparable; empty when they are.
 
-    text: str
-    voids: tuple[str, ...] = ()
-
-    @property
-    def head(self) -> str:
-        """The reason alone, such as "different tokenizer"."""
-        return self.text.partition(":")[0]
-
-
-def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
-    """Reasons that these runs are not directly comparable; empty when they are."""
-    known = []
+    Each, such as "different tokenizer: ...", has the keys of the measures that it makes meaningless.
+    """
+    known: list[tuple[str, tuple[str, ...]]] = []
     for keys, consequence, voids in _CONSEQUENCES:
         hit = [
             item for key in keys for item in found if item.key == key or key.endswith(".") and item.key.startswith(key)
         ]
         if hit:
             values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
-            known.append(Caveat(f"{consequence}: {values}", voids))
+            known.append((f"{consequence}: {values}", voids))
     rates = [item for item in found if item.key in _RATES]
     if rates and not rates_are_compared(found):
         text = "different learning rate: losses reflect the rates as well as the other differences"
-        known.append(Caveat(f"{text}: {'; '.join(f'{item.key} {side_by_side(item.values)}' for item in rates)}"))
+        values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in rates)
+        known.append((f"{text}: {values}", ()))
     scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
-    return known + [Caveat(text) for text in _event_caveats(runs, scheduled=bool(scheduled))]
+    return known + [(text, ()) for text in _event_caveats(runs, scheduled=bool(scheduled))]
 
 
 _RATES = ("optimizer.learning_rate", "optimizer.groups")

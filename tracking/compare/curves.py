@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def _chosen(run: RunFacts) -> np.ndarray:
     chosen: list[np.ndarray] = [edges[:-1], np.array([steps - 1])]
     for name in (*_EXTREMES, *(name for name in [run.headline] if name in columns.metrics)):
         values = _column(run, name)
-        for low, high in zip(edges[:-1], edges[1:], strict=True):
+        for low, high in pairwise(edges):
             finite = np.flatnonzero(np.isfinite(values[low:high]))
             if finite.size:
                 part = values[low:high][finite]
@@ -135,34 +136,19 @@ def _over(columns: Sequence[dict[str, np.ndarray]], name: str, steps: np.ndarray
     return np.array([np.interp(steps, run["step"], run[name]) for run in columns])
 
 
-def gap_means(divergence: Divergence) -> dict[str, list[float | None]]:
-    """The signed mean of each segment of `gap`, which smoothing averages."""
-    steps, share = _gap(divergence)
-    edges = _edges(len(share))
-    middle = (edges[:-1] + edges[1:] - 1) // 2
-    return _columns(divergence.run, steps[middle], _AXES) | {"gap": _means(share)}
-
-
-def _gap(divergence: Divergence) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the run's steps that the baseline has too; the difference of the losses there, in percent."""
+def gaps(divergence: Divergence) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
+    """Difference of the run's loss from the baseline's in percent of the latter, over the steps that both have: the
+    largest of each segment, and the signed mean of each segment, which smoothing averages."""
     a, b = divergence.baseline.columns, divergence.run.columns
     _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = 100 * (b.loss[right] - a.loss[left]) / np.abs(a.loss[left])
     share[~np.isfinite(share)] = math.nan
-    return right, share
-
-
-def gap(divergence: Divergence) -> dict[str, list[float | None]]:
-    """Difference of the run's loss from the baseline's in percent of the latter, the largest of each segment."""
-    steps, share = _gap(divergence)
-    chosen = []
-    edges = _edges(len(share))
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
-        part = np.abs(share[low:high])
-        chosen.append(low + (int(np.nanargmax(part)) if np.isfinite(part).any() else 0))
-    at = np.array(chosen, int)
-    return _columns(divergence.run, steps[at], _AXES) | {"gap": plain_list(share[at])}
+    edges, size = _edges(len(share)), np.nan_to_num(np.abs(share), nan=-1.0)
+    chosen = np.array([low + int(np.argmax(size[low:high])) for low, high in pairwise(edges)], int)
+    middle = (edges[:-1] + edges[1:] - 1) // 2
+    largest = _columns(divergence.run, right[chosen], _AXES) | {"gap": plain_list(share[chosen])}
+    return largest, _columns(divergence.run, right[middle], _AXES) | {"gap": _means(share)}
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:

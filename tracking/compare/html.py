@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tracking.compare.curves import band, curve, gap, gap_means, marks, means, plain_list, validation
+from tracking.compare.curves import band, curve, gaps, marks, means, plain_list, validation
 from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.compare.measures import Measure, format_measure, relative_change
 from tracking.compare.result import Comparison, Pair
@@ -70,10 +70,11 @@ def page(comparison: Comparison) -> str:
 
 def data(comparison: Comparison) -> dict[str, Any]:
     """Curves, marks and divergences for the page's script, ready for JSON."""
+    found = [gaps(pair.divergence) for pair in comparison.pairs]
     return {
         **_charts(comparison.runs),
-        "gaps": [gap(pair.divergence) for pair in comparison.pairs],
-        "gap_means": [gap_means(pair.divergence) for pair in comparison.pairs],
+        "gaps": [largest for largest, _ in found],
+        "gap_means": [means for _, means in found],
         "groups": [
             {"label": group.label, "runs": group.runs, "curves": band([comparison.runs[index] for index in group.runs])}
             for group in comparison.groups
@@ -119,7 +120,7 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """The values drawn for each run, the charts of metrics, and the unit of the loss where all have the same, or the
     headline metric in its place."""
-    drawn = [
+    drawn: list[dict[str, Any]] = [
         {
             "label": run.label,
             "verdict": run.verdict.word,

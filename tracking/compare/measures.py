@@ -253,11 +253,9 @@ def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
     hours = _each(runs, lambda run: run.wall_seconds / 3600 * run.world_size)
     rows = [Measure("device_hours", "device hours", "hours", "", hours)]
     if price is not None:
-        rows.append(Measure("cost", "cost", "money", "lower", tuple(hour * price for hour in hours)))
-        tokens = _each(runs, last_tokens)
-        each = tuple(
-            cost / count * 1e6 if count else math.nan for cost, count in zip(rows[1].values, tokens, strict=True)
-        )
+        costs, tokens = tuple(hour * price for hour in hours), _each(runs, last_tokens)
+        rows.append(Measure("cost", "cost", "money", "lower", costs))
+        each = tuple(cost / count * 1e6 if count else math.nan for cost, count in zip(costs, tokens, strict=True))
         rows.append(Measure("cost_per_million_tokens", "cost per million tokens", "money", "lower", each))
     return rows
 

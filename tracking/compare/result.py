@@ -89,9 +89,9 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         why = cause(divergence, differences([runs[0], run]))
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     known, groups = caveats(runs, found), seed_groups(runs)
-    voided = {key: caveat.head for caveat in reversed(known) for key in caveat.voids}
+    voided = {key: text.partition(":")[0] for text, voids in reversed(known) for key in voids}
     rows, means, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
-    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, means, verdicts, groups)
+    return Comparison(runs, [text for text, _ in known], found, pairs, rows, means, verdicts, groups)
 
 
 def headline(divergence: Divergence) -> str:

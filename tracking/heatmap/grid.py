@@ -193,7 +193,7 @@ class HeatCollector:
         elif kind == "nonfinite" and event.get("tensor") != "loss" and len(self._nonfinite) < _MOST_CHANGES:
             self._nonfinite.append((step, event["module"], float(event["count"])))
         elif kind == "incident" and event.get("promoted_to"):
-            self._keep_change(step, dict.fromkeys(event["modules"], event["promoted_to"]))
+            self._keep_change(step, dict.fromkeys(event["modules"], str(event["promoted_to"])))
         elif kind == "note" and event.get("demoted"):
             self._keep_change(step, event["demoted"])
 

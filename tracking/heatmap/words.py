@@ -3,7 +3,6 @@
 import math
 import warnings
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import in_words, leaves
 from tracking.heatmap.panels import DTYPES, PANELS
 from tracking.heatmap.still import still_sentence
-from tracking.heatmap.trend import Trend, trend
+from tracking.heatmap.trend import trend
 from tracking.numbers import number, percent
 
 NEAR = 0.25
@@ -20,21 +19,6 @@ _FAR = 2.0  # a forecast reaches this many times as far as the measured steps
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
 _MUCH = 0.01  # share of values below the smallest normal number that is worth a word
-
-
-@dataclass(frozen=True)
-class Danger:
-    """Modules whose activations are near the end of FP16's range, or on their way there."""
-
-    modules: list[str]
-    share: float
-    """[fraction of FP16's range] Largest activation at the last measured step."""
-    since: int | None
-    """First step of the last stretch in which they were above NEAR."""
-    growth: float | None
-    """[fraction per 100 steps] None where they do not clearly grow."""
-    overflow: int | None
-    """Step at which the first of them reaches the range; None without a forecast."""
 
 
 def sentences(heat: Heat) -> dict[str, str]:
@@ -57,32 +41,6 @@ def findings(heat: Heat) -> dict[str, tuple[str, bool]]:
     return {key: writers[key](heat) for key in PANELS if heat.has(key)} if heat else {}
 
 
-def dangers(heat: Heat) -> list[Danger]:
-    """Modules near the end of FP16's range or growing towards it, soonest overflow first.
-
-    Modules of one kind that are alike are one danger. A block repeats what its modules pass on, so it is left
-    out where modules were found.
-    """
-    shares = heat.panels.get("activation")
-    if shares is None or not shares.size:
-        return []
-    horizon = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0])
-    found: list[tuple[int, float, Trend | None, float]] = []
-    for row, values in enumerate(shares):
-        known = np.flatnonzero(np.isfinite(values))
-        if not known.size:
-            continue
-        last = float(values[known[-1]])
-        growth = trend(heat.steps, values) if last > NEAR**4 else None  # 0.4%: nothing below is in danger soon
-        step = growth.reaches(1.0) if growth is not None and growth.value < 1 else math.inf
-        if last >= NEAR or step <= horizon:
-            found.append((row, last, growth, step))
-    inner = leaves(heat.rows)
-    if any(inner[row] for row, *_ in found):
-        found = [item for item in found if inner[item[0]]]
-    return [_danger(heat, group) for group in _grouped(heat, found)]
-
-
 def _grouped(heat: Heat, found: list) -> list[list]:
     """Findings of one kind of module whose values are alike, soonest first."""
     groups: dict[str, list[list]] = {}
@@ -99,22 +57,30 @@ def _grouped(heat: Heat, found: list) -> list[list]:
     )
 
 
-def _danger(heat: Heat, group: list) -> Danger:
-    rows = sorted(row for row, *_ in group)
-    values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
-    above = np.flatnonzero(values < NEAR).max(initial=-1) + 1
-    _, _, growth, step = group[0]  # the soonest
-    return Danger(
-        modules=[heat.rows[row] for row in rows],
-        share=max(share for _, share, _, _ in group),
-        since=int(heat.steps[above]) if above < len(values) else None,
-        growth=growth.per_100_steps if growth is not None else None,
-        overflow=round(step) if math.isfinite(step) else None,
-    )
+def _endangered(heat: Heat) -> list[list]:
+    """Modules near the end of FP16's range or growing towards it, as (row, share of the range, trend, step at which the
+    range is reached), in groups that are alike, the soonest first.
+
+    A block repeats what its modules pass on, so it is left out where modules were found.
+    """
+    horizon, found = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0]), []
+    for row, values in enumerate(heat.panels["activation"]):
+        known = np.flatnonzero(np.isfinite(values))
+        if not known.size:
+            continue
+        last = float(values[known[-1]])
+        growth = trend(heat.steps, values) if last > NEAR**4 else None  # 0.4%: nothing below is in danger soon
+        step = growth.reaches(1.0) if growth is not None and growth.value < 1 else math.inf
+        if last >= NEAR or step <= horizon:
+            found.append((row, last, growth, step))
+    inner = leaves(heat.rows)
+    if any(inner[row] for row, *_ in found):
+        found = [item for item in found if inner[item[0]]]
+    return _grouped(heat, found)
 
 
 def _activations(heat: Heat) -> tuple[str, bool]:
-    found = dangers(heat)
+    found = _endangered(heat)
     fp16 = "fp16" in heat.computes
     range_of = "FP16's range" if fp16 else f"FP16's range ({', '.join(heat.computes) or 'the run'} has a wider one)"
     if not found:
@@ -122,15 +88,19 @@ def _activations(heat: Heat) -> tuple[str, bool]:
         most = percent(heat.panels["activation"][row, column], 2)
         return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it.", False
     lines = []
-    for danger in found[:3]:
-        line = f"{in_words(danger.modules)}: activations at {percent(danger.share, 2)} of {range_of}"
-        if danger.since is not None:
-            line += f", above {percent(NEAR, 2)} since step {danger.since:,}"
-        if danger.growth is not None and danger.overflow is not None:
-            growth = percent(danger.growth, 2) if danger.growth < 1 else f"{number(1 + danger.growth, 3)}x"
-            line += f", growing {growth} per 100 steps"
+    for group in found[:3]:
+        rows, (_, _, growth, step) = sorted(row for row, *_ in group), group[0]  # which is the soonest
+        largest = percent(max(share for _, share, _, _ in group), 2)
+        line = f"{in_words([heat.rows[row] for row in rows])}: activations at {largest} of {range_of}"
+        values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
+        above = np.flatnonzero(values < NEAR).max(initial=-1) + 1
+        if above < len(values):
+            line += f", above {percent(NEAR, 2)} since step {int(heat.steps[above]):,}"
+        if growth is not None and math.isfinite(step):
+            share = growth.per_100_steps
+            faster = percent(share, 2) if share < 1 else f"{number(1 + share, 3)}x"
             what = "overflow expected" if fp16 else "FP16 would overflow"
-            line += f": {what} near step {danger.overflow:,}"
+            line += f", growing {faster} per 100 steps: {what} near step {round(step):,}"
         lines.append(line)
     more = f" {len(found) - 3} more kinds of modules are near it." if len(found) > 3 else ""
     return "; ".join(lines) + "." + more, True

@@ -73,10 +73,7 @@ class Renderer(RendererHTML):
         shown = Markup('<span class="picture"><img class="plot" alt="{}" src="{}"></span>')
         return str(shown.format(said, picture(file)))
 
-    def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        """A table and the box that it scrolls in."""
-        return '<div class="scroll"><table>'
-
-    def table_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        """The end of both."""
-        return "</table></div>"
+    def render(self, tokens: Sequence[Token], options: Any, env: Any) -> str:
+        """HTML in which each table has a box that it scrolls in."""
+        html: str = super().render(tokens, options, env)  # a tag in a text is escaped
+        return html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")

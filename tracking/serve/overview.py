@@ -20,7 +20,7 @@ from tracking.compare.groups import common_label
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
-from tracking.verdict import WORDS, Verdict
+from tracking.verdict import WORDS
 
 WIDTH, HEIGHT = 140, 34
 """[pixels] Size of a sparkline."""
@@ -88,78 +88,8 @@ class Asked:
         return self.search.lower().split()
 
 
-@dataclass(frozen=True)
-class Spark:
-    """A curve of what is followed, in a box of WIDTH by HEIGHT on the scale of all lines that follow the same."""
-
-    points: str
-    """Points of an SVG polyline."""
-    band: str
-    """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
-    mark: float | None
-    """The x position where the verdict of a run that went wrong begins."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table. keys: of the runs it stands for."""
-
-    keys: tuple[str, ...]
-    name: str
-    verdict: Verdict
-    """The worst of a group."""
-    cause: str
-    hypothesis: str
-    tags: tuple[str, ...]
-    note: str
-    step: str
-    done: float
-    """[fraction] Share of the planned steps; 0 where unknown."""
-    loss: str
-    spark: Spark | None
-    validation: str
-    speed: str
-    skips: str
-    scale: str
-    warnings: int
-    incidents: tuple[tuple[str, int], ...]
-    times: dict[str, tuple[str, str, str]]
-    """Times `started` and `changed`: for machines, as asked for, and the other way."""
-    settings: tuple[tuple[str, str], ...]
-    """First few settings that differ between the runs shown."""
-    more_settings: int
-    all_settings: str
-    own: dict[str, str]
-    """Values of the settings that are columns of their own."""
-    found: tuple[tuple[str, str], ...]
-    """Occurrences of the searched words outside of name and tags: the kind of text, and the text around."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The whole overview."""
-
-    lines: list[Line]
-    asked: Asked
-    runs: int
-    """Number of runs in the folder."""
-    shown: int
-    words: dict[str, int]
-    """Number of runs by verdict, the worst first."""
-    columns: dict[str, str]
-    """Columns shown, with their headings."""
-    orders: dict[str, str]
-    """Columns that the table can be sorted by."""
-    choices: dict[str, str]
-    """Columns that can be chosen."""
-    differing: int
-    """Number of settings that differ between the runs shown."""
-    scale: str
-    """Losses at the lower and the upper edge of the curves."""
-
-
-def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
-    """The overview of `entries`. now: seconds since the epoch."""
+def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, Any]:
+    """The overview of `entries` for `serve/runs.html`. now: seconds since the epoch."""
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
@@ -176,18 +106,20 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     }
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
 
-    return Table(
-        lines=[_line(group, keys, names, _sparkline(group, edges[group[0].followed]), asked, now) for group in ranked],
-        asked=asked,
-        runs=len(entries),
-        shown=len(wanted),
-        words=words,
-        columns={name: titles[name] for name in ("name", *asked.columns)},
-        orders={name: title for name, title in titles.items() if name != "settings"},
-        choices={name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
-        differing=len(keys),
-        scale=scales[0] if len(edges) == len(scales) == 1 else "",
-    )
+    return {
+        "lines": [
+            _line(group, keys, names, _sparkline(group, edges[group[0].followed]), asked, now) for group in ranked
+        ],
+        "asked": asked,
+        "runs": len(entries),
+        "shown": len(wanted),
+        "words": words,  # how many runs have each verdict, the worst first
+        "columns": {name: titles[name] for name in ("name", *asked.columns)},
+        "orders": {name: title for name, title in titles.items() if name != "settings"},
+        "choices": {name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
+        "differing": len(keys),
+        "scale": scales[0] if len(edges) == len(scales) == 1 else "",  # of all curves
+    }
 
 
 def export(entries: Sequence[Entry], asked: Asked) -> str:
@@ -376,10 +308,11 @@ def _line(
     group: Sequence[Entry],
     keys: Sequence[str],
     names: dict[str, str],
-    spark: Spark | None,
+    spark: dict[str, Any] | None,
     asked: Asked,
     now: float,
-) -> Line:
+) -> dict[str, Any]:
+    """One line of the table, for a run or a group."""
     first, alone = group[0], len(group) == 1
     incidents = Counter(event["verdict"] for entry in group for event in entry.facts.rare_events.get("incident", ()))
     worst = _worst(group)
@@ -390,31 +323,31 @@ def _line(
     steps, planned, speed = int(_number(group, "step")), first.planned, _number(group, "speed")
     course = _spread(_values(group, "loss"))
     unit = "" if first.followed == "loss" else f"{first.followed} "
-    return Line(
-        keys=tuple(entry.key for entry in group),
-        name=first.key if alone else f"{common_label([entry.key for entry in group])} ({len(group)} {kind})",
-        verdict=worst.verdict,
-        cause=worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
-        hypothesis=first.hypothesis,
-        tags=tuple(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
-        note=first.notes.note if alone else "",
-        step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
-        done=min(1.0, steps / planned) if planned else 0.0,
-        loss=f"{unit}{course}" if course else "not finite" if first.facts.newest else "",
-        spark=spark,
-        validation=_spread(_values(group, "validation")),
-        speed="" if math.isnan(speed) else human(speed),
-        skips=_skipped(int(sum(_values(group, "skips"))), int(sum(_values(group, "step")))),
-        scale=scale_text(_number(group, "scale")),
-        warnings=int(_number(group, "warnings")),
-        incidents=tuple(sorted(incidents.items())),
-        times={name: _time(_number(group, name), now, dates=asked.dates) for name in ("started", "changed")},
-        settings=tuple((names[key], value) for key, value in own[:_MOST_SETTINGS]),
-        more_settings=max(0, len(own) - _MOST_SETTINGS),
-        all_settings="; ".join(f"{key} = {value}" for key, value in own),
-        own={name: _value(value) for name in asked.columns if (value := first.settings.get(name[1:])) is not None},
-        found=tuple(dict.fromkeys(_found(first, asked.words))),
-    )
+    return {
+        "keys": [entry.key for entry in group],
+        "name": first.key if alone else f"{common_label([entry.key for entry in group])} ({len(group)} {kind})",
+        "verdict": worst.verdict,
+        "cause": worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
+        "hypothesis": first.hypothesis,
+        "tags": list(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
+        "note": first.notes.note if alone else "",
+        "step": f"{steps:,}" + (f" of {planned:,}" if planned else ""),
+        "done": min(1.0, steps / planned) if planned else 0.0,
+        "loss": f"{unit}{course}" if course else "not finite" if first.facts.newest else "",
+        "spark": spark,
+        "validation": _spread(_values(group, "validation")),
+        "speed": "" if math.isnan(speed) else human(speed),
+        "skips": _skipped(int(sum(_values(group, "skips"))), int(sum(_values(group, "step")))),
+        "scale": scale_text(_number(group, "scale")),
+        "warnings": int(_number(group, "warnings")),
+        "incidents": sorted(incidents.items()),
+        "times": {name: _time(_number(group, name), now, dates=asked.dates) for name in ("started", "changed")},
+        "settings": [(names[key], value) for key, value in own[:_MOST_SETTINGS]],
+        "more_settings": max(0, len(own) - _MOST_SETTINGS),
+        "all_settings": "; ".join(f"{key} = {value}" for key, value in own),
+        "own": {name: _value(value) for name in asked.columns if (value := first.settings.get(name[1:])) is not None},
+        "found": list(dict.fromkeys(_found(first, asked.words))),
+    }
 
 
 def _value(value: Any) -> str:
@@ -476,8 +409,11 @@ def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
     return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
 
 
-def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> Spark | None:
-    """The mean curve and the band around it, from the start to the planned end; None for fewer than two values."""
+def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> dict[str, Any] | None:
+    """The mean curve of a group, the band from its lowest to its highest one, and the x at which a verdict begins.
+
+    In a box of WIDTH by HEIGHT, from the start to the planned end, as points of SVG; None for fewer than two values.
+    """
     usable = [curve for entry in group if len(curve := entry.curve) > 1]
     if not usable or edges is None:
         return None
@@ -501,4 +437,5 @@ def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> Spa
     if len(usable) > 1:
         band = f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"
     mark = None if worst.step is None or worst.tone not in ("bad", "warn") else float(across(min(worst.step, end)))
-    return Spark(points(values[0] if len(usable) == 1 else np.nanmean(values, axis=0)), band, mark)
+    middle = values[0] if len(usable) == 1 else np.nanmean(values, axis=0)
+    return {"points": points(middle), "band": band, "mark": mark}

@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +86,15 @@ def fragment(markdown: str) -> Markup:
     return Markup(Renderer(Path()).render(PARSER.parse(markdown), PARSER.options, {}))
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Settings in which a run differs from the baseline of its group."""
-
-    baseline: Entry | None
-    rows: list[tuple[str, str, str]]
-    """(setting, the baseline's value, the run's)"""
-    about: str
-
-
-def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> Changes:
-    """Settings of a run that the baseline of its group did not have. baseline: another run instead.
+def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> dict[str, Any]:
+    """Settings of a run that the baseline of its group did not have, as `rows` of the setting, the baseline's value and
+    the run's; and what they are `about`. baseline: another run instead.
 
     A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
     alone in its group, the sound run with the fewest other settings stands in.
     """
     if not own.settings:
-        return Changes(None, [], "its config.yaml is missing or cannot be read")
+        return {"baseline": None, "rows": [], "about": "its config.yaml is missing or cannot be read"}
     others = [entry for entry in entries if entry.key != own.key and entry.settings]
     group = [entry for entry in others if _work(entry) == _work(own)]
     sound = [entry for entry in [*group, own] if entry.verdict.tone != "bad"] or [*group, own]
@@ -116,10 +106,11 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
     if baseline is not None:
         base, why = baseline, "the baseline that was given"
     if base is own:
-        return Changes(None, [], f"it is the baseline: {why}" if group else "there is no other run to compare it with")
+        about = f"it is the baseline: {why}" if group else "there is no other run to compare it with"
+        return {"baseline": None, "rows": [], "about": about}
     keys = _differing(own, base)
     rows = [(key, _setting(base.settings.get(key)), _setting(own.settings.get(key))) for key in keys]
-    return Changes(base, rows, why if rows else f"nothing; {why}")
+    return {"baseline": base, "rows": rows, "about": why if rows else f"nothing; {why}"}
 
 
 def _work(entry: Entry) -> dict[str, Any]:
@@ -228,7 +219,7 @@ def _config(config: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found, key=lambda item: not item["changed"])
 
 
-def whole(entry: Entry, changed: Changes, context: MeasureContext, *, root: Path) -> str:
+def whole(entry: Entry, changed: dict[str, Any], context: MeasureContext, *, root: Path) -> str:
     """The page as one file, UTF-8 text. root: as for `sections`."""
     return render(
         "report/run.html",

@@ -46,6 +46,7 @@ class MLflow:
     _MOST_METRICS, _MOST_PARAMS, _MOST_TEXT = 1000, 100, 500  # of one batch, and of a parameter's value
 
     def __init__(self, job: dict[str, Any]) -> None:
+        from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -64,14 +65,9 @@ class MLflow:
             kept = {name: value for name, value in tags.items() if value}
             self._run = self._client.create_run(number, tags=kept, run_name=job["name"]).info.run_id
             write_atomically(known, self._run.encode())
-            self._log_params(job["config"])
-
-    def _log_params(self, config: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(config)]
-        for batch in _batches(params, self._MOST_PARAMS):
-            self._client.log_batch(self._run, params=batch)
+            params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(job["config"])]
+            for batch in _batches(params, self._MOST_PARAMS):
+                self._client.log_batch(self._run, params=batch)
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Metrics, sent with the next flush; the verdict becomes tags."""

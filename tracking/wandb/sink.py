@@ -60,7 +60,9 @@ class WandbSink(ClientSink):
             "lock_wait_s": finish_timeout_s,
         }
         leaving = described(config["run"])
-        words = {name: printable(said) if name == "notes" else shown(said) for name, said in leaving.items()}
+        words: dict[str, Any] = {
+            name: printable(said) if name == "notes" else shown(said) for name, said in leaving.items()
+        }
         words |= {"group": words["group"] or None, "tags": [shown(tag) for tag in leaving["tags"]]}
         init = {"resume": "allow", "allow_val_change": True, "dir": str(run_dir.path.resolve()), **words}
         try:

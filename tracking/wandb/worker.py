@@ -25,30 +25,21 @@ from tracking.wandb.upload import NoSpaceLeft, WandbDelivery
 ATTEMPTS = 3
 
 
-class Unfinished:
-    """Marks the session of RUN/wandb that is being written, by the names of the folders that were there before it."""
+def begin_session(folder: Path) -> Path:
+    """Remove what a session has left in RUN/wandb that wandb did not finish, and mark the next one.
 
-    def __init__(self, folder: Path) -> None:
-        """folder: RUN/wandb, which is made where it is missing."""
-        self._folder, self._path = folder, folder / "unfinished"
-        folder.mkdir(exist_ok=True)
-
-    def begin(self) -> None:
-        """Remove what a session has left that wandb did not finish, and mark the next one."""
-        if self._path.exists():
-            kept = self._path.read_text(encoding="utf-8").splitlines()
-            for path in self._sessions():
-                if path.name not in kept:
-                    shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
-        else:
-            write_atomically(self._path, "\n".join(path.name for path in self._sessions()).encode())
-
-    def end(self) -> None:
-        """Keep the session: wandb has finished it."""
-        self._path.unlink()
-
-    def _sessions(self) -> list[Path]:
-        return [path for path in self._folder.glob("*run-[0-9]*") if path.is_dir()]
+    The mark, which is returned and to be removed when wandb has finished, has the names of the sessions before it.
+    """
+    folder.mkdir(exist_ok=True)
+    mark, sessions = folder / "unfinished", [path for path in folder.glob("*run-[0-9]*") if path.is_dir()]
+    if not mark.exists():
+        write_atomically(mark, "\n".join(path.name for path in sessions).encode())
+        return mark
+    kept = mark.read_text(encoding="utf-8").splitlines()
+    for path in sessions:
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
+    return mark
 
 
 def shown_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,11 +95,11 @@ def deliver(job: dict[str, Any]) -> None:
     """
     import wandb
 
-    delivered, unfinished = Delivered(Path(job["delivered"])), Unfinished(Path(job["init"]["dir"]) / "wandb")
+    delivered, folder = Delivered(Path(job["delivered"])), Path(job["init"]["dir"]) / "wandb"
     if delivered.lines > sum(1 for _ in Follower(Path(job["events"])).lines()):
         delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
     for left in reversed(range(ATTEMPTS)):
-        unfinished.begin()
+        mark = begin_session(folder)
         delivery = WandbDelivery(start_run(job), job, delivered.lines)
         try:
             delivery.follow(job)
@@ -118,9 +109,9 @@ def deliver(job: dict[str, Any]) -> None:
             with suppress(Exception):  # expected: it is dead
                 wandb.teardown(exit_code=1)  # so that it can be started again
             if left == 0 or isinstance(error, NoSpaceLeft):
-                unfinished.begin()
+                begin_session(folder)
                 raise
-    unfinished.end()
+    mark.unlink()
     delivered.save(delivery.line)
     new = f"{max(0, delivery.line - delivery.earlier):,} new events"
     if delivery.url is None:
