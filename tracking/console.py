@@ -5,15 +5,13 @@ the command that replays it), evaluation and checkpoint, and for the end. Of a s
 is named; `events.jsonl` has all of them.
 """
 
-from __future__ import annotations
-
 import atexit
 import math
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median
-from typing import Any, TextIO
+from statistics import mean, median
+from typing import TextIO
 
 from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
@@ -62,7 +60,8 @@ class ConsoleSink:
         self._seconds: deque[float] = deque(maxlen=_SPEED_WINDOW)
         self._rates: list[float] = []  # tokens/s of the steps since the last line
         self._fp16 = False
-        self._blocks = _BLOCKS if _can_print(_BLOCKS, self._stream) else ""
+        prints = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
+        self._blocks = _BLOCKS if prints else ""
         self._skipped: list[Event] = []  # a skipped step and what followed from it, until all of it is known
         self._dtypes = ""
         self._progress: _Progress | None = None
@@ -83,7 +82,9 @@ class ConsoleSink:
             case "step":
                 self._on_step(event)
             case "run_end":
-                self._on_run_end(event)
+                self.close()
+                how = event.get("verdict") or event["status"]
+                self.print_line(f"{how} after {event['step']} steps and {event['tokens']:,} tokens")
             case "incident":
                 self._print_incident(event)
             case "scale" | "nonfinite" | "corruption" | "reexecution" | "warning" | "eval" | "checkpoint":
@@ -205,9 +206,10 @@ class ConsoleSink:
     def _cells(self, event: Event) -> list[str]:
         first = f" from {number(self._first_loss)}" if self._first_loss is not None else ""
         name, value = followed(event)
+        eta = (self._total - event["step"]) * mean(self._seconds)
         return [
             f"{human(median(self._rates)):>6} tok/s",
-            f"ETA {duration(self._eta(event['step'])):<6}",
+            f"ETA {duration(eta):<6}",
             mib(event["memory_bytes"]),
             f"{name} {loss(value):>7}{first}",
             sparkline(self._losses, _SPARK_WIDTH, self._blocks),
@@ -216,15 +218,6 @@ class ConsoleSink:
             f"scale {scale(event['loss_scale'])}" if self._fp16 else "",
             f"skipped {event['skipped_total']}" if event["skipped_total"] else "",
         ]
-
-    def _eta(self, step: int) -> float:
-        return (self._total - step) * sum(self._seconds) / max(1, len(self._seconds))
-
-    def _on_run_end(self, event: Event) -> None:
-        self.close()
-        self.print_line(
-            f"{event.get('verdict') or event['status']} after {event['step']} steps and {event['tokens']:,} tokens"
-        )
 
 
 def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
@@ -250,11 +243,3 @@ def _pack(cells: Iterable[str], first: int, width: int) -> list[str]:
             lines.append(cell)
             room = width
     return lines
-
-
-def _can_print(text: str, stream: Any) -> bool:
-    try:
-        text.encode(getattr(stream, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -4,8 +4,6 @@ Any rank may write it, straight into `events.jsonl`: rank 0, which has the recor
 that follow the file, such as wandb's, have it from there.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

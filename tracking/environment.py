@@ -4,8 +4,6 @@ This file is shared more freely than the machine it came from: environment varia
 hidden.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

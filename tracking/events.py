@@ -12,8 +12,6 @@ A number that is not finite is written as the string "inf", "-inf" or "nan". On 
 again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -1,7 +1,5 @@
 """The headline metric of a run, and which metrics of its task share a chart: for console, pages and verdict."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase

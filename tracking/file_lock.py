@@ -1,7 +1,5 @@
 """A lock file that one process at a time holds; the kernel releases it with its process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

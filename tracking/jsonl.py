@@ -9,8 +9,6 @@ only lacks its newline, which is added; any other is cut off, since it would mak
 pandas and others that expect one object per line.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

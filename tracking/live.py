@@ -1,18 +1,18 @@
-"""A whole run from its folder, read once and then as it grows: for the pages of a server and for the terminal."""
-
-from __future__ import annotations
+"""A run from its folder, read once and then as it grows: for the pages of a server and for the terminal."""
 
 import math
+import os
 import threading
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
 from tracking.heatmap.grid import USED, Heat, HeatCollector
-from tracking.jsonl import Follower, beginnings, event_on
+from tracking.jsonl import Follower, beginnings, event_on, lines_backwards
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector, RunFacts
 from tracking.status import run_status
@@ -20,14 +20,17 @@ from tracking.summary import read_inputs
 
 SOON = 1 << 26
 """Largest number of bytes that are read before a page is answered."""
+_BETWEEN = 100  # lines at most between two steps
 _MEASURED = beginnings(*USED)
+(_STEP,) = beginnings("step")
 
 
 class LiveRun:
     """The facts and heat maps of one run so far. May be used from several threads."""
 
-    def __init__(self, folder: Path, label: str) -> None:
-        self.folder, self.label = folder, label
+    def __init__(self, folder: Path, label: str, *, whole: bool = True) -> None:
+        """whole: False leaves out heat maps and the columns of steps, for an overview of many runs."""
+        self.folder, self.label, self._whole = folder, label, whole
         self._file = Follower(folder / "events.jsonl")
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
@@ -36,7 +39,7 @@ class LiveRun:
         self._reset()
 
     def _reset(self) -> None:
-        self._collector, self._heat = Collector(), HeatCollector()
+        self._collector, self._heat = Collector(columns=self._whole), HeatCollector()
         self._facts: RunFacts | None = None
         self._heat_now: Heat | None = None
         self.damaged = 0
@@ -65,7 +68,7 @@ class LiveRun:
                 self._reset()
             for line in self._file.lines(seconds=seconds):
                 self.damaged += not self._collector.take(line, self._file.offset)
-                if line.startswith(_MEASURED) and (event := event_on(line)) is not None:
+                if self._whole and line.startswith(_MEASURED) and (event := event_on(line)) is not None:
                     self._heat.add(event)
                 self._facts = self._heat_now = None
             path, offset = self._file.path, self._file.offset
@@ -96,9 +99,32 @@ class LiveRun:
             self.events(), config=config, deepspeed=deepspeed, environment=environment, checked=run_status(self.folder)
         )
 
+    def known_facts(self) -> RunFacts:
+        """The same, without the files beside the events where one is being written, or damaged."""
+        try:
+            return self.facts()
+        except UserError:
+            return replace(self.events(), checked=run_status(self.folder))
+
     def heat(self) -> Heat:
         """Its heat maps as read so far."""
         with self._lock:
             if self._heat_now is None:
                 self._heat_now = self._heat.heat()
             return self._heat_now
+
+
+def sketch(folder: Path, label: str, places: int = 1000) -> RunFacts:
+    """A run from steps at even places of its file, without rare events: at once, however long. Raises OSError."""
+    collector, lines = Collector(), list[bytes]()
+    with (folder / "events.jsonl").open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        for place in range(places):
+            file.seek(size * place // places)
+            file.readline()  # begins before the place
+            lines += islice((line for line in islice(file, _BETWEEN) if line.startswith(_STEP)), 1)
+        lines += islice((line for line in lines_backwards(file) if line.startswith(_STEP) and event_on(line)), 1)
+    events = [event for line in lines if (event := event_on(line)) is not None]
+    for event in {(event["step"], event["time"]): event for event in events}.values():
+        collector.add(event)
+    return collector.facts(label, str(folder), None)

@@ -3,8 +3,6 @@
 A number that is not finite is `nan`, `inf` or `-inf`; one that was not recorded (None) is `-`.
 """
 
-from __future__ import annotations
-
 import math
 
 _PLAIN = (1e-3, 1e7)

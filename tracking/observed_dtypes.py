@@ -1,7 +1,5 @@
 """Text for the dtypes of sums inside a step, from a `precision` event (written by `precision/inner_dtypes.py`)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 NAMED = 3

@@ -60,9 +60,15 @@ def plot_run(facts: RunFacts, png: Path) -> Path:
     leading = [chart for chart in charts if facts.headline in chart[1]]
     charts = [chart for chart in charts if chart not in leading]
     rows = 2 + (len(charts) + 1) // 2
+    name = facts.label if facts.events is None else facts.events.resolve().parent.name
+    title = (
+        f"{name}: {human(start['parameters'])} parameters, {str(start['compute']).upper()} compute, "
+        f"ZeRO-{start['zero_stage']}, {facts.world_size} process{'' if facts.world_size == 1 else 'es'}, "
+        f"{human(columns.tokens[-1])} tokens"
+    )
     with figure(png, 12, 0.5 + 3.5 * rows) as drawn:
         axes = drawn.subplots(rows, 2, sharex=True)
-        drawn.suptitle(plain(_title(facts)), fontsize=14)
+        drawn.suptitle(plain(title), fontsize=14)
         _draw_metrics(axes[0][0], facts, *leading[0]) if leading else _draw_loss(axes[0][0], facts)
         _draw_grad_norm(axes[0][1], columns)
         _draw_from_zero(axes[1][0], columns, "lr", "Learning rate")
@@ -115,16 +121,6 @@ def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: A
 def plain(value: object) -> str:
     """Any value as text of one line in a figure, where a pair of `$` would otherwise enclose mathematics."""
     return shown(value).replace("$", r"\$")
-
-
-def _title(facts: RunFacts) -> str:
-    start, columns = facts.start, facts.columns
-    name = facts.label if facts.events is None else facts.events.resolve().parent.name
-    return (
-        f"{name}: {human(start['parameters'])} parameters, {str(start['compute']).upper()} compute, "
-        f"ZeRO-{start['zero_stage']}, {facts.world_size} process{'' if facts.world_size == 1 else 'es'}, "
-        f"{human(columns.tokens[-1])} tokens"
-    )
 
 
 def _finite(values: np.ndarray) -> np.ndarray:

@@ -4,12 +4,10 @@
 when `events.jsonl` itself cannot be written, that is logged once and every later event is tried again.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from config.printable import shown
 from config.redact import Redactor
@@ -42,7 +40,7 @@ class Record:
         self._last: tuple[int, int] = (0, 0)  # step and tokens of the newest event, for `note`
 
     @classmethod
-    def silent(cls) -> Record:
+    def silent(cls) -> Self:
         """A record without sinks, for ranks other than 0; it still checks events."""
         return cls([])
 
@@ -71,21 +69,23 @@ class Record:
             try:
                 sink.close()
             except Exception as error:  # a sink must not turn a finished run into a failed one
-                _log(f"{_name(sink)}: could not be closed cleanly ({_one_line(error)}); the run is not affected")
+                _log(
+                    f"{type(sink).__name__}: could not be closed cleanly ({_one_line(error)}); the run is not affected"
+                )
         self._sinks = []
 
     def _fan_out(self, event: Event) -> None:
-        broken: dict[int, str] = {}  # index of the sink -> message
-        for index, sink in enumerate(self._sinks):
+        broken = []
+        for sink in list(self._sinks):
             if isinstance(sink, JsonlSink):
                 self._write_events_file(sink, event)
                 continue
             try:
                 sink.write(event)
             except Exception as error:  # whatever happens to a sink, training continues
-                broken[index] = f"{_name(sink)} is switched off for the rest of this run: {_one_line(error)}"
-        self._sinks = [sink for index, sink in enumerate(self._sinks) if index not in broken]
-        for text in broken.values():
+                self._sinks.remove(sink)
+                broken.append(f"{type(sink).__name__} is switched off for the rest of this run: {_one_line(error)}")
+        for text in broken:
             _log(f"{text}; training continues and events.jsonl has every event")
             self.note(text)
 
@@ -103,10 +103,6 @@ class Record:
             text = f"{lost} events before this one could not be written to {sink.path.name}"
             _log(f"{sink.path}: writing works again; {lost} events were lost")
             self.note(text)
-
-
-def _name(sink: Sink) -> str:
-    return type(sink).__name__
 
 
 def _one_line(error: BaseException) -> str:

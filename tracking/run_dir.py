@@ -2,21 +2,21 @@
 
 runs/<name>/config.yaml        the resolved run config          config.1.yaml, ...: earlier sessions
            ds_config.json      the resolved DeepSpeed JSON, no "auto" left
-           environment.json    versions, hardware, git commit
+           environment.json    versions, hardware and git commit of the newest session
            events.jsonl        the source of truth; the plots, the report and wandb are made from it
-           checkpoints/  plots/  wandb/  report.md  sample.txt
+           checkpoints/       step-<n>/ and LATEST
+           plots/  report.md  sample.txt, sampled from the trained model
+           wandb/             wandb's own folder
            .run_lock           the job that writes it now: tracking/run_lock.py
 """
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from config import yaml_text
 from config.errors import UserError
@@ -30,7 +30,7 @@ class _Inside:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __get__(self, run_dir: RunDir, owner: type[RunDir]) -> Path:
+    def __get__(self, run_dir: "RunDir", owner: type["RunDir"]) -> Path:
         return run_dir.path / self._name
 
 
@@ -46,26 +46,17 @@ class RunDir:
         return self.path.resolve().name
 
     config = _Inside("config.yaml")
-    """The resolved run config."""
     deepspeed_config = _Inside("ds_config.json")
-    """The resolved DeepSpeed JSON."""
     environment = _Inside("environment.json")
-    """Versions, hardware and git commit of the newest session."""
     events = _Inside("events.jsonl")
-    """The event stream."""
     checkpoints = _Inside("checkpoints")
-    """Folder of `step-<n>/` and `LATEST`."""
     plots = _Inside("plots")
-    """Folder of pictures."""
     report = _Inside("report.md")
-    """The one-page report."""
     sample = _Inside("sample.txt")
-    """Text sampled from the trained model."""
     wandb = _Inside("wandb")
-    """wandb's own folder."""
 
     @classmethod
-    def create(cls, root: Path, name: str, *, fresh: bool) -> RunDir:
+    def create(cls, root: Path, name: str, *, fresh: bool) -> Self:
         """Make `root/name` (and `root`, when its parent exists). To be called on rank 0 only.
 
         fresh: an existing folder of that name is renamed to name.1, name.2, ... (the next free one); nothing is
@@ -89,8 +80,7 @@ class RunDir:
             raise UserError(f"run.dir: cannot make {path} ({error.strerror}); choose a folder you may write") from error
         for folder in (path, path / "checkpoints", path / "plots"):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                advice = "change its permissions or choose another run.dir"
-                raise UserError(f"run.dir: {folder} is not writable; {advice}")
+                raise UserError(f"run.dir: {folder} is not writable; change its permissions or choose another run.dir")
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
@@ -106,6 +96,14 @@ class RunDir:
         except OSError as error:
             reason = f"cannot be written ({error.strerror or error})"
             raise UserError(f"run.dir: {self.path} {reason}; free space there, or choose another run.dir") from error
+
+
+def setting(config: Mapping[str, Any], dotted: str) -> Any:
+    """A value of the resolved config by its dotted key; None when it is not there."""
+    value: Any = config
+    for key in dotted.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _publish(path: Path, text: str) -> None:

@@ -5,8 +5,6 @@ evaluations, checkpoints, incidents) stay whole. The last attempt at a step coun
 `tracking.compare.surviving`.
 """
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import Counter
@@ -29,6 +27,7 @@ from tracking.verdict import Evidence, Verdict, judge
 
 MAX_RARE_EVENTS = 20_000
 """Most events of one kind that are kept: the first half and the newest half."""
+_FEW_RARE_EVENTS = 1000
 
 _NUMBERS = (
     *("time", "tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale"),
@@ -282,7 +281,9 @@ def median(values: np.ndarray) -> float:
 class Collector:
     """Takes events in file order and keeps the history that survives."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, columns: bool = True) -> None:
+        """columns: False keeps no numbers of steps, and few events of a kind, so that memory does not grow."""
+        self._keeps_columns, self._most = columns, MAX_RARE_EVENTS if columns else _FEW_RARE_EVENTS
         self._columns = {name: array(code) for name, code in _TYPES.items()}
         self._metrics: dict[str, array[float]] = {}
         self._step = self._columns["step"]
@@ -334,24 +335,32 @@ class Collector:
         self._sessions[-1].add(event)
         self.evidence.add(event)
         if kind == "step":
-            self._add_step(event, offset)
+            self._newest = event
+            if self._keeps_columns:
+                self._add_step(event, offset)
         elif kind in _STATE:
             if kind == "scale":
                 self.scale_reasons[event["reason"]] += 1
                 if self._open is not None and self._open.step == event["step"]:
                     self._open.rescaled |= event["reason"] in _RESCALED
-            _keep(self._state[kind], (self._serial, event))
+            self._keep(self._state[kind], (self._serial, event))
         elif kind == "precision":
             kept = self._events.setdefault(kind, [])
             if not kept or any(kept[-1].get(name) != event.get(name) for name in ("flop_share", "inner")):
-                _keep(kept, event)
+                self._keep(kept, event)
         else:
             if kind == "run_start":
                 self._began, self._open = event["step"], None
                 self._drop_steps(event["step"] + 1, also_newest=True)
             elif kind == "nonfinite":
                 self._explain(event)
-            _keep(self._events.setdefault(kind, []), event)
+            self._keep(self._events.setdefault(kind, []), event)
+
+    def _keep(self, kept: list[Any], item: Any) -> None:
+        """Append, and once there are too many drop the middle one."""
+        if len(kept) >= self._most:
+            del kept[self._most // 2]
+        kept.append(item)
 
     def _explain(self, event: Event) -> None:
         """Add a `nonfinite` event to the attempt that it is about, whose loss and gradient norm may be finite."""
@@ -382,7 +391,7 @@ class Collector:
                 self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
             self._metrics[name].append(metrics.get(name, math.nan))
         self._serials.append(self._serial)
-        self._open, self._newest = None, event
+        self._open = None
         finite = [math.isfinite(row[name]) or event.get(name) is None for name in ("loss", "grad_norm")]
         if not all(finite):
             self._open = Broken(step, loss_finite=finite[0])
@@ -427,13 +436,6 @@ class Collector:
             evidence=self.evidence,
             newest={} if fault_in(newest := restored(self._newest)) else newest,
         )
-
-
-def _keep(kept: list[Any], item: Any) -> None:
-    """Append, and once there are too many drop the middle one."""
-    if len(kept) >= MAX_RARE_EVENTS:
-        del kept[MAX_RARE_EVENTS // 2]
-    kept.append(item)
 
 
 def read_facts(path: Path, label: str) -> RunFacts:

@@ -5,8 +5,6 @@ machines, so the holder also touches the file: what another machine has left the
 that is gone.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -18,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from config.errors import UserError
 from config.machine import processes
@@ -50,25 +48,14 @@ class Holder:
 
 def holder(folder: Path) -> Holder | None:
     """The process that writes the folder, by its lock, which is only read; None: no lock, or nobody has it any more."""
-    path = folder / LOCK
-    try:
-        with path.open("rb") as file:
-            owner, touched = _owner(file.fileno()), os.fstat(file.fileno()).st_mtime
-    except OSError:
-        return None
-    pid, started, since = owner.get("pid"), owner.get("started"), owner.get("since")
+    owner, touched = _read(folder / LOCK)
+    pid, started, since = owner.get("pid"), owner.get("started"), None
     if not isinstance(pid, int) or not isinstance(started, int):
         return None
-    alive = runs(pid, started) if _is_of_here(owner) else time.time() - touched < SILENT_SECONDS
-    return Holder(f"pid {pid} on {owner.get('host')}", alive, _seconds(since))
-
-
-def _seconds(text: Any) -> float | None:
-    """A time as `_write` writes it, in seconds since the epoch; None when it is something else."""
-    try:
-        return float(timegm(time.strptime(text, _SINCE)))
-    except (TypeError, ValueError):
-        return None
+    with suppress(TypeError, ValueError):
+        since = float(timegm(time.strptime(owner.get("since", ""), _SINCE)))
+    alive = runs(pid, started) if _is_of_here(owner) else time.time() - touched / 1e9 < SILENT_SECONDS
+    return Holder(f"pid {pid} on {owner.get('host')}", alive, since)
 
 
 class RunLock:
@@ -80,10 +67,9 @@ class RunLock:
         threading.Thread(target=self._beat, daemon=True).start()
 
     @classmethod
-    def take(cls, folder: Path) -> RunLock | None:
+    def take(cls, folder: Path) -> Self | None:
         """Lock the folder; None where no file can be made in it. Raises UserError: another job writes it."""
-        path, ends = folder / LOCK, time.monotonic() + ENDING_SECONDS
-        told = False
+        path, ends, told = folder / LOCK, time.monotonic() + ENDING_SECONDS, False
         while True:
             try:
                 handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -91,7 +77,7 @@ class RunLock:
                 return None
             owner = _owner(handle)
             elsewhere = bool(owner) and owner.get("machine") != machine() and not processes.is_local(path)
-            if not elsewhere and _locked(handle) and _is_at(path, handle):
+            if not elsewhere and _locked(handle, owner) and _is_at(path, handle):
                 _write(handle)
                 return cls(path, handle)
             try:
@@ -147,14 +133,13 @@ def created_and_locked(root: Path, name: str, *, fresh: bool) -> Iterator[RunDir
         yield run_dir
 
 
-def _locked(handle: int) -> bool:
+def _locked(handle: int, owner: dict[str, Any]) -> bool:
     """Whether nobody else holds the flock; on a file system without locks, whether no process here says it does."""
     from filelock import lock_descriptor  # what only reads locks has to start in no time
 
     try:
         return lock_descriptor(handle, blocking=False)
     except OSError:
-        owner = _owner(handle)
         return not (_is_of_here(owner) and runs(owner["pid"], owner["started"]))
 
 
@@ -167,35 +152,44 @@ def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
     """Return when a holder on another machine has not touched its lock for long. Raises UserError: it goes on."""
     path, seconds = folder / LOCK, f"{SILENT_SECONDS:.0f} s"
     _print(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
-    now = time.monotonic()
-    ends, touched, since = now + 3 * SILENT_SECONDS, _touched(path), now
+    since = time.monotonic()
+    ends, (_, touched) = since + 3 * SILENT_SECONDS, _read(path)
     while time.monotonic() - since < SILENT_SECONDS:
         if time.monotonic() > ends:
-            raise UserError(
-                f"{folder}: {_words(owner)} is still writing this run; stop it, choose another run.name, or "
-                f"remove {path} if no job writes there"
-            )
+            advice = f"stop it, choose another run.name, or remove {path} if no job writes there"
+            raise UserError(f"{folder}: {_words(owner)} is still writing this run; {advice}")
         time.sleep(min(1.0, SILENT_SECONDS / 10))
-        newest = _touched(path)
-        if newest != touched:
-            touched, since = newest, time.monotonic()
+        before, (_, touched) = touched, _read(path)
+        if touched != before:
+            since = time.monotonic()
 
 
-def _touched(path: Path) -> int:
-    """Time of the last write [ns]; 0 without a file. A network file system may show an older time unless opened."""
+def _read(path: Path) -> tuple[dict[str, Any], int]:
+    """Owner of a lock, and the time [ns] of its last touch; nobody and 0 without a file.
+
+    The file is opened for the time: a network file system may show an older one otherwise.
+    """
     try:
         with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_mtime_ns
+            return _owner(file.fileno()), os.fstat(file.fileno()).st_mtime_ns
     except OSError:
-        return 0
+        return {}, 0
+
+
+def _owner(handle: int) -> dict[str, Any]:
+    """Owner recorded in the lock; empty when there is none, or it cannot be read."""
+    try:
+        found = json.loads(os.pread(handle, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _is_at(path: Path, handle: int) -> bool:
     try:
-        there, held = path.stat(), os.fstat(handle)
+        return os.path.samestat(path.stat(), os.fstat(handle))
     except OSError:
         return False
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _write(handle: int) -> None:
@@ -210,15 +204,6 @@ def _write(handle: int) -> None:
     os.ftruncate(handle, 0)
     os.pwrite(handle, json.dumps(owner).encode() + b"\n", 0)
     os.fsync(handle)
-
-
-def _owner(handle: int) -> dict[str, Any]:
-    """Owner recorded in the lock; empty when there is none, or it cannot be read."""
-    try:
-        found = json.loads(os.pread(handle, 4096, 0))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _words(owner: dict[str, Any]) -> str:

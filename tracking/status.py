@@ -5,8 +5,6 @@ process of rank 0; where that process is gone the run has crashed. Cheap enough 
 events are read from their end, until the newest step.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +62,8 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
         return Status("silent" if silence else "running", silence, step, writer.since)
     if end is not None:
         return ended(end, step)
-    seen = "nothing was recorded" if newest is None else f"the newest event is {_age(newest, now)} old"
+    age = "" if newest is None else duration(max(0.0, now - newest["time"]))
+    seen = f"the newest event is {age} old" if newest is not None else "nothing was recorded"
     if writer is not None:
         cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
     elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
@@ -118,8 +117,4 @@ def _silence(newest: Event | None, since: float | None, now: float) -> str:
     if newest is None or (since is not None and newest["time"] < since):
         return ""  # preparing its data, building the model
     usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
-    return f"no event for {_age(newest, now)}" if now - newest["time"] > usual else ""
-
-
-def _age(event: Event, now: float) -> str:
-    return duration(max(0.0, now - event["time"]))
+    return f"no event for {duration(now - newest['time'])}" if now - newest["time"] > usual else ""

@@ -1,7 +1,5 @@
 """Read a run folder, finished, crashed or still running: its events as facts, and the files beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,14 +46,6 @@ def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[s
     config = _load(run_dir.config, yaml_text.parse, _SECTIONS)
     deepspeed = _load(run_dir.deepspeed_config, json_text.parse, {"zero_optimization": dict})
     return config, deepspeed, _load(run_dir.environment, json_text.parse, _FACTS)
-
-
-def setting(config: dict[str, Any], dotted: str) -> Any:
-    """A value of the resolved config by its dotted key; None when it is not there."""
-    value: Any = config
-    for key in dotted.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
 
 
 def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """A terminal on which what comes from a run is text: no markup, no emoji codes, no escape sequences, no secrets."""
 
-from __future__ import annotations
-
 import textwrap
 from typing import Any
 

@@ -19,6 +19,7 @@ from config.printable import line
 from tracking.events import Event, describe_event
 from tracking.figures import followed, headline_of
 from tracking.numbers import number, percent
+from tracking.run_dir import setting
 from tracking.status import Status
 
 Word = Literal[
@@ -35,18 +36,13 @@ Word = Literal[
 ]
 Tone = Literal["bad", "warn", "live", "good"]
 
-TONES: dict[Word, Tone] = {
-    "diverged": "bad",
-    "not learning": "bad",
-    "failed": "bad",
-    "crashed": "bad",
-    "killed": "bad",
-    "stalled": "warn",
-    "stopped": "warn",
-    "finished with warnings": "warn",
-    "running": "live",
-    "healthy": "good",
+_WORDS_OF: dict[Tone, tuple[Word, ...]] = {
+    "bad": ("diverged", "not learning", "failed", "crashed", "killed"),
+    "warn": ("stalled", "stopped", "finished with warnings"),
+    "live": ("running",),
+    "good": ("healthy",),
 }
+TONES = {word: tone for tone, words in _WORDS_OF.items() for word in words}
 """The colour of each word, the worst first."""
 WORDS = tuple(TONES)
 STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}
@@ -271,9 +267,9 @@ def _not_learning(
         return None
     if lost := (status.end or {}).get("standstill"):
         return f"its loss has not fallen, and {lost}", since
-    warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
-    model = config.get("model") or {}
-    if model and model.get("name_or_path") is None and since == 1 and evidence.applied - warmup >= FLAT_STEPS:
+    warmup = setting(config, "schedule.warmup_steps") or 0
+    scratch = config.get("model") and setting(config, "model.name_or_path") is None
+    if scratch and since == 1 and evidence.applied - warmup >= FLAT_STEPS:
         steps = f"in {evidence.applied:,} applied steps from random weights"
         return f"its loss has not fallen by {percent(FLAT)} {steps}: look at the learning rate and the data", since
     return None
@@ -367,7 +363,7 @@ def _unrewarded(
     evidence: Evidence, reward: _Reward, status: Status, config: Mapping[str, Any]
 ) -> tuple[str, int, float] | None:
     """(cause, since which step, factor of the learning rate to try or 0) where the reward has not risen; else None."""
-    warmup = (config.get("schedule") or {}).get("warmup_steps") or 0
+    warmup = setting(config, "schedule.warmup_steps") or 0
     enough, silent = evidence.applied - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
     if reward.risen or status.state == "aborted" or not (status.over or enough):
         return None
@@ -452,7 +448,7 @@ def _anew(
     command: str, config: Mapping[str, Any], factor: float, *, least: float = 0.0, checkpoint: Path | None = None
 ) -> str:
     """The command of another run, from `checkpoint` or anew, whose learning rate is `factor` times as large."""
-    rate, name = (config.get("optimizer") or {}).get("learning_rate"), (config.get("run") or {}).get("name")
+    rate, name = setting(config, "optimizer.learning_rate"), setting(config, "run.name")
     if not isinstance(rate, int | float) or not name:
         return ""
     start = "never" if checkpoint is None else str(checkpoint)

@@ -54,8 +54,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
         }
     )
     run_dir.write_inputs(to_dict(config), resolved.deepspeed, facts)
-    every = config.tracking.log_every_steps
-    console = ConsoleSink(config.run.steps, log_every_steps=every)
+    console = ConsoleSink(config.run.steps, log_every_steps=config.tracking.log_every_steps)
     if engine.world.device.type == "cpu" and DTYPES[engine.compute] in multiply_through_fp32():
         name = engine.compute.upper()
         console.print_line(
@@ -68,22 +67,13 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
             if entry.bytes
             else f"  {entry.what:<28} {entry.dtype}"
         )
-    tracking, said = config.tracking, {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts}
-    shared: dict[str, Any] = {
-        "name": config.run.name,
-        "project": tracking.project,
-        "notes": config.run.hypothesis,
-        "group": tracking.group,
-        "tags": list(tracking.tags),
-        "job_type": tracking.job_type,
-    }
+    known = {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts}
     sinks: list[Sink] = [JsonlSink(run_dir.events), console]
-    for tracker in dict.fromkeys(tracking.sinks):
+    for tracker in dict.fromkeys(config.tracking.sinks):
         if tracker == "wandb":
-            sinks.append(WandbSink(run_dir, said, mode=tracking.wandb, log_every_steps=every, **shared))
+            sinks.append(WandbSink(run_dir, known, mode=config.tracking.wandb))
         else:
-            known = {**shared, "config": to_dict(config)}
-            sinks.append(TrackerSink(tracker, run_dir, known, log_every_steps=every))
+            sinks.append(TrackerSink(tracker, run_dir, known["run"]))
     if config.tracking.prometheus_port is not None:
         sinks.append(_prometheus(config, console))
     return Record(sinks)

@@ -14,7 +14,7 @@ from config.cli import REPOSITORY, entry_point
 from config.errors import UserError
 
 PARTS_OF_TOOLS = {
-    "tracking.trackers.worker",
+    "tracking.trackers.clients",
     "launch.kubernetes.retryable",  # launch.supervise with other exit codes
     "tracking.wandb.worker",
     "lab.benchmark.peak",

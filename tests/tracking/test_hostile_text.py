@@ -4,7 +4,6 @@ import io
 import json
 import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from config.printable import line
+from tests.support.page import Page
 from tests.support.runs.compare_runs import write_run
 from tests.support.runs.hostile import HOSTILE, OBEYED
 from tests.support.runs.report_runs import session, simple_run
@@ -36,25 +36,6 @@ from tracking.watch.command import main as watch
 
 SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-
-
-class _Page(HTMLParser):
-    """The tags of a page with their attributes, and its text."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, frozenset[str]]] = []
-        self.text = ""
-        self.feed(source)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, frozenset(name for name, _ in attrs)))
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-    def handle_comment(self, data: str) -> None:
-        self.tags.append(("comment", frozenset()))
 
 
 def _folder_name(said: str) -> str:
@@ -117,24 +98,24 @@ def test_the_console_shows_an_event_on_one_line_as_it_is(said: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def harmless(tmp_path_factory: pytest.TempPathFactory) -> _Page:
+def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """The page of a run of which nothing is strange."""
     folder = simple_run(tmp_path_factory.mktemp("harmless") / "run", steps=4, evals=())
     page = folder.parent / "page.html"
     assert report([str(folder), "--html", str(page)]) == 0
-    return _Page(page.read_text())
+    return Page(page.read_text())
 
 
 @pytest.mark.one_in(4)
 @SAID
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_a_report_is_text(
-    said: str, hostile_run: Any, harmless: _Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    said: str, hostile_run: Any, harmless: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = hostile_run(said)
     assert report([str(folder), "--html", str(tmp_path / "page.html")]) == 0
     _terminal(capsys.readouterr().out)
-    page = _Page((tmp_path / "page.html").read_text())
+    page = Page((tmp_path / "page.html").read_text())
     ours = {("h3", frozenset()), *((tag, frozenset()) for tag in ("br", "code", "ul", "li", "strong", "blockquote"))}
     assert set(page.tags) <= set(harmless.tags) | ours
     words = " ".join(line(_folder_name(said)).split())
@@ -195,7 +176,7 @@ def test_a_comparison_is_text(said: str, comparison: Any, capsys: pytest.Capture
     allowed = {"html", "head", "meta", "title", "style", "body", "header", "h1", "h2", "button", "nav", "div", "label"}
     allowed |= {"select", "option", "input", "main", "section", "svg", "line", "ul", "li", "b", "br", "p", "details"}
     allowed |= {"summary", "table", "thead", "tbody", "tr", "th", "td", "code", "span"}
-    page = _Page(before_scripts)
+    page = Page(before_scripts)
     assert [tag for tag, _ in page.tags if tag not in allowed] == ["script"], "the theme's, and no other"
     assert not {name for _, names in page.tags for name in names if name.startswith("on")}
     body = before_scripts.partition("<body>")[2]

@@ -23,8 +23,8 @@ from tracking.console import ConsoleSink
 from tracking.prometheus.metrics import Metrics
 from tracking.report.page import results
 from tracking.run_dir import RunDir
-from tracking.serve.skim import Skimmer
-from tracking.status import Status, ended, run_status
+from tracking.serve.library import read_entry
+from tracking.status import Status, ended
 from tracking.summary import read_run, read_run_folder
 from tracking.verdict import FEWEST, TONES, WORDS, Evidence, Verdict, judge
 from tracking.watch.command import Watch, once
@@ -97,11 +97,6 @@ def test_every_reader_shows_the_same_verdict(tmp_path: Path, kind: str) -> None:
     run_dir = folder_of(tmp_path, kind)
     word = REAL[kind][0]
     expected = read_run_folder(run_dir, kind).verdict
-    skimmer = Skimmer(run_dir.events)
-    skimmer.update()
-    status = run_status(run_dir.path)
-    known: dict[str, Any] = {"folder": run_dir.path, "config": CONFIG, "resume_command": RESUME}
-    assert judge(skimmer.skim.evidence, status, **known) == expected
     report = report_of(run_dir, resume_command=RESUME).splitlines()
     assert report[2].startswith(f"**{word}**")
     screen = Console(file=io.StringIO(), width=160, color_system=None)
@@ -143,9 +138,8 @@ def test_metrics_that_are_damaged_are_passed_over(tmp_path: Path, metrics: Any) 
     for event in [event for event in read_events(run_dir.events) if event["event"] in ("step", "eval")][-2:]:
         with run_dir.events.open("a", encoding="utf-8") as file:
             file.write(json.dumps(event | {"metrics": metrics}, separators=(",", ":")) + "\n")
-    skimmer = Skimmer(run_dir.events)
-    skimmer.update()
-    assert (skimmer.skim.followed, len(skimmer.skim.evals)) == ("reward", 5)
+    entry = read_entry(run_dir.path)
+    assert (entry.followed, len(entry.facts.rare_events["eval"])) == ("reward", 5)
 
 
 def of_rewards(rewards: Any, *warnings: str, status: Status = DONE, held_out: Any = (), **metrics: Any) -> Verdict:

@@ -5,15 +5,13 @@ learning rate, loss scale) to what only the settings can explain. Where nothing 
 and lists what differs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tracking.compare.differences import Difference, side_by_side
-from tracking.compare.divergence import Divergence, events_near
+from tracking.compare.divergence import COMPARED, Divergence, events_near
 from tracking.events import Event, describe_event
 from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts, median
@@ -48,21 +46,12 @@ def tolerance_cause(divergence: Divergence) -> str:
     if beyond is None or step is None or beyond == step:
         return ""
     turns = [
-        f"{_COLUMN_NAMES[name]} differ from step {first}"
+        f"{COMPARED[name]} from step {first}"
         for name, first in sorted(divergence.first_differences.items(), key=lambda item: item[1])
-        if name in _COLUMN_NAMES and step < first <= beyond
+        if name not in ("loss", "grad_norm") and step < first <= beyond
     ]
     since = f"{beyond - step} step{'s' * (beyond - step > 1)} after the first difference"
-    return f"{since}; between them {', '.join(turns)}" if turns else f"{since}, which grew"
-
-
-_COLUMN_NAMES = {
-    "order": "data orders",
-    "tokens": "tokens per step",
-    "applied": "skipped steps",
-    "lr": "learning rates",
-    "loss_scale": "loss scales",
-}
+    return f"{since}; between them other {', '.join(turns)}" if turns else f"{since}, which grew"
 
 
 def _fault(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:

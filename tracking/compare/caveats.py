@@ -1,9 +1,6 @@
 """Why runs are not directly comparable: what differs between them, and what their events show."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,35 +8,26 @@ from tracking.compare.differences import Difference, side_by_side
 from tracking.run_facts import RunFacts
 
 
-@dataclass(frozen=True)
-class Caveat:
-    """A reason that runs are not directly comparable. voids: keys of the measures that it makes meaningless."""
+def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple[str, tuple[str, ...]]]:
+    """Reasons that these runs are not directly comparable; empty when they are.
 
-    text: str
-    voids: tuple[str, ...] = ()
-
-    @property
-    def head(self) -> str:
-        """The reason alone, such as "different tokenizer"."""
-        return self.text.partition(":")[0]
-
-
-def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[Caveat]:
-    """Reasons that these runs are not directly comparable; empty when they are."""
-    known = []
+    Each, such as "different tokenizer: ...", has the keys of the measures that it makes meaningless.
+    """
+    known: list[tuple[str, tuple[str, ...]]] = []
     for keys, consequence, voids in _CONSEQUENCES:
         hit = [
             item for key in keys for item in found if item.key == key or key.endswith(".") and item.key.startswith(key)
         ]
         if hit:
             values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
-            known.append(Caveat(f"{consequence}: {values}", voids))
+            known.append((f"{consequence}: {values}", voids))
     rates = [item for item in found if item.key in _RATES]
     if rates and not rates_are_compared(found):
         text = "different learning rate: losses reflect the rates as well as the other differences"
-        known.append(Caveat(f"{text}: {'; '.join(f'{item.key} {side_by_side(item.values)}' for item in rates)}"))
+        values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in rates)
+        known.append((f"{text}: {values}", ()))
     scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
-    return known + [Caveat(text) for text in _event_caveats(runs, scheduled=bool(scheduled))]
+    return known + [(text, ()) for text in _event_caveats(runs, scheduled=bool(scheduled))]
 
 
 _RATES = ("optimizer.learning_rate", "optimizer.groups")
@@ -139,14 +127,14 @@ def came_to(run: RunFacts) -> str:
 
 MOST_EARLY = 4
 """Runs that came less far than the others of which each has rows, and a caveat, of its own."""
-_FAR = 0.9
+FAR = 0.9
 """Share of the tokens that two runs have seen from which a run sets how far all are compared; chosen, not measured."""
 
 
 def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
     """The runs that say how far all are compared, and those that would cut the others short, the longest first."""
     ends = sorted((last_tokens(run) for run in runs if len(run.columns)), reverse=True)
-    enough = _FAR * ends[1] if len(ends) > 1 else 0.0
+    enough = FAR * ends[1] if len(ends) > 1 else 0.0
     short = [run for run in runs if len(run.columns) and last_tokens(run) < enough]
     return [run for run in runs if run not in short], sorted(short, key=last_tokens, reverse=True)
 

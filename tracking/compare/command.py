@@ -4,8 +4,6 @@ Shows differences, where and why runs first diverge, and which is better. A RUN 
 still running), a glob of them, or wandb:entity/project/run. A single run is shown without a comparison.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,9 +1,8 @@
 """A run's curves in at most a few thousand points, without losing a peak, a skip or a change of the loss scale."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ def _chosen(run: RunFacts) -> np.ndarray:
     chosen: list[np.ndarray] = [edges[:-1], np.array([steps - 1])]
     for name in (*_EXTREMES, *(name for name in [run.headline] if name in columns.metrics)):
         values = _column(run, name)
-        for low, high in zip(edges[:-1], edges[1:], strict=True):
+        for low, high in pairwise(edges):
             finite = np.flatnonzero(np.isfinite(values[low:high]))
             if finite.size:
                 part = values[low:high][finite]
@@ -137,34 +136,19 @@ def _over(columns: Sequence[dict[str, np.ndarray]], name: str, steps: np.ndarray
     return np.array([np.interp(steps, run["step"], run[name]) for run in columns])
 
 
-def gap_means(divergence: Divergence) -> dict[str, list[float | None]]:
-    """The signed mean of each segment of `gap`, which smoothing averages."""
-    steps, share = _gap(divergence)
-    edges = _edges(len(share))
-    middle = (edges[:-1] + edges[1:] - 1) // 2
-    return _columns(divergence.run, steps[middle], _AXES) | {"gap": _means(share)}
-
-
-def _gap(divergence: Divergence) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the run's steps that the baseline has too; the difference of the losses there, in percent."""
+def gaps(divergence: Divergence) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
+    """Difference of the run's loss from the baseline's in percent of the latter, over the steps that both have: the
+    largest of each segment, and the signed mean of each segment, which smoothing averages."""
     a, b = divergence.baseline.columns, divergence.run.columns
     _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore", divide="ignore"):
         share = 100 * (b.loss[right] - a.loss[left]) / np.abs(a.loss[left])
     share[~np.isfinite(share)] = math.nan
-    return right, share
-
-
-def gap(divergence: Divergence) -> dict[str, list[float | None]]:
-    """Difference of the run's loss from the baseline's in percent of the latter, the largest of each segment."""
-    steps, share = _gap(divergence)
-    chosen = []
-    edges = _edges(len(share))
-    for low, high in zip(edges[:-1], edges[1:], strict=True):
-        part = np.abs(share[low:high])
-        chosen.append(low + (int(np.nanargmax(part)) if np.isfinite(part).any() else 0))
-    at = np.array(chosen, int)
-    return _columns(divergence.run, steps[at], _AXES) | {"gap": plain_list(share[at])}
+    edges, size = _edges(len(share)), np.nan_to_num(np.abs(share), nan=-1.0)
+    chosen = np.array([low + int(np.argmax(size[low:high])) for low, high in pairwise(edges)], int)
+    middle = (edges[:-1] + edges[1:] - 1) // 2
+    largest = _columns(divergence.run, right[chosen], _AXES) | {"gap": plain_list(share[chosen])}
+    return largest, _columns(divergence.run, right[middle], _AXES) | {"gap": _means(share)}
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:
@@ -176,7 +160,8 @@ def marks(run: RunFacts) -> list[dict[str, Any]]:
     found = [
         mark
         for kind in _MARKED
-        for event in _thin_out_events(run.rare_events.get(kind, []))
+        for events in [run.rare_events.get(kind, [])]
+        for event in (events[index] for index in thin_out(np.arange(len(events)), MAX_MARKS))
         if kind != "run_start" or event.get("resumed_from")
         for mark in [_mark(run, kind, event["step"], event_line(event))]
     ]
@@ -184,10 +169,6 @@ def marks(run: RunFacts) -> list[dict[str, Any]]:
     found += [_mark(run, "skip", int(columns.step[index]), "skipped") for index in skipped]
     broken = thin_out(np.flatnonzero(~np.isfinite(columns.loss)), MAX_MARKS)
     return found + [_mark(run, "nan", int(columns.step[at]), f"the loss is {columns.loss[at]}") for at in broken]
-
-
-def _thin_out_events(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [events[index] for index in thin_out(np.arange(len(events)), MAX_MARKS)]
 
 
 def _mark(run: RunFacts, kind: str, step: int, text: str) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 Only what differs is listed. Values that look like secrets are blanked before anything compares or shows them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,20 +37,17 @@ class Difference:
 def differences(runs: Sequence[RunFacts]) -> list[Difference]:
     """Every recorded fact that differs between `runs`, the config first; facts that no run recorded are left out."""
     tables = [dict(_facts(run)) for run in runs]
+    recorded = [{group for group, key in table if not key.startswith("(")} for table in tables]
     found = []
     for group, key in dict.fromkeys(name for table in tables for name in table):
         values = tuple(table.get((group, key)) for table in tables)
         # Missing: unknown for a fact from the events or from a file that the run lacks; unset for a config key.
-        unset = [not key.startswith("(") and _has_settings(table, group) for table in tables]
+        unset = [not key.startswith("(") and group in groups for groups in recorded]
         known = [value for value, is_unset in zip(values, unset, strict=True) if value is not None or is_unset]
         if any(value != known[0] for value in known[1:]):
             may_explain = group != "deepspeed" and not key.startswith(CHANGE_NO_NUMBER)
             found.append(Difference(group, key, values, may_explain))
     return sorted(_merge_dtypes(found), key=lambda item: _GROUP_ORDER.index(item.group))
-
-
-def _has_settings(table: dict[tuple[str, str], Any], group: str) -> bool:
-    return any(name == group and not key.startswith("(") for name, key in table)
 
 
 def _merge_dtypes(found: Sequence[Difference]) -> Iterator[Difference]:

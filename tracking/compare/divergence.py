@@ -1,7 +1,5 @@
 """The step at which two runs first diverge: bit by bit, and beyond a tolerance; and what each recorded around it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
@@ -13,8 +11,17 @@ from tracking.events import Event
 from tracking.jsonl import Follower
 from tracking.run_facts import RunFacts
 
-COMPARED = ("order", "tokens", "applied", "lr", "loss_scale", "loss", "grad_norm")
-"""Columns that are compared; a step's loss is that of its batch under the weights before the step."""
+COMPARED = {
+    "order": "sample ids",
+    "tokens": "tokens per step",
+    "applied": "skipped steps",
+    "lr": "learning rate",
+    "loss_scale": "loss scale",
+    "loss": "loss",
+    "grad_norm": "gradient norm",
+}
+"""Columns that are compared, by their names for people; a step's loss is that of its batch under the weights before the
+step."""
 
 CONTEXT_STEPS = 2
 """Steps on either side of the divergence that are shown."""
@@ -77,6 +84,7 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
     beyond = int(steps[outside[0]]) if outside.size else None
     largest = int(np.nanargmax(gap)) if np.isfinite(gap).any() else None
     step = min(first_differences.values(), default=None)
+    before = steps if step is None else steps[steps < step]
     places = [place for place in dict.fromkeys((step, beyond)) if place is not None]
     return Divergence(
         baseline=baseline,
@@ -87,7 +95,7 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
         last_step=int(steps[-1]) if steps.size else None,
         first_differences=first_differences,
         step=step,
-        identical_to=_before(steps, step),
+        identical_to=int(before[-1]) if before.size else None,
         beyond_tolerance=beyond,
         largest_gap=float(gap[largest]) if largest is not None else float("nan"),
         largest_gap_step=int(steps[largest]) if largest is not None else None,
@@ -96,12 +104,6 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
             (item.label, event) for item in (baseline, run) for place in places for event in events_near(item, place)
         ),
     )
-
-
-def _before(steps: np.ndarray, step: int | None) -> int | None:
-    """Last of `steps` before `step`; the very last without a `step`; None when there is none."""
-    earlier = steps if step is None else steps[steps < step]
-    return int(earlier[-1]) if earlier.size else None
 
 
 def _deduplicated(items: Iterable[Any]) -> list[Any]:

@@ -4,8 +4,6 @@ How far repeats are apart is the noise that every other difference has to exceed
 are no repeats: the cause of their difference is the question.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -14,8 +12,8 @@ from typing import Any
 
 from config.redact import redact
 from tracking.compare.differences import CHANGE_NO_NUMBER, flat
+from tracking.run_dir import setting
 from tracking.run_facts import RunFacts
-from tracking.summary import setting
 
 NUDGE = 0.02
 """Relative distance of learning rates up to which two runs are repeats: the controls of a parity run are nudged by less
@@ -36,7 +34,7 @@ class Group:
 def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
     """Every run in one group, in the order of the groups' first runs. A run whose config is unknown is alone."""
     works, found = [_work(run) for run in runs], list[list[int]]()
-    draws = [(setting(run.config, "run.seed"), _rate(run)) for run in runs]
+    draws = [(setting(run.config, "run.seed"), setting(run.config, "optimizer.learning_rate")) for run in runs]
     for index in range(len(runs)):
         for members in found:
             first = members[0]
@@ -47,7 +45,7 @@ def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
         else:
             found.append([index])
     names = [[runs[index].label for index in members] for members in found]
-    labels = [_label(repeats) for repeats in names]
+    labels = [common_label(repeats) for repeats in names]
     return [
         Group(label if labels.count(label) == 1 else repeats[0], tuple(members))
         for label, repeats, members in zip(labels, names, found, strict=True)
@@ -68,16 +66,12 @@ def _work(run: RunFacts) -> Any:
     return settings, start, data, run.environment.get("git"), run.environment.get("versions")
 
 
-def _rate(run: RunFacts) -> float | None:
-    rate = setting(run.config, "optimizer.learning_rate")
-    return float(rate) if isinstance(rate, int | float) else None
+def _near(a: Any, b: Any) -> bool:
+    known = isinstance(a, int | float) and isinstance(b, int | float)
+    return a == b or (known and abs(a - b) <= NUDGE * max(abs(a), abs(b)))
 
 
-def _near(a: float | None, b: float | None) -> bool:
-    return a == b or (a is not None and b is not None and abs(a - b) <= NUDGE * max(abs(a), abs(b)))
-
-
-def _label(names: Sequence[str]) -> str:
+def common_label(names: Sequence[str]) -> str:
     """Common prefix of the names, without a trailing number or the word seed."""
     if len(names) == 1:
         return names[0]

@@ -3,13 +3,13 @@
 The page needs no network and no server.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from tracking.compare.curves import band, curve, gap, gap_means, marks, means, validation
+import numpy as np
+
+from tracking.compare.curves import band, curve, gaps, marks, means, plain_list, validation
 from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.compare.measures import Measure, format_measure, relative_change
 from tracking.compare.result import Comparison, Pair
@@ -23,8 +23,7 @@ from tracking.compare.text import (
 )
 from tracking.compare.winners import MAIN_MEASURES
 from tracking.figures import FIGURES
-from tracking.heatmap.difference import differences_of
-from tracking.heatmap.page import static_heat
+from tracking.heatmap.page import differences_of, static_heat
 from tracking.numbers import change, rate, scale
 from tracking.pages.render import render
 from tracking.run_facts import RunFacts
@@ -35,7 +34,7 @@ _MAX_SETTINGS = 60
 
 def page(comparison: Comparison) -> str:
     """The whole page, UTF-8 text."""
-    labels = [run.label for run in comparison.runs]
+    labels, heats = [run.label for run in comparison.runs], [run.heat for run in comparison.runs[:2]]
     return render(
         "compare/page.html",
         title=" / ".join(labels[:3]) + (" / ..." if len(labels) > 3 else ""),
@@ -54,7 +53,7 @@ def page(comparison: Comparison) -> str:
         differences=comparison.differences,
         data=data(comparison),
         scatter=scatter(comparison),
-        heat=_layers(comparison),
+        heat=differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0]),
         heat_title=f"Layers of {labels[1]} against {labels[0]}" if len(labels) > 1 else "Layers over time",
         max_events=_MAX_EVENTS,
         places=_places,
@@ -69,18 +68,13 @@ def page(comparison: Comparison) -> str:
     )
 
 
-def _layers(comparison: Comparison) -> list[dict[str, Any]]:
-    """Heat maps: of a single run, or of the first run as its difference from the baseline."""
-    heats = [run.heat for run in comparison.runs[:2]]
-    return differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0])
-
-
 def data(comparison: Comparison) -> dict[str, Any]:
     """Curves, marks and divergences for the page's script, ready for JSON."""
+    found = [gaps(pair.divergence) for pair in comparison.pairs]
     return {
         **_charts(comparison.runs),
-        "gaps": [gap(pair.divergence) for pair in comparison.pairs],
-        "gap_means": [gap_means(pair.divergence) for pair in comparison.pairs],
+        "gaps": [largest for largest, _ in found],
+        "gap_means": [means for _, means in found],
         "groups": [
             {"label": group.label, "runs": group.runs, "curves": band([comparison.runs[index] for index in group.runs])}
             for group in comparison.groups
@@ -101,7 +95,11 @@ def scatter(comparison: Comparison) -> dict[str, Any]:
     return {
         "settings": {item.key: [_plain(value) for value in item.values] for item in ranked[:_MAX_SETTINGS]},
         "measures": [
-            {"title": row.title, "values": _numbers(row), "texts": [format_measure(row.kind, v) for v in row.values]}
+            {
+                "title": row.title,
+                "values": plain_list(np.array(row.values)),
+                "texts": [format_measure(row.kind, v) for v in row.values],
+            }
             for row in sorted(rows, key=lambda row: row.key not in MAIN_MEASURES)
         ],
     }
@@ -114,10 +112,6 @@ def _plain(value: Any) -> float | str:
     return format_value(value)[:60]
 
 
-def _numbers(row: Measure) -> list[float | None]:
-    return [float(value) if math.isfinite(float(value)) else None for value in row.values]
-
-
 def run_data(run: RunFacts) -> dict[str, Any]:
     """Curves and marks of one run for the page's script, ready for JSON."""
     return {**_charts([run]), "gaps": [], "gap_means": [], "groups": [], "divergences": []}
@@ -126,7 +120,17 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
     """The values drawn for each run, the charts of metrics, and the unit of the loss where all have the same, or the
     headline metric in its place."""
-    drawn = [_drawn(run) for run in runs]
+    drawn: list[dict[str, Any]] = [
+        {
+            "label": run.label,
+            "verdict": run.verdict.word,
+            "curve": curve(run),
+            "means": means(run),
+            "validation": validation(run),
+            "marks": marks(run),
+        }
+        for run in runs
+    ]
     units = {run.start.get("loss_unit", "nats per token") for run in runs}
     metrics = list(dict.fromkeys(name for run in drawn for part in (run["curve"], run["validation"]) for name in part))
     return {
@@ -135,11 +139,6 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         "headline": min(run.headline for run in runs),
         "figures": [figure._asdict() | {"names": names} for figure in FIGURES if (names := figure.of(metrics))],
     }
-
-
-def _drawn(run: RunFacts) -> dict[str, Any]:
-    curves = {"curve": curve(run), "means": means(run), "validation": validation(run), "marks": marks(run)}
-    return {"label": run.label, "verdict": run.verdict.word, **curves}
 
 
 def _places(pair: Pair) -> list[int]:

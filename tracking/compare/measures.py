@@ -4,8 +4,6 @@ Single steps are noisy, so a training loss "at" a point is the mean over the app
 there. A validation loss is interpolated between the two evaluations around the point.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,15 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tracking.compare.caveats import MOST_EARLY, last_tokens, split_early
+from tracking.compare.caveats import FAR, MOST_EARLY, last_tokens, split_early
 from tracking.numbers import human, loss, mib, number, precise_duration, scale
 from tracking.run_facts import RunFacts, median
 
 WINDOW = 0.05
 """Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
-
-_FAR = 0.9
-"""Share of the tokens of the longest run from which a point is not said to be where another one ended."""
 
 FEWEST = 10
 """A training loss is averaged over at least this many steps, where the run has them."""
@@ -75,8 +70,14 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
         *_validation(runs, reaching),
         *_where_they_ended(runs, early[:MOST_EARLY]),
         Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
-        Measure("tokens", "tokens", "count", "", _each(runs, lambda run: _last(run.columns.tokens))),
-        Measure("skipped", "skipped steps", "count", "lower", _each(runs, _skipped)),
+        Measure("tokens", "tokens", "count", "", _each(runs, last_tokens)),
+        Measure(
+            "skipped",
+            "skipped steps",
+            "count",
+            "lower",
+            _each(runs, lambda run: (~run.columns.applied).sum()),
+        ),
         Measure("scale", "loss scale", "text", "", tuple(_scale(run) for run in runs)),
         Measure("nonfinite", "non-finite tensors", "count", "lower", _each(runs, lambda run: run.counts["nonfinite"])),
         Measure("incidents", "incidents", "count", "lower", _each(runs, lambda run: run.counts["incident"])),
@@ -96,7 +97,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
 
 def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
     """A clause naming the runs that ended at a point that the longest has left far behind."""
-    if not tokens or max(last_tokens(run) for run in runs) * _FAR <= tokens:
+    if not tokens or max(last_tokens(run) for run in runs) * FAR <= tokens:
         return ""
     there = [run for run in runs if last_tokens(run) == tokens]
     words = "ended" if all(run.verdict.over for run in there) else "is now"
@@ -213,14 +214,6 @@ def _interpolated(at: np.ndarray, losses: np.ndarray, place: float) -> float:
     return float(np.interp(place, at, losses))
 
 
-def _last(values: np.ndarray) -> float:
-    return float(values[-1]) if len(values) else 0.0
-
-
-def _skipped(run: RunFacts) -> float:
-    return float(np.count_nonzero(~run.columns.applied))
-
-
 def _scale(run: RunFacts) -> str:
     """First and last scale and why it changed; empty for a run that does not scale."""
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
@@ -238,7 +231,7 @@ def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFac
 
 def _to_reach(runs: Sequence[RunFacts]) -> Measure:
     """Running time until the mean loss over WINDOW of the run's steps reaches the baseline's final one."""
-    goal = loss_at(runs[0], _last(runs[0].columns.tokens), "tokens")[0]
+    goal = loss_at(runs[0], last_tokens(runs[0]), "tokens")[0]
     title = f"time to the baseline's final loss, {loss(goal)}"
     return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))
 
@@ -260,11 +253,9 @@ def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
     hours = _each(runs, lambda run: run.wall_seconds / 3600 * run.world_size)
     rows = [Measure("device_hours", "device hours", "hours", "", hours)]
     if price is not None:
-        rows.append(Measure("cost", "cost", "money", "lower", tuple(hour * price for hour in hours)))
-        tokens = [_last(run.columns.tokens) for run in runs]
-        each = tuple(
-            hour * price / count * 1e6 if count else math.nan for hour, count in zip(hours, tokens, strict=True)
-        )
+        costs, tokens = tuple(hour * price for hour in hours), _each(runs, last_tokens)
+        rows.append(Measure("cost", "cost", "money", "lower", costs))
+        each = tuple(cost / count * 1e6 if count else math.nan for cost, count in zip(costs, tokens, strict=True))
         rows.append(Measure("cost_per_million_tokens", "cost per million tokens", "money", "lower", each))
     return rows
 

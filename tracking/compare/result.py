@@ -1,7 +1,5 @@
 """A whole comparison, computed once for the terminal, the page and JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +9,7 @@ from config.redact import redact
 from tracking.compare.cause import cause, tolerance_cause
 from tracking.compare.caveats import caveats
 from tracking.compare.differences import Difference, differences
-from tracking.compare.divergence import Divergence, Tolerance, find_divergence
+from tracking.compare.divergence import COMPARED, Divergence, Tolerance, find_divergence
 from tracking.compare.groups import Group, seed_groups
 from tracking.compare.measures import Measure, measures
 from tracking.compare.winners import find_winners
@@ -56,10 +54,24 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; floats that are not finite stay floats."""
         return {
-            "runs": [_run(run) for run in self.runs],
+            "runs": [
+                {
+                    "label": run.label,
+                    "source": run.source,
+                    "verdict": asdict(run.verdict),
+                    "world_size": run.world_size,
+                    "steps": len(run.columns),
+                    "events": dict(run.counts),
+                    "config": redact(run.config),
+                }
+                for run in self.runs
+            ],
             "apples_to_apples": not self.caveats,
             "caveats": self.caveats,
-            "differences": [_difference(item) for item in self.differences],
+            "differences": [
+                {"group": item.group, "key": item.key, "values": item.values, "told": item.may_explain}
+                for item in self.differences
+            ],
             "partings": [_pair(pair) for pair in self.pairs],
             "measures": [asdict(row) | {"best": row.best} for row in self.measures],
             "means": [asdict(row) for row in self.means],
@@ -77,28 +89,23 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         why = cause(divergence, differences([runs[0], run]))
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     known, groups = caveats(runs, found), seed_groups(runs)
-    voided = {key: caveat.head for caveat in reversed(known) for key in caveat.voids}
+    voided = {key: text.partition(":")[0] for text, voids in reversed(known) for key in voids}
     rows, means, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
-    return Comparison(runs, [caveat.text for caveat in known], found, pairs, rows, means, verdicts, groups)
+    return Comparison(runs, [text for text, _ in known], found, pairs, rows, means, verdicts, groups)
 
 
 def headline(divergence: Divergence) -> str:
     """Sentence about the first difference from the baseline, and the first loss beyond the tolerance."""
     if divergence.first_step is None:
         return "no step in common"
-    of = len(divergence.baseline.columns), len(divergence.run.columns)
-    sparse = (
-        f" (of {divergence.common} steps that both have)"
-        if divergence.common < min(of) or _has_gaps(divergence)
-        else ""
-    )
+    few = min(len(divergence.baseline.columns), len(divergence.run.columns))
+    gaps = divergence.last_step is not None and divergence.common < divergence.last_step - divergence.first_step + 1
+    sparse = f" (of {divergence.common} steps that both have)" if divergence.common < few or gaps else ""
     if divergence.step is None:
         return f"identical to step {divergence.last_step}, the last that both have{sparse}"
     same = "" if divergence.identical_to is None else f"identical to step {divergence.identical_to}, "
-    names = ", ".join(
-        _COLUMN_NAMES[name] for name, step in divergence.first_differences.items() if step == divergence.step
-    )
-    text = f"{same}diverge at step {divergence.step} ({names}){sparse}"
+    first = [COMPARED[name] for name, step in divergence.first_differences.items() if step == divergence.step]
+    text = f"{same}diverge at step {divergence.step} ({', '.join(first)}){sparse}"
     allowed = percent(divergence.tolerance.relative)
     if divergence.tolerance.absolute:
         allowed += f" or {number(divergence.tolerance.absolute)} nats"
@@ -109,38 +116,6 @@ def headline(divergence: Divergence) -> str:
     if not math.isnan(divergence.largest_gap):
         text += f", largest gap {number(divergence.largest_gap, 3)} nats (step {divergence.largest_gap_step})"
     return text
-
-
-def _has_gaps(divergence: Divergence) -> bool:
-    first, last = divergence.first_step, divergence.last_step
-    return first is not None and last is not None and divergence.common < last - first + 1
-
-
-_COLUMN_NAMES = {
-    "order": "sample ids",
-    "tokens": "tokens",
-    "applied": "skipped",
-    "lr": "learning rate",
-    "loss_scale": "loss scale",
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-}
-
-
-def _run(run: RunFacts) -> dict[str, Any]:
-    return {
-        "label": run.label,
-        "source": run.source,
-        "verdict": asdict(run.verdict),
-        "world_size": run.world_size,
-        "steps": len(run.columns),
-        "events": dict(run.counts),
-        "config": redact(run.config),
-    }
-
-
-def _difference(item: Difference) -> dict[str, Any]:
-    return {"group": item.group, "key": item.key, "values": item.values, "told": item.may_explain}
 
 
 def _pair(pair: Pair) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Read the runs that `python -m tracking.compare` is given: run folders, globs of them, and wandb runs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from glob import has_magic
 from pathlib import Path
@@ -21,7 +19,15 @@ def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
     Raises UserError when an argument names no run.
     """
     sources = list(dict.fromkeys(source for argument in arguments for source in _expanded(argument)))
-    return [_read(source, label) for source, label in zip(sources, labels(sources), strict=True)]
+    runs = []
+    for source, label in zip(sources, labels(sources), strict=True):
+        if source.startswith(WANDB):
+            from tracking.compare.wandb_runs import read_wandb
+
+            runs.append(read_wandb(source.removeprefix(WANDB), label))
+        else:
+            runs.append(read_run_folder(RunDir(Path(source)), label))
+    return runs
 
 
 def _expanded(argument: str) -> list[str]:
@@ -41,14 +47,6 @@ def _expanded(argument: str) -> list[str]:
 def _folder(path: Path) -> Path:
     """The run folder, also for a path to its events.jsonl."""
     return path.parent if path.name == "events.jsonl" else path
-
-
-def _read(source: str, label: str) -> RunFacts:
-    if source.startswith(WANDB):
-        from tracking.compare.wandb_runs import read_wandb
-
-        return read_wandb(source.removeprefix(WANDB), label)
-    return read_run_folder(RunDir(Path(source)), label)
 
 
 def labels(sources: Sequence[str]) -> list[str]:

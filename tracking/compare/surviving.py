@@ -1,7 +1,5 @@
 """The events of a run as a list, for tools that look at whole events: all of them, or those that survived."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -9,21 +7,14 @@ from tracking.events import Event
 from tracking.jsonl import Follower, decode, event_on
 
 
-def read_events(path: Path) -> Iterator[Event]:
+def read_events(
+    path: Path, understand: Callable[[bytes], Event | None] = decode, what: str = "a JSON object"
+) -> Iterator[Event]:
     """Every JSON object of a file in order, in bounded memory; floats that were not finite are floats again.
 
     An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
-    read or another line is damaged.
+    read, or `understand` makes nothing of another line.
     """
-    return _read(path, decode, "a JSON object")
-
-
-def read_run_events(path: Path) -> Iterator[Event]:
-    """Events of a run, as `read_events` has them. Raises UserError also for a line that is no event (run-folder.md)."""
-    return _read(path, event_on, "an event as docs/run-folder.md has them")
-
-
-def _read(path: Path, understand: Callable[[bytes], Event | None], what: str) -> Iterator[Event]:
     file = Follower(path)
     for line in file.lines(whole=True):
         event = understand(line)
@@ -31,6 +22,11 @@ def _read(path: Path, understand: Callable[[bytes], Event | None], what: str) ->
             yield event
         else:
             file.refuse(line, what)
+
+
+def read_run_events(path: Path) -> Iterator[Event]:
+    """Events of a run, as `read_events` has them. Raises UserError also for a line that is no event (run-folder.md)."""
+    return read_events(path, event_on, "an event as docs/run-folder.md has them")
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:
@@ -46,7 +42,7 @@ def surviving(events: Iterable[Event]) -> list[Event]:
     for event in events:
         if event["event"] == "run_start":
             kept = [old for old in kept if not _is_state(old) or old["step"] <= event["step"]]
-            newest_step = _last_step_index(kept)
+            newest_step = max((index for index, old in enumerate(kept) if old["event"] == "step"), default=-1)
         elif event["event"] == "step":
             if newest_step >= 0 and event["step"] <= kept[newest_step]["step"]:
                 # Events after the newest step event may already belong to the new attempt at this very step.
@@ -62,7 +58,3 @@ def surviving(events: Iterable[Event]) -> list[Event]:
 
 def _is_state(event: Event) -> bool:
     return event["event"] in ("step", "scale", "eval", "checkpoint")
-
-
-def _last_step_index(events: list[Event]) -> int:
-    return max((index for index, event in enumerate(events) if event["event"] == "step"), default=-1)

@@ -1,7 +1,5 @@
 """A comparison on the terminal: what matters first, tables that stay readable from two runs to a dozen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 wandb gets every `tracking.log_every_steps`-th step, so such a run has fewer steps than the run folder it came from.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from config.errors import UserError, one_line
 from tracking.events import Event
 from tracking.run_facts import Collector, RunFacts
 
-_EVENTS = ("scale", "eval", "checkpoint", "incident", "nonfinite")
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "incident": {"verdict": "?", "reason": "", "modules": [], "replay": ""},
     "nonfinite": {"rank": 0, "module": "?", "tensor": "?", "kind": "?", "count": 0},
@@ -72,7 +69,7 @@ def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterato
         if "train" in groups:
             fields = groups["train"]
             yield {"event": "step", **where, **fields, "applied": bool(fields.get("applied", True))}
-        for kind in _EVENTS:
+        for kind in _DEFAULTS:
             if kind in groups:
                 yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind]}
         if "run_end" in groups.get("session", {}):

@@ -1,10 +1,10 @@
 """Decide which run is better, or why there is no winner: a caveat voids the measure, or the difference is noise."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tracking.compare.groups import Group
 from tracking.compare.measures import Measure, format_measure, relative_change
@@ -156,24 +156,20 @@ def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
         return found, None
     deviation = math.sqrt(squares / freedom)
     # Without repeats of its own a side is taken to be as noisy as those that have some.
-    wider = [replace(side, noise=_larger(side.noise, 2 * deviation / math.sqrt(len(side.runs)))) for side in found]
+    wider = [
+        replace(side, noise=float(np.fmax(side.noise, 2 * deviation / math.sqrt(len(side.runs))))) for side in found
+    ]
     typical = sum(side.value for side in found) / len(found)
     return wider, abs(deviation / typical) if typical else None
 
 
-def _larger(a: float, b: float) -> float:
-    return b if math.isnan(a) else max(a, b)
-
-
 def _margin(best: _Side, second: _Side, sides: Sequence[_Side], kind: str) -> str:
     """The values behind a sentence, as the table has them: the best, and the baseline or the second best."""
-    base = next((side for side in sides if 0 in side.runs), None)
+    base, value = next((side for side in sides if 0 in side.runs), None), format_measure(kind, best.value)
     if base is None or base is best:
         share = "" if base is None else _percent(base, second)
-        return f": {format_measure(kind, best.value)}; {second.label} {format_measure(kind, second.value)}{share}"
-    return (
-        f": {format_measure(kind, best.value)}{_percent(base, best)}; the baseline {format_measure(kind, base.value)}"
-    )
+        return f": {value}; {second.label} {format_measure(kind, second.value)}{share}"
+    return f": {value}{_percent(base, best)}; the baseline {format_measure(kind, base.value)}"
 
 
 def _percent(base: _Side, side: _Side) -> str:

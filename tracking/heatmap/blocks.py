@@ -1,12 +1,9 @@
 """A heat map in a terminal: one character a cell, in colour; shades of grey where the terminal has only ASCII."""
 
-from __future__ import annotations
-
 import numpy as np
 from rich.text import Text
 
 from config.printable import line
-from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
 from tracking.heatmap.panels import DTYPES, PANELS
@@ -29,7 +26,7 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
     room = max(1, height - 1)
     shown = heat
     if len(heat.rows) > room * per_line:
-        shown = min((folded(heat, "kinds"), folded(heat, "blocks")), key=lambda found: len(found.rows))
+        shown = min((heat.folded("kinds"), heat.folded("blocks")), key=lambda found: len(found.rows))
     columns = max(4, width - _LABEL - 1)
     shown = shown.narrowed(columns)
     values = shown.panels[key]
@@ -41,9 +38,10 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
     wide = np.repeat(levels, max(1, columns // max(1, levels.shape[1])), axis=1)[:, :columns]
     text = Text(no_wrap=True)
     for row in range(0, len(wide), per_line):
-        text.append(_label(names[row]), style="dim")
+        text.append(short_name(line(names[row]), _LABEL - 1).ljust(_LABEL), style="dim")
         if ascii_only:
-            text.append("".join(_shade(level, key) for level in wide[row]))
+            shades = "012345678" if key == "dtype" else _SHADES[1:]
+            text.append("".join(" " if level < 0 else shades[level] for level in wide[row]))
         else:
             lower = wide[row + 1] if row + 1 < len(wide) else np.full(wide.shape[1], -1)
             for upper, under in zip(wide[row], lower, strict=True):
@@ -83,12 +81,6 @@ def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
     return np.where(known, np.clip(np.nan_to_num(share) * 8, 0, 7).astype(int), -1)
 
 
-def _shade(level: int, key: str) -> str:
-    if level < 0:
-        return " "
-    return str(level) if key == "dtype" else _SHADES[int(level) + 1]
-
-
 def _cell(upper: int, lower: int, key: str) -> tuple[str, str | None]:
     colours = _DTYPE_COLOURS if key == "dtype" else _COLOURS
     if upper < 0 and lower < 0:
@@ -96,7 +88,3 @@ def _cell(upper: int, lower: int, key: str) -> tuple[str, str | None]:
     if upper < 0:
         return "▄", colours[lower]
     return ("▀", colours[upper]) if lower < 0 else ("▀", f"{colours[upper]} on {colours[lower]}")
-
-
-def _label(name: str) -> str:
-    return short_name(line(name), _LABEL - 1).ljust(_LABEL)

@@ -4,24 +4,21 @@ The last attempt at a step counts, as in `tracking.compare.surviving`. Memory is
 steps, neighbours share a column, merged as their panel says.
 """
 
-from __future__ import annotations
-
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from tracking.events import Event
-from tracking.heatmap.modules import folded_name
+from tracking.heatmap.modules import Fold, folded_name
 from tracking.heatmap.panels import DTYPES, PANELS, RANGES
 from tracking.jsonl import Follower
 
 MOST_COLUMNS = 600
-MOST_ROWS = 20_000
-"""Modules beyond are left out: a damaged file must not fill the memory."""
 _MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
 USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
 """Events that the collector reads."""
@@ -60,12 +57,12 @@ class Heat:
         """Whether any value of the panel is known."""
         return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
 
-    def chosen(self, rows: Sequence[int]) -> Heat:
+    def chosen(self, rows: Sequence[int]) -> Self:
         """Select `rows`, in this order."""
         panels = {key: values[list(rows)] for key, values in self.panels.items()}
         return replace(self, rows=tuple(self.rows[row] for row in rows), panels=panels)
 
-    def by_kind(self, panel: str) -> Heat:
+    def by_kind(self, panel: str) -> Self:
         """Order modules by kind, then block; modules without a value in `panel` are dropped."""
         first: dict[str, int] = {}
         for index, name in enumerate(self.rows):
@@ -73,14 +70,35 @@ class Heat:
         known = np.flatnonzero(np.isfinite(self.panels[panel]).any(axis=1))
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
 
-    def at_its_steps(self) -> Heat:
+    def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Self:
+        """Fold to one row per block, or per kind of module; modules of folds in `opened` are listed below their fold.
+
+        A folded cell holds the largest, the sum or a mean of its modules.
+        """
+        if fold == "modules":
+            return self
+        groups: dict[str, list[int]] = {}
+        for index, name in enumerate(self.rows):
+            groups.setdefault(folded_name(name, fold), []).append(index)
+        wanted, members = frozenset(opened), list[tuple[str, list[int]]]()
+        for name, indices in groups.items():
+            members.append((name, indices))
+            if name in wanted and len(indices) > 1:
+                members += [(self.rows[index], [index]) for index in indices]
+        panels = {
+            key: np.stack([merged(key, values[indices], axis=0) for _, indices in members])
+            for key, values in self.panels.items()
+        }
+        return replace(self, rows=tuple(name for name, _ in members), panels=panels)
+
+    def at_its_steps(self) -> Self:
         """Values that were not finite, in columns of a single step each and of what lies between."""
         first, last = int(self.edges[0]), int(self.edges[-1])
         steps = [at for step, _, _ in self.nonfinite for at in (step - 1, step)]
         edges = np.unique([first, *steps, last])
         return replace(self, edges=edges, panels={"nonfinite": _nonfinite_grid(self.nonfinite, self.rows, edges)})
 
-    def narrowed(self, most: int) -> Heat:
+    def narrowed(self, most: int) -> Self:
         """Merge neighbouring columns until at most `most` are left."""
         count = len(self.edges) - 1
         if count <= most:
@@ -158,25 +176,26 @@ class HeatCollector:
         self._drift = (0, 0.0)
 
     def add(self, event: Event) -> None:
-        """Add one event of any kind. Unknown or damaged values become nan."""
-        step = int(event["step"])
-        kind = event["event"]
+        """Add one event of any kind; one whose values are of other types than were written is left out."""
+        with suppress(TypeError, ValueError, AttributeError, OverflowError):
+            self._add(event)
+
+    def _add(self, event: Event) -> None:
+        step, kind = int(event["step"]), event["event"]
         if kind == "run_start":
             self._columns = [column for column in self._columns if column.step <= step]
-            regions = _texts(event.get("regions"))
+            regions = event.get("regions") or {}
             self._default, self._regions = str(event.get("compute") or ""), bool(regions)
             self._changes = [(at, change) for at, change in self._changes if at <= step]
             self._keep_change(step, regions)
         elif kind == "telemetry":
             self._measure(step, event)
         elif kind == "nonfinite" and event.get("tensor") != "loss" and len(self._nonfinite) < _MOST_CHANGES:
-            self._nonfinite.append((step, str(event.get("module")), _number(event.get("count"))))
-        elif kind == "incident" and isinstance(event.get("promoted_to"), str):
-            modules = event.get("modules")
-            names = modules if isinstance(modules, list) else []
-            self._keep_change(step, {str(name): event["promoted_to"] for name in names})
+            self._nonfinite.append((step, event["module"], float(event["count"])))
+        elif kind == "incident" and event.get("promoted_to"):
+            self._keep_change(step, dict.fromkeys(event["modules"], str(event["promoted_to"])))
         elif kind == "note" and event.get("demoted"):
-            self._keep_change(step, _texts(event["demoted"]))
+            self._keep_change(step, event["demoted"])
 
     def _keep_change(self, step: int, change: dict[str, str]) -> None:
         if change and len(self._changes) < _MOST_CHANGES:
@@ -185,12 +204,11 @@ class HeatCollector:
     def _measure(self, step: int, event: Event) -> None:
         while self._columns and self._columns[-1].step >= step:
             self._columns.pop()  # where steps share a column, also what came just before
-        gradients = _mapping(event.get("gradients"))
-        measures = [value if isinstance(value, dict) else {} for value in gradients.values()]
-        activations = _mapping(event.get("activation_max"))
+        gradients, activations, drift = (event[name] or {} for name in ("gradients", "activation_max", "drift"))
+        measures = list(gradients.values())
         if activations:
             self._forward = list(activations)
-        updates, lost = _mapping(event.get("update_ratios")), _mapping(event.get("lost_updates"))
+        updates, lost = event.get("update_ratios") or {}, event.get("lost_updates") or {}
         found = {
             "activation": self._spread("activations", activations, list(activations.values())),
             "gradient": self._spread("gradients", gradients, [item.get("rms") for item in measures]),
@@ -198,12 +216,11 @@ class HeatCollector:
             "update": self._spread("updates", updates, list(updates.values())),
             "lost": self._spread("lost", lost, list(lost.values())),
         }
-        drift = _mapping(event.get("drift"))
         if drift:
             count, largest = self._drift
-            self._drift = count + 1, float(np.maximum(largest, _number(drift.get("maximum"))))  # nan stays
+            self._drift = count + 1, float(np.maximum(largest, drift["maximum"]))  # nan stays
         if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
-            apart = _mapping(drift["by_module"])
+            apart = drift["by_module"]
             names = dict.fromkeys([*gradients, *apart])
             found["drift"] = self._spread("drift", names, [apart.get(name, 0.0) for name in names])
         column = _Column(step, found)
@@ -221,18 +238,12 @@ class HeatCollector:
         seen, rows = self._seen.get(what, ([], np.zeros(0, int)))
         if keys != seen:
             for key in keys:
-                if len(self._rows) < MOST_ROWS:
-                    self._rows.setdefault(key, len(self._rows))
-            rows = np.array([self._rows.get(key, -1) for key in keys], int)
+                self._rows.setdefault(key, len(self._rows))
+            rows = np.array([self._rows[key] for key in keys], int)
             self._seen[what] = keys, rows
         spread = np.full(len(self._rows), np.nan, np.float32)
-        if keys:
-            try:
-                numbers = np.array(values, float)
-            except (TypeError, ValueError, OverflowError):
-                numbers = np.array([_number(value) for value in values])
-            with np.errstate(over="ignore"):
-                spread[rows[rows >= 0]] = numbers[rows >= 0]
+        with np.errstate(over="ignore"):
+            spread[rows] = np.array(values, float)
         return spread
 
     def _joined(self, columns: Sequence[_Column]) -> _Column:
@@ -272,7 +283,7 @@ class HeatCollector:
         """Rows in the order of the forward pass; modules that were never measured come last."""
         known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
         unmeasured = (module for _, module, _ in self._nonfinite)
-        return tuple(dict.fromkeys([*known, *unmeasured]))[:MOST_ROWS]
+        return tuple(dict.fromkeys([*known, *unmeasured]))
 
     def _edges(self) -> np.ndarray:
         steps = [column.step for column in self._columns]
@@ -308,21 +319,6 @@ def _nonfinite_grid(found: Sequence[tuple[int, str, float]], names: Sequence[str
 
 def _padded(values: np.ndarray, count: int) -> np.ndarray:
     return np.pad(values, (0, count - len(values)), constant_values=np.nan) if len(values) < count else values
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _texts(value: Any) -> dict[str, str]:
-    return {name: text for name, text in _mapping(value).items() if isinstance(text, str)}
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return np.nan
 
 
 def read_heat(path: Path) -> Heat:

@@ -1,10 +1,7 @@
 """Names of modules: their block and kind, folding by either, and many names in a few words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 _BLOCK = re.compile(r"^(?P<stem>.*?)\.(?P<index>\d+)(?:\.(?P<kind>.+))?$", re.ASCII)
@@ -15,30 +12,21 @@ Fold = Literal["blocks", "kinds", "modules"]
 FOLDS: tuple[Fold, ...] = ("blocks", "kinds", "modules")
 
 
-@dataclass(frozen=True)
-class Place:
-    """Position of a module: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
-    `mlp.experts.*.up_proj`. index is None outside the blocks; kind is empty for a whole block."""
-
-    stem: str
-    index: int | None
-    kind: str
-
-
-def place_of(name: str) -> Place:
-    """Block and kind of a module."""
+def place_of(name: str) -> tuple[str, int | None, str]:
+    """Stem, block and kind of a module: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
+    `mlp.experts.*.up_proj`. The block is None outside of blocks; the kind is empty for a whole block."""
     found = _BLOCK.match(name)
     if found is None or len(found["index"]) > _DIGITS:
-        return Place(name, None, name)
-    return Place(found["stem"], int(found["index"]), _NUMBER.sub("*", found["kind"] or ""))
+        return name, None, name
+    return found["stem"], int(found["index"]), _NUMBER.sub("*", found["kind"] or "")
 
 
 def folded_name(name: str, fold: Fold) -> str:
     """The row that a module belongs to when rows are blocks or kinds."""
-    place = place_of(name)
-    if fold == "modules" or place.index is None:
+    stem, block, kind = place_of(name)
+    if fold == "modules" or block is None:
         return name
-    return f"{place.stem}.{place.index}" if fold == "blocks" else f"{place.stem}.*.{place.kind}".rstrip(".")
+    return f"{stem}.{block}" if fold == "blocks" else f"{stem}.*.{kind}".rstrip(".")
 
 
 def short_name(name: str, most: int) -> str:
@@ -57,8 +45,8 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
     """Modules in a few words: `layers 20-31 down_proj`; at most `most` kinds, then how many more."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name in names:
-        place = place_of(name)
-        kinds.setdefault((place.stem, place.kind), []).extend([] if place.index is None else [place.index])
+        stem, block, kind = place_of(name)
+        kinds.setdefault((stem, kind), []).extend([] if block is None else [block])
     parts = []
     for (stem, kind), indices in kinds.items():
         last = _last(kind)

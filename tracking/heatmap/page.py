@@ -1,6 +1,4 @@
-"""A panel of a heat map as plain values for a page's script (heat.js draws them)."""
-
-from __future__ import annotations
+"""A panel of a heat map, of a run or of two as their difference, as plain values that a page's heat.js draws."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,40 +6,29 @@ from typing import Any
 
 import numpy as np
 
-from tracking.heatmap.folding import folded
 from tracking.heatmap.grid import Heat, drawn_panels, limits
-from tracking.heatmap.modules import Fold, short_name
+from tracking.heatmap.modules import Fold, in_words, short_name
 from tracking.heatmap.panels import DTYPES, PANELS
-from tracking.heatmap.still import still_sentence
-from tracking.heatmap.words import MUCH, changed_modules, dangers, sentences
+from tracking.heatmap.words import findings
+from tracking.numbers import number
 
+COMPARED = ("activation", "gradient", "underflow", "update")
+"""Panels that are drawn as the difference of two runs."""
 MOST_COLUMNS = 240
+_FEWER_COLUMNS = 120  # of a page that is one file
+_LEAST = 0.05  # ends of the colours of a difference at least: log10 of a ratio, or a share
 _LABEL = 34  # characters of a row's name
 
 
 def panels_of(heat: Heat) -> list[dict[str, Any]]:
     """Every panel that has values, with the line about it; `varies` where there is something to draw, `finding` where a
     healthy run would have another line."""
-    lines = sentences(heat)
-    varying = drawn_panels(heat) if lines else []
-    found = outside_healthy_range(heat)
-    rest = {key: {"line": line, "varies": key in varying, "finding": key in found} for key, line in lines.items()}
-    return [{"key": key, "title": PANELS[key].title, **more} for key, more in rest.items()]
-
-
-def outside_healthy_range(heat: Heat) -> set[str]:
-    """Panels whose line is a finding; what the others say holds in a healthy run."""
-    healthy = {
-        "activation": lambda: not dangers(heat),
-        "gradient": lambda: not changed_modules(heat, "gradient"),
-        "underflow": lambda: float(np.nanmax(heat.panels["underflow"])) < MUCH,
-        "drift": lambda: not np.nanmax(heat.panels["drift"]) > 0,
-        "update": lambda: not changed_modules(heat, "update"),
-        "lost": lambda: not still_sentence(heat),
-        "nonfinite": lambda: not heat.nonfinite,
-        "dtype": lambda: "; changed: " not in sentences(heat)["dtype"],
-    }
-    return {key for key in PANELS if heat.has(key) and not healthy[key]()} if heat else set()
+    found = findings(heat)
+    varying = drawn_panels(heat) if found else []
+    return [
+        {"key": key, "title": PANELS[key].title, "line": line, "varies": key in varying, "finding": finding}
+        for key, (line, finding) in found.items()
+    ]
 
 
 def panel_data(
@@ -55,16 +42,16 @@ def panel_data(
     heat = heat.at_its_steps() if key == "nonfinite" else heat
     known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
     used = heat.by_kind(key) if fold == "modules" else heat.chosen(known)
-    shown = folded(used, fold, opened).narrowed(columns)
+    shown = used.folded(fold, opened).narrowed(columns)
     values = shown.panels[key].astype(float)
     low, high = limits(shown, key)
     if PANELS[key].log:
         values = np.log10(np.where(values > 0, values, np.nan))
         low, high = math.log10(low), math.log10(high)
-    return plain_panel(key, shown.rows, shown.edges, values, low, high)
+    return _plain_panel(key, shown.rows, shown.edges, values, low, high)
 
 
-def plain_panel(
+def _plain_panel(
     key: str,
     rows: Sequence[str],
     edges: np.ndarray,
@@ -97,6 +84,63 @@ def static_heat(heat: Heat) -> list[dict[str, Any]]:
     folds: tuple[Fold, ...] = ("kinds", "blocks")
     return [
         panel
-        | {"folds": {fold: panel_data(heat, panel["key"], fold, columns=120) for fold in folds if panel["varies"]}}
+        | {
+            "folds": {
+                fold: panel_data(heat, panel["key"], fold, columns=_FEWER_COLUMNS) for fold in folds if panel["varies"]
+            }
+        }
         for panel in panels_of(heat)
     ]
+
+
+def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str, Any] | None:
+    """A panel of one run against a baseline, each step beside its nearest one; None where they have nothing in common.
+
+    values: log10 of the run's value over the baseline's, on a linear scale their difference; None where either is not
+    known. Blue is lower than the baseline, red higher.
+    """
+    if not (run.has(key) and baseline.has(key)):
+        return None
+    mine, other = run.folded(fold).narrowed(_FEWER_COLUMNS), baseline.folded(fold)
+    place = {name: row for row, name in enumerate(other.rows)}
+    rows = [row for row, name in enumerate(mine.rows) if name in place]
+    columns = np.searchsorted(other.steps, mine.steps)
+    shared = columns < len(other.steps)
+    ours = mine.panels[key][rows].astype(float)
+    theirs = np.full(ours.shape, np.nan)
+    theirs[:, shared] = other.panels[key][[place[mine.rows[row]] for row in rows]][:, columns[shared]]
+    with np.errstate(all="ignore"):
+        values = np.log10(ours / theirs) if PANELS[key].log else ours - theirs
+    known = np.isfinite(values)
+    kept = np.flatnonzero(known.any(axis=1))
+    if not kept.size:
+        return None
+    end = max(_LEAST, float(np.quantile(np.abs(values[known]), 0.99)))
+    names = [mine.rows[rows[row]] for row in kept]
+    return _plain_panel(key, names, mine.edges, values[kept], -end, end, diverging=True)
+
+
+def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:
+    """All compared panels by kind of module and by block, each with a line, for a page that is one file."""
+    found = []
+    for key in COMPARED:
+        folds = {fold: difference_data(run, baseline, key, fold) for fold in ("kinds", "blocks")}
+        modules = difference_data(run, baseline, key, "modules")
+        if modules is not None and all(folds.values()):
+            found.append({"key": key, "title": PANELS[key].title, "line": _line(modules), "folds": folds})
+    return found
+
+
+def _line(found: dict[str, Any]) -> str:
+    """Names the module that is furthest from the baseline at the last step both have."""
+    values = np.array([[np.nan if v is None else v for v in row] for row in found["values"]])
+    column = int(np.flatnonzero(np.isfinite(values).any(axis=0))[-1])
+    newest = np.nan_to_num(values[:, column])
+    row = int(np.argmax(np.abs(newest)))
+    far, middle = float(newest[row]), float(np.nanmedian(values[:, column]))
+    where, step = in_words([found["names"][row]]), f"step {found['edges'][column + 1]:,}"
+    if found["log"]:
+        of_all = f"median over modules {number(10**middle, 3)} x"
+        return f"furthest from the baseline at {step}: {where}, {number(10**far, 3)} x; {of_all}."
+    sign = "+" if far > 0 else ""
+    return f"furthest from the baseline at {step}: {where}, {sign}{number(100 * far, 2)} percentage points."

@@ -1,7 +1,5 @@
 """The panels of a heat map: contents, scale, and how values that share a cell are merged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Growth of a magnitude, and the step at which it reaches a limit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,11 +1,8 @@
 """The line under each panel, which names what stands out."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,7 +10,7 @@ from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import in_words, leaves
 from tracking.heatmap.panels import DTYPES, PANELS
 from tracking.heatmap.still import still_sentence
-from tracking.heatmap.trend import Trend, trend
+from tracking.heatmap.trend import trend
 from tracking.numbers import number, percent
 
 NEAR = 0.25
@@ -21,26 +18,16 @@ NEAR = 0.25
 _FAR = 2.0  # a forecast reaches this many times as far as the measured steps
 _ALIKE = 1.5  # members of one sentence: their values lie within this factor
 _CHANGED = 10.0  # a gradient that changed by this factor is worth a word
-MUCH = 0.01  # share of values below the smallest normal number that is worth a word
-
-
-@dataclass(frozen=True)
-class Danger:
-    """Modules whose activations are near the end of FP16's range, or on their way there."""
-
-    modules: list[str]
-    share: float
-    """[fraction of FP16's range] Largest activation at the last measured step."""
-    since: int | None
-    """First step of the last stretch in which they were above NEAR."""
-    growth: float | None
-    """[fraction per 100 steps] None where they do not clearly grow."""
-    overflow: int | None
-    """Step at which the first of them reaches the range; None without a forecast."""
+_MUCH = 0.01  # share of values below the smallest normal number that is worth a word
 
 
 def sentences(heat: Heat) -> dict[str, str]:
     """A line for each panel of `heat` that has values."""
+    return {key: line for key, (line, _) in findings(heat).items()}
+
+
+def findings(heat: Heat) -> dict[str, tuple[str, bool]]:
+    """For each panel that has values a line, and whether a healthy run would have another one."""
     writers = {
         "activation": _activations,
         "gradient": _gradients,
@@ -54,18 +41,30 @@ def sentences(heat: Heat) -> dict[str, str]:
     return {key: writers[key](heat) for key in PANELS if heat.has(key)} if heat else {}
 
 
-def dangers(heat: Heat) -> list[Danger]:
-    """Modules near the end of FP16's range or growing towards it, soonest overflow first.
+def _grouped(heat: Heat, found: list) -> list[list]:
+    """Findings of one kind of module whose values are alike, soonest first."""
+    groups: dict[str, list[list]] = {}
+    for item in sorted(found, key=lambda item: (item[3], -item[1])):
+        alike = groups.setdefault(in_words([heat.rows[item[0]]]).rpartition(" ")[2], [])
+        near = (group for group in alike if max(item[1], group[0][1]) <= _ALIKE * min(item[1], group[0][1]))
+        group = next(near, None)
+        if group is None:
+            group = []
+            alike.append(group)
+        group.append(item)
+    return sorted(
+        (group for alike in groups.values() for group in alike), key=lambda group: (group[0][3], -group[0][1])
+    )
 
-    Modules of one kind that are alike are one danger. A block repeats what its modules pass on, so it is left
-    out where modules were found.
+
+def _endangered(heat: Heat) -> list[list]:
+    """Modules near the end of FP16's range or growing towards it, as (row, share of the range, trend, step at which the
+    range is reached), in groups that are alike, the soonest first.
+
+    A block repeats what its modules pass on, so it is left out where modules were found.
     """
-    shares = heat.panels.get("activation")
-    if shares is None or not shares.size:
-        return []
-    horizon = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0])
-    found: list[tuple[int, float, Trend | None, float]] = []
-    for row, values in enumerate(shares):
+    horizon, found = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0]), []
+    for row, values in enumerate(heat.panels["activation"]):
         known = np.flatnonzero(np.isfinite(values))
         if not known.size:
             continue
@@ -77,66 +76,41 @@ def dangers(heat: Heat) -> list[Danger]:
     inner = leaves(heat.rows)
     if any(inner[row] for row, *_ in found):
         found = [item for item in found if inner[item[0]]]
-    return [_danger(heat, group) for group in _grouped(heat, found)]
+    return _grouped(heat, found)
 
 
-def _grouped(heat: Heat, found: list) -> list[list]:
-    """Findings of one kind of module whose values are alike, soonest first."""
-    groups: list[list] = []
-    for item in sorted(found, key=lambda item: (item[3], -item[1])):
-        kind = in_words([heat.rows[item[0]]]).rpartition(" ")[2]
-        for group in groups:
-            of = in_words([heat.rows[group[0][0]]]).rpartition(" ")[2]
-            if of == kind and max(item[1], group[0][1]) <= _ALIKE * min(item[1], group[0][1]):
-                group.append(item)
-                break
-        else:
-            groups.append([item])
-    return groups
-
-
-def _danger(heat: Heat, group: list) -> Danger:
-    rows = [row for row, *_ in group]
-    values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
-    below = np.flatnonzero(values < NEAR)
-    start = int(below[-1]) + 1 if below.size else 0
-    since = int(heat.steps[start]) if start < len(values) else None
-    _, _, growth, step = min(group, key=lambda item: item[3])
-    return Danger(
-        modules=[heat.rows[row] for row in sorted(rows)],
-        share=max(share for _, share, _, _ in group),
-        since=since,
-        growth=growth.per_100_steps if growth is not None else None,
-        overflow=round(step) if math.isfinite(step) else None,
-    )
-
-
-def _activations(heat: Heat) -> str:
-    found = dangers(heat)
+def _activations(heat: Heat) -> tuple[str, bool]:
+    found = _endangered(heat)
     fp16 = "fp16" in heat.computes
     range_of = "FP16's range" if fp16 else f"FP16's range ({', '.join(heat.computes) or 'the run'} has a wider one)"
     if not found:
         row, column = _largest(heat, "activation")
         most = percent(heat.panels["activation"][row, column], 2)
-        return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it."
+        return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it.", False
     lines = []
-    for danger in found[:3]:
-        line = f"{in_words(danger.modules)}: activations at {percent(danger.share, 2)} of {range_of}"
-        if danger.since is not None:
-            line += f", above {percent(NEAR, 2)} since step {danger.since:,}"
-        if danger.growth is not None and danger.overflow is not None:
-            line += f", growing {_growth(danger.growth)} per 100 steps"
+    for group in found[:3]:
+        rows, (_, _, growth, step) = sorted(row for row, *_ in group), group[0]  # which is the soonest
+        largest = percent(max(share for _, share, _, _ in group), 2)
+        line = f"{in_words([heat.rows[row] for row in rows])}: activations at {largest} of {range_of}"
+        values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
+        above = np.flatnonzero(values < NEAR).max(initial=-1) + 1
+        if above < len(values):
+            line += f", above {percent(NEAR, 2)} since step {int(heat.steps[above]):,}"
+        if growth is not None and math.isfinite(step):
+            share = growth.per_100_steps
+            faster = percent(share, 2) if share < 1 else f"{number(1 + share, 3)}x"
             what = "overflow expected" if fp16 else "FP16 would overflow"
-            line += f": {what} near step {danger.overflow:,}"
+            line += f", growing {faster} per 100 steps: {what} near step {round(step):,}"
         lines.append(line)
     more = f" {len(found) - 3} more kinds of modules are near it." if len(found) > 3 else ""
-    return "; ".join(lines) + "." + more
+    return "; ".join(lines) + "." + more, True
 
 
-def _gradients(heat: Heat) -> str:
+def _gradients(heat: Heat) -> tuple[str, bool]:
     column, newest, low, high = _extremes(heat, "gradient")
     least, most = (f"{number(newest[row], 2)} ({_name(heat, row)})" for row in (low, high))
-    return f"at {_step(heat, column)} from {least} to {most}{changed_modules(heat, 'gradient')}."
+    changed = _changed_modules(heat, "gradient")
+    return f"at {_step(heat, column)} from {least} to {most}{changed}.", bool(changed)
 
 
 def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
@@ -146,7 +120,7 @@ def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
     return column, newest, int(np.nanargmin(newest)), int(np.nanargmax(newest))
 
 
-def changed_modules(heat: Heat, panel: str) -> str:
+def _changed_modules(heat: Heat, panel: str) -> str:
     """Modules whose values changed by a large factor since the first quarter of the steps; empty when none did."""
     values = heat.panels[panel]
     count = values.shape[1]
@@ -169,65 +143,62 @@ def changed_modules(heat: Heat, panel: str) -> str:
     return f"; {names} {how} up to {number(factor, 3)}x against the others"
 
 
-def _underflow(heat: Heat) -> str:
+def _underflow(heat: Heat) -> tuple[str, bool]:
     values = heat.panels["underflow"]
     row, column = _largest(heat, "underflow")
     worst = float(values[row, column])
-    if worst < MUCH:
+    if worst < _MUCH:
         where = f"{_name(heat, row)} at {_step(heat, column)}"
-        return f"at most {percent(worst, 2)} of a module's gradient values, {where}."
+        return f"at most {percent(worst, 2)} of a module's gradient values, {where}.", False
     newest = _newest(values)
-    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
-    if not rows.size or float(np.nanmax(values[:, newest])) < MUCH:
-        return f"up to {percent(worst, 2)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last."
+    rows = np.flatnonzero(np.nan_to_num(values[:, newest]) >= max(_MUCH, 0.5 * float(np.nanmax(values[:, newest]))))
+    if not rows.size or float(np.nanmax(values[:, newest])) < _MUCH:
+        return f"up to {percent(worst, 2)} in {_name(heat, row)} at {_step(heat, column)}; under 1% at the last.", True
     share = float(np.nanmax(values[rows, newest]))
     names = in_words([heat.rows[index] for index in rows])
-    return f"{names}: {percent(share, 2)} of the gradient values at {_step(heat, newest)}."
+    return f"{names}: {percent(share, 2)} of the gradient values at {_step(heat, newest)}.", True
 
 
-def _drift(heat: Heat) -> str:
-    values = heat.panels["drift"]
-    rows = np.flatnonzero(np.nan_to_num(np.nanmax(np.nan_to_num(values), axis=1)) > 0)
+def _drift(heat: Heat) -> tuple[str, bool]:
+    values = np.nan_to_num(heat.panels["drift"], posinf=np.inf)
+    rows = np.flatnonzero(values.max(axis=1) > 0)
     if not rows.size:
-        return "every 16-bit weight equals its rounded master, at every measured step."
-    first = int(np.flatnonzero(np.nan_to_num(values[rows]).max(axis=0) > 0)[0])
-    names = in_words([heat.rows[row] for row in rows])
-    largest = float(np.nanmax(values[rows]))
-    return f"{names}: differ from their rounded masters since {_step(heat, first)}, up to {number(largest, 2)} away."
+        return "every 16-bit weight equals its rounded master, at every measured step.", False
+    first, names = int(np.flatnonzero(values.max(axis=0) > 0)[0]), in_words([heat.rows[row] for row in rows])
+    away = f"up to {number(float(values.max()), 2)} away"
+    return f"{names}: differ from their rounded masters since {_step(heat, first)}, {away}.", True
 
 
-def _updates(heat: Heat) -> str:
+def _updates(heat: Heat) -> tuple[str, bool]:
     column, newest, low, high = _extremes(heat, "update")
     least, most = (f"{_name(heat, row)} by {number(newest[row], 2)}" for row in (low, high))
     usual = f"median update/weight ratio {number(float(np.nanmedian(newest)), 2)} per step"
-    return f"{usual}; {most}, {least} ({_step(heat, column)}){changed_modules(heat, 'update')}."
+    changed = _changed_modules(heat, "update")
+    return f"{usual}; {most}, {least} ({_step(heat, column)}){changed}.", bool(changed)
 
 
-def _lost(heat: Heat) -> str:
-    still = still_sentence(heat)
-    if still:
-        return f"{still}."
+def _lost(heat: Heat) -> tuple[str, bool]:
+    if still := still_sentence(heat):
+        return f"{still}.", True
     column, newest, _, high = _extremes(heat, "lost")
-    return (
-        f"{percent(float(np.nanmedian(newest)), 2)} in the median module at {_step(heat, column)}, "
-        f"{percent(float(newest[high]), 2)} in {_name(heat, high)}."
-    )
+    usual, most = (percent(float(share), 2) for share in (np.nanmedian(newest), newest[high]))
+    return f"{usual} in the median module at {_step(heat, column)}, {most} in {_name(heat, high)}.", False
 
 
-def _nonfinite(heat: Heat) -> str:
+def _nonfinite(heat: Heat) -> tuple[str, bool]:
     found = [finding for finding in heat.nonfinite if finding[2] > 0]
     if not found:
-        return "none."
+        return "none.", False
     first = min(step for step, _, _ in found)
     where = in_words([module for step, module, _ in found if step == first])
     often: Counter[str] = Counter()
     for _, module, count in found:
         often[module] += int(count)
     total, most = sum(often.values()), in_words([often.most_common(1)[0][0]])
-    return f"first in {where}, at step {first:,}; {total:,} in all, most in {most}."
+    return f"first in {where}, at step {first:,}; {total:,} in all, most in {most}.", True
 
 
-def _dtypes(heat: Heat) -> str:
+def _dtypes(heat: Heat) -> tuple[str, bool]:
     values = np.nan_to_num(heat.panels["dtype"]).astype(int)
     newest = values[:, -1]
     parts = []
@@ -240,7 +211,7 @@ def _dtypes(heat: Heat) -> str:
         at = int(np.flatnonzero(values[row] != values[row, 0])[0])
         which = in_words([heat.rows[index] for index in changed])
         text += f"; changed: {which}, to {DTYPES[int(values[row, at])] or 'unknown'} by {_step(heat, at)}"
-    return f"{text}."
+    return f"{text}.", bool(changed.size)
 
 
 def _newest(values: np.ndarray) -> int:
@@ -259,7 +230,3 @@ def _name(heat: Heat, row: int) -> str:
 
 def _step(heat: Heat, column: int) -> str:
     return f"step {int(heat.steps[column]):,}"
-
-
-def _growth(share: float) -> str:
-    return percent(share, 2) if share < 1 else f"{number(1 + share, 3)}x"

@@ -3,8 +3,6 @@
 What stands between the heading and the first section is the verdict, and is framed as such.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +40,8 @@ def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
     tokens = PARSER.parse(markdown)
     title, rest = _heading(tokens)
     at = next((index for index, token in enumerate(rest) if token.type == "heading_open"), len(rest))
-    verdict = next((index for index, token in enumerate(rest[:at]) if _has_picture(token)), at)
+    pictured = [any(child.type == "image" for child in token.children or ()) for token in rest[:at]]
+    verdict = pictured.index(True) if any(pictured) else at
     while verdict < at and verdict and rest[verdict].type != "paragraph_open":
         verdict -= 1  # a picture belongs to the body, with the paragraph that it is in
     lead, body = (renderer.render(part, PARSER.options, {}) for part in (rest[:verdict], rest[verdict:]))
@@ -55,10 +54,6 @@ def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
         return "", list(tokens)
     text = "".join(child.content for child in tokens[1].children or ())
     return text, list(tokens[3:])
-
-
-def _has_picture(token: Token) -> bool:
-    return any(child.type == "image" for child in token.children or ())
 
 
 class Renderer(RendererHTML):
@@ -78,10 +73,7 @@ class Renderer(RendererHTML):
         shown = Markup('<span class="picture"><img class="plot" alt="{}" src="{}"></span>')
         return str(shown.format(said, picture(file)))
 
-    def table_open(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        """A table and the box that it scrolls in."""
-        return '<div class="scroll"><table>'
-
-    def table_close(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        """The end of both."""
-        return "</table></div>"
+    def render(self, tokens: Sequence[Token], options: Any, env: Any) -> str:
+        """HTML in which each table has a box that it scrolls in."""
+        html: str = super().render(tokens, options, env)  # a tag in a text is escaped
+        return html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")

@@ -1,7 +1,5 @@
 """Fill a template: what comes from a run is text, and a page loads nothing."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from functools import cache, lru_cache
@@ -49,14 +47,12 @@ def _environment() -> Environment:
     return found
 
 
+_shown_text = lru_cache(1 << 15)(shown)  # a table of runs has the same few texts again and again
+
+
 def _shown(value: Any) -> Any:
     """Names and texts without control and bidirectional characters; autoescape does the rest."""
-    if isinstance(value, Markup):
-        return value
-    return _shown_text(value) if isinstance(value, str) else shown(value)
-
-
-_shown_text = lru_cache(1 << 15)(shown)  # a table of runs has the same few texts again and again
+    return value if isinstance(value, Markup) else _shown_text(value) if isinstance(value, str) else shown(value)
 
 
 @cache

@@ -4,10 +4,8 @@ Sizes: cuBLAS uses tensor cores best where M, N and K are multiples of 16 bytes,
 A100 and later of 128 bytes, which are 64 elements (NVIDIA, Matrix Multiplication Background, section 4.1).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +74,8 @@ def matmul_of(event: Event) -> Matmul | None:
 
 def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
     """Rows by module, phase, dtype and shape, longest first."""
-    groups: defaultdict[tuple[Any, ...], list[Matmul]] = defaultdict(list)
-    for found in matmuls:
-        event = found.event
-        groups[event.module, event.phase, found.dtype, found.batch, found.m, found.n, found.k].append(found)
-    keys = ("module", "phase", "dtype", "batch", "m", "n", "k")
-    rows = [dict(zip(keys, key, strict=True)) | _totals(group) for key, group in groups.items()]
-    return sorted(rows, key=lambda row: -row["seconds"])
+    keyed = [((m.event.module, m.event.phase, m.dtype, m.batch, m.m, m.n, m.k), m) for m in matmuls]
+    return _rows(keyed, ("module", "phase", "dtype", "batch", "m", "n", "k"))
 
 
 def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
@@ -91,29 +84,17 @@ def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str]
     regions: dtype in the precision manifest, by module; None where the whole run has one dtype, `compute`. A row's
     "wanted" says whether the manifest asks for FP32.
     """
-    sixteen = compute in ("bf16", "fp16") or any(dtype in ("bf16", "fp16") for dtype in (regions or {}).values())
-    if not sixteen:
+    if not {"bf16", "fp16"} & {compute, *(regions or {}).values()}:
         return []
-    groups: defaultdict[str, list[Matmul]] = defaultdict(list)
-    for found in matmuls:
-        if found.dtype in ("fp32", "fp64") and found.event.stage == "forward_backward":
-            groups[found.event.module].append(found)
-    seconds = sum(found.seconds for found in matmuls)
-    flops = sum(found.flops for found in matmuls)
-    rows = []
-    for module, group in groups.items():
-        totals = _totals(group)
-        rows.append(
-            {
-                "module": module,
-                "wanted": _manifest_dtype(module, regions) == "fp32",
-                **totals,
-                "share_of_matmul_time": totals["seconds"] / seconds if seconds else 0.0,
-                "share_of_matmul_flops": totals["flops"] / flops if flops else 0.0,
-                "phases": sorted({found.event.phase for found in group if found.event.phase}),
-            }
-        )
-    return sorted(rows, key=lambda row: -row["seconds"])
+    wide = [m for m in matmuls if m.dtype in ("fp32", "fp64") and m.event.stage == "forward_backward"]
+    totals, rows = _totals(matmuls), _rows((((found.event.module,), found) for found in wide), ("module",))
+    for row in rows:
+        own = [found.event.phase for found in wide if found.event.module == row["module"]]
+        row["wanted"] = _manifest_dtype(row["module"], regions) == "fp32"
+        row["share_of_matmul_time"] = row["seconds"] / totals["seconds"] if totals["seconds"] else 0.0
+        row["share_of_matmul_flops"] = row["flops"] / totals["flops"] if totals["flops"] else 0.0
+        row["phases"] = sorted({*own} - {""})
+    return rows
 
 
 def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> list[dict[str, Any]]:
@@ -122,27 +103,28 @@ def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> 
     M, N and K count, the batch of a batched product does not. Of fused attention it is the head size, where it is not a
     multiple of 8. FP32 matmuls are included: they may run in 16 bits later.
     """
-    groups: defaultdict[tuple[str, int], list[Matmul]] = defaultdict(list)
-    for found in matmuls:
-        for size in {found.m, found.n, found.k}:
-            if size % BEST:
-                groups[found.event.module, size].append(found)
+    sized = [
+        ((found.event.module, size), found) for found in matmuls for size in {found.m, found.n, found.k} if size % BEST
+    ]
     for event in attention:
         if event.name == "aten::scaled_dot_product_attention" and event.dims and event.dims[0][-1] % GOOD:
-            heads, seconds = event.dims[0], (event.end - event.start) / 1e6
-            groups[event.module, heads[-1]].append(Matmul(event, "", 1, 0, 0, heads[-1], seconds))
-    rows = [
-        {
-            "module": module,
-            "size": size,
-            "multiple_of": size & -size,
-            "next_good": -(-size // GOOD) * GOOD,
-            "next_best": -(-size // BEST) * BEST,
-            **_totals(group),
-        }
-        for (module, size), group in groups.items()
-    ]
-    return sorted(rows, key=lambda row: (row["multiple_of"] >= GOOD, -row["seconds"]))
+            size, seconds = event.dims[0][-1], (event.end - event.start) / 1e6
+            sized.append(((event.module, size), Matmul(event, "", 1, 0, 0, size, seconds)))
+    rows = _rows(sized, ("module", "size"))
+    for row in rows:
+        size = row["size"]
+        row["multiple_of"] = size & -size
+        row["next_good"], row["next_best"] = (-(-size // wanted) * wanted for wanted in (GOOD, BEST))
+    return sorted(rows, key=lambda row: row["multiple_of"] >= GOOD)
+
+
+def _rows(keyed: Iterable[tuple[tuple[Any, ...], Matmul]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """A row with the totals of each key, longest first. names: of the parts of a key."""
+    groups: defaultdict[tuple[Any, ...], list[Matmul]] = defaultdict(list)
+    for key, found in keyed:
+        groups[key].append(found)
+    rows = [dict(zip(names, key, strict=True)) | _totals(group) for key, group in groups.items()]
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:

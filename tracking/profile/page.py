@@ -1,7 +1,5 @@
 """The summary of a profile as Markdown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

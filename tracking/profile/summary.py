@@ -4,8 +4,6 @@ Every moment of the profiled steps is counted once, under the innermost
 category. On a GPU the kernels' time is divided alike, and the rest is idle.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from pathlib import Path

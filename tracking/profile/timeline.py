@@ -4,15 +4,13 @@ Read from the Chrome trace file, whose fields are the same in every torch that M
 summarised later and elsewhere. Works without torch.
 """
 
-from __future__ import annotations
-
 import bisect
 import gzip
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tracking.profile.ranges import MODULE, STAGE, STEP
 
@@ -32,7 +30,7 @@ class Event:
     end: float
     thread: Any
     arguments: dict[str, Any]
-    parent: Event | None = None
+    parent: Self | None = None
     stage: str = ""
     """The part of the step: data, forward_backward, health, optimizer."""
     module: str = ""
@@ -97,7 +95,7 @@ def build_timeline(trace: dict[str, Any]) -> Timeline:
     ours = {steps[0].thread} | {event.thread for event in host if event.name.startswith(_BACKWARD)}
     spans = [(step.start, step.end) for step in steps]
     inside = sorted(
-        (event for event in host if event.thread in ours and _within(event, spans)),
+        (event for event in host if event.thread in ours and any(start <= event.start < end for start, end in spans)),
         key=lambda event: (event.start, -event.end),
     )
     segments = list(_nest(inside))
@@ -128,11 +126,6 @@ def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> f
             break
         total += max(0.0, min(end, high) - max(start, low))
     return total
-
-
-def _within(event: Event, spans: list[tuple[float, float]]) -> bool:
-    index = bisect.bisect_right(spans, (event.start, float("inf"))) - 1
-    return index >= 0 and event.start < spans[index][1]
 
 
 def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:

@@ -4,8 +4,6 @@ Names follow Prometheus' own rules. Every metric has the label `run`; a `rank` o
 rank. Counters start at zero in each process, which `rate` and `increase` handle. Gauges carry the run's own count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -81,14 +79,27 @@ _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "checkpoints_total": [("true",), ("false",)],
 }
 
-_STEP_GAUGES = {  # metric -> field of the step event
-    "loss_nats": "loss",
-    "gradient_norm": "grad_norm",
-    "clip_ratio": "clip_coefficient",
-    "learning_rate": "lr",
-    "loss_scale": "loss_scale",
-    "tokens_per_second": "tokens_per_second",
-    "memory_peak_bytes": "memory_bytes",
+_GAUGES = {  # event -> gauges, each with the field of the event that it shows where that was recorded
+    "run_start": {
+        "step": "step",
+        "session_start_timestamp_seconds": "time",
+        "last_step_timestamp_seconds": "time",
+        "checkpoint_timestamp_seconds": "time",
+    },
+    "step": {
+        "step": "step",
+        "last_step_timestamp_seconds": "time",
+        "loss_nats": "loss",
+        "gradient_norm": "grad_norm",
+        "clip_ratio": "clip_coefficient",
+        "learning_rate": "lr",
+        "loss_scale": "loss_scale",
+        "tokens_per_second": "tokens_per_second",
+        "memory_peak_bytes": "memory_bytes",
+    },
+    "eval": {"validation_loss_nats": "loss"},
+    "checkpoint": {"checkpoint_bytes": "bytes", "checkpoint_step": "step", "checkpoint_timestamp_seconds": "time"},
+    "run_end": {"exit_code": "exit_code"},
 }
 
 _COUNTERS = {  # event -> counters, each with the fields of the event that are its labels
@@ -99,7 +110,6 @@ _COUNTERS = {  # event -> counters, each with the fields of the event that are i
     "warning": (("early_warnings_total", "signal"),),
     "note": (("notes_total",),),
 }
-_CHECKPOINT_GAUGES = {"checkpoint_bytes": "bytes", "checkpoint_step": "step", "checkpoint_timestamp_seconds": "time"}
 
 
 class Metrics:
@@ -132,6 +142,9 @@ class Metrics:
         self._of("last_event_timestamp_seconds").set(event["time"])
         for name, *labels in _COUNTERS.get(event["event"], ()):
             self._of(name, *(str(event[label]) for label in labels)).inc()
+        for name, field in _GAUGES.get(event["event"], {}).items():
+            if event[field] is not None:
+                self._of(name).set(event[field])
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(event)
@@ -142,21 +155,13 @@ class Metrics:
         self._families["info"].labels(run=self._run, **labels).set(1)
         self._set_verdict("running")
         self._of("planned_steps").set(self._planned)
-        self._of("step").set(event["step"])
-        for name in ("session_start", "last_step", "checkpoint"):
-            self._of(f"{name}_timestamp_seconds").set(event["time"])
         self._of("consecutive_skipped_steps").set(0)
         for rank in range(min(event["world_size"], _RANKS_SHOWN)):
             self._of("nonfinite_by_rank_total", str(rank))
 
     def _on_step(self, event: Event) -> None:
-        for name, field in _STEP_GAUGES.items():
-            if event[field] is not None:
-                self._of(name).set(event[field])
         self._consecutive = 0 if event["applied"] else self._consecutive + 1
         self._of("consecutive_skipped_steps").set(self._consecutive)
-        self._of("step").set(event["step"])
-        self._of("last_step_timestamp_seconds").set(event["time"])
         self._of("steps_total", "applied" if event["applied"] else "skipped").inc()
         self._of("step_seconds").observe(event["step_seconds"])
         self._of("data_wait_seconds_total").inc(event.get("data_seconds") or 0.0)
@@ -183,15 +188,10 @@ class Metrics:
         if event.get("failed") == "checkpoint":
             self._of("checkpoint_failures_total").inc()
 
-    def _on_eval(self, event: Event) -> None:
-        self._of("validation_loss_nats").set(event["loss"])
-
     def _on_checkpoint(self, event: Event) -> None:
         self._of("checkpoints_total", "true" if event["verified"] else "false").inc()
         self._of("checkpoint_seconds").observe(event["seconds"])
         self._of("checkpoint_stall_seconds_total").inc(event["stall_seconds"])
-        for name, field in _CHECKPOINT_GAUGES.items():
-            self._of(name).set(event[field])
 
     def _on_precision(self, event: Event) -> None:
         shares = event["flop_share"] or {}
@@ -200,7 +200,6 @@ class Metrics:
 
     def _on_run_end(self, event: Event) -> None:
         self._of("end_timestamp_seconds", event["status"]).set(event["time"])
-        self._of("exit_code").set(event["exit_code"])
         if event.get("verdict"):
             self._set_verdict(event["verdict"])
 

@@ -1,11 +1,9 @@
 """The HTTP server of the metrics: whoever reaches its port can hold few resources of the run, and none for long.
 
 It lives in the process that trains. So connections, and with them threads, are bounded in number; the one that has been
-open longest makes room for a new one, each ends after `LONGEST_SECONDS`, a request is a few kilobytes, and collecting
-the metrics takes at most a tenth of a core. A scrape of a real Prometheus takes milliseconds: it is the last to suffer.
+open longest makes room for a new one, each ends after `LONGEST_SECONDS`, and collecting the metrics takes at
+most a tenth of a core. A scrape of a real Prometheus takes milliseconds: it is the last to suffer.
 """
-
-from __future__ import annotations
 
 import gzip
 import socket
@@ -15,7 +13,6 @@ import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from io import BytesIO
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -27,15 +24,13 @@ PATH = "/metrics"
 MOST_CONNECTIONS = 8
 LONGEST_SECONDS = 5.0
 """Lifetime of a connection."""
-MOST_REQUEST_BYTES = 8192
-"""Size limit of request line and headers together."""
 _IDLE_SHARE = 9  # the next collection waits this many times the duration of the last
 _ACCEPT_PAUSE_S = 0.01  # at most a hundred connections a second
 _RETRY_S = 1.0  # before the next attempt when a connection could not be accepted
 
 
 class MetricsServer(ThreadingMixIn, TCPServer):
-    """Answers `GET` and `HEAD` of `PATH` with the metrics of a registry, and nothing else."""
+    """Answers `GET` of `PATH` with the metrics of a registry, and nothing else."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -130,36 +125,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: MetricsServer
 
-    def setup(self) -> None:
-        """Read the request before anything is parsed: `http.server` alone would take six megabytes of it."""
-        super().setup()
-        self.rfile.close()
-        head = bytearray()
-        while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= MOST_REQUEST_BYTES:
-            part = self.connection.recv(MOST_REQUEST_BYTES)
-            if not part:
-                break
-            head += part
-        self._too_large = len(head) > MOST_REQUEST_BYTES
-        self.rfile = BytesIO(head)
-
-    def parse_request(self) -> bool:
-        """Whether the request is well-formed; if not, it has been answered."""
-        if not self._too_large:
-            return super().parse_request()
-        self.requestline, self.request_version, self.command = "", "HTTP/1.0", ""
-        self.send_error(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
-        return False
-
     def do_GET(self) -> None:
         """The metrics."""
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        """The headers of the metrics."""
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
         asked = urlsplit(self.path)
         if asked.path != PATH:
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"The metrics are at {PATH}.")
@@ -177,8 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        if with_body:
-            self.wfile.write(text)
+        self.wfile.write(text)
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Silent."""

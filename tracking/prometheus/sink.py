@@ -5,8 +5,7 @@ be lost between two scrapes, so `close` waits for one more: only when there were
 their interval, and never for a preempted run.
 """
 
-from __future__ import annotations
-
+import math
 import os
 import socket
 import threading
@@ -36,7 +35,9 @@ class PrometheusSink:
         self._failure = ""
         self._server: MetricsServer | None = None
         self._await_scrape = False  # whether the end should be scraped
-        facts = {"host": socket.gethostname(), "scheduler_job": _scheduler_job()}
+        pod = socket.gethostname() if "KUBERNETES_SERVICE_HOST" in os.environ else ""
+        # The job as GPU exporters name it: the Slurm job ID, or the pod's name.
+        facts = {"host": socket.gethostname(), "scheduler_job": os.environ.get("SLURM_JOB_ID", pod)}
         self._metrics = Metrics(run, planned_steps=planned_steps, facts=facts)
         self._scrapes = _Scrapes()
         self._metrics.registry.register(self._scrapes)
@@ -75,16 +76,13 @@ class _Scrapes:
 
     def __init__(self) -> None:
         self._count = 0
-        self._last: float | None = None
-        self._interval: float | None = None
+        self._last, self._interval = math.nan, math.nan
         self._seen = threading.Event()
 
     def collect(self) -> Iterator[Metric]:
         """One metric: scrapes before this one."""
         now = time.monotonic()
-        if self._last is not None:
-            self._interval = now - self._last
-        self._last = now
+        self._last, self._interval = now, now - self._last
         yield GaugeMetricFamily("mantissa_exporter_scrapes", "Scrapes of this process before this one.", self._count)
         self._count += 1
         self._seen.set()
@@ -95,14 +93,7 @@ class _Scrapes:
 
     def wait(self) -> bool:
         """Wait for the next scrape; False when it did not come, or when there was none to derive an interval from."""
-        if self._interval is None or self._last is None:
+        if math.isnan(self._interval):
             return False
         due = self._last + min(_SLACK * self._interval, LONGEST_WAIT_S)
         return self._seen.wait(max(0.0, due - time.monotonic()))
-
-
-def _scheduler_job() -> str:
-    """The job as GPU exporters name it: the Slurm job ID, or the pod's name."""
-    if "SLURM_JOB_ID" in os.environ:
-        return os.environ["SLURM_JOB_ID"]
-    return socket.gethostname() if "KUBERNETES_SERVICE_HOST" in os.environ else ""

@@ -6,8 +6,6 @@
 Exit codes: 0; 2 a run cannot be read or an option is wrong; 3 with --gate, when a verdict is "fail".
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys
@@ -28,7 +26,7 @@ from config.redact import redact
 from tracking.jsonl import encode
 from tracking.pages.markdown import Table
 from tracking.report.context import LIMITS, Finding, Limit, MeasureContext, Verdict
-from tracking.report.files import write_page
+from tracking.report.files import numbers_given, write_page
 from tracking.report.measures import all_measures, caveats, count_verdicts
 from tracking.report.page import summary_table, write_report
 from tracking.report.service_levels import (
@@ -60,19 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
     """LIMITS with those replaced that KEY=VALUE `arguments` name. Raises UserError for an unknown key or no number."""
-    limits = dict(LIMITS)
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        try:
-            old, value = limits[key], float(text)
-        except KeyError as error:
-            raise UserError(f"--limit {argument}: unknown measure; take one of {', '.join(LIMITS)}") from error
-        except ValueError as error:
-            raise UserError(f"--limit {argument}: {text!r} is not a number; example: --limit epoch_time=0.8") from error
-        if math.isnan(value):
-            raise UserError(f"--limit {argument}: nan is not a limit; give a number")
-        limits[key] = replace(old, value=value, chosen=False)
-    return limits
+    given = numbers_given("--limit", arguments, LIMITS, "epoch_time=0.8")
+    return LIMITS | {key: replace(LIMITS[key], value=value, chosen=False) for key, value in given.items()}
 
 
 def _one(options: argparse.Namespace) -> bool:
@@ -119,11 +106,11 @@ def _many(options: argparse.Namespace) -> bool:
         write_page(options.html, levels_page(found))
     if options.json:
         _print_json(found.as_dict())
-        return found.failed
+        return bool(found.missed)
     show_levels(found, console(columns=_COLUMNS))
     if options.html is not None:
         print(options.html)
-    return found.failed
+    return bool(found.missed)
 
 
 def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: Console) -> None:
@@ -144,7 +131,7 @@ def show_levels(found: ServiceLevels, console: Console) -> None:
     for table in levels_tables(found, lambda verdict: Text(verdict, style=STYLES[verdict])):
         console.print(table.grid())
     for failure in found.failures:
-        console.print(words(f"{failure.when}  {failure.run}: {failure.what}"), soft_wrap=True)
+        console.print(words(f"{failure.day}  {failure.run}: {failure.what}"), soft_wrap=True)
     if found.more_failures:
         console.print(Text(f"and {found.more_failures:,} more; the newest are shown", style="dim"))
     for remark in found.remarks:

@@ -1,7 +1,5 @@
 """A report's measures, their limits and verdicts, and what they are computed from: a run, and a comparable baseline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,7 @@
-"""Files that a command names: run folders by patterns, and the page that --html asks for."""
+"""Arguments of commands: run folders by patterns, KEY=NUMBER, and the page that --html asks for."""
 
-from __future__ import annotations
-
+import math
+from collections.abc import Iterable, Sequence
 from glob import has_magic
 from pathlib import Path
 
@@ -21,3 +21,19 @@ def write_page(path: Path, text: str) -> None:
         write_atomically(path, text.encode())
     except OSError as error:
         raise UserError(f"--html {path}: cannot be written ({error.strerror}); choose another file") from error
+
+
+def numbers_given(option: str, arguments: Sequence[str], known: Iterable[str], example: str) -> dict[str, float]:
+    """The numbers of KEY=NUMBER `arguments` by key. Raises UserError for a key that is not known, and no number."""
+    found = {}
+    for argument in arguments:
+        key, _, text = argument.partition("=")
+        if key not in known:
+            raise UserError(f"{option} {argument}: unknown key; take one of {', '.join(known)}")
+        try:
+            found[key] = float(text)
+        except ValueError:
+            found[key] = math.nan
+        if math.isnan(found[key]):
+            raise UserError(f"{option} {argument}: {text!r} is not a number; example: {example}")
+    return found

@@ -1,7 +1,5 @@
 """The last lines of a run: of what it printed, where that was kept, and of its events."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -20,14 +18,11 @@ _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\
 
 def log_files(run_dir: RunDir) -> list[Path]:
     """Logs in the run folder, and the one that a sweep or another launcher keeps beside the folder of runs."""
-    inside = [*run_dir.path.glob("*.log"), *(run_dir.path / "logs").glob("*.log")]
-    return [path for path in (*sorted(inside), *_beside(run_dir)) if path.is_file()]
-
-
-def _beside(run_dir: RunDir) -> list[Path]:
     folder = run_dir.path.resolve()
     number = folder.name.rpartition("-")[2]  # of a trial of a sweep
-    return [folder.parent.parent / "logs" / f"{folder.name}.log", folder.parent / "logs" / f"{number}.log"]
+    inside = sorted([*run_dir.path.glob("*.log"), *(run_dir.path / "logs").glob("*.log")])
+    beside = [folder.parent.parent / "logs" / f"{folder.name}.log", folder.parent / "logs" / f"{number}.log"]
+    return [path for path in (*inside, *beside) if path.is_file()]
 
 
 def last_lines(path: Path) -> str:

@@ -4,8 +4,6 @@ Relative measures are compared with a baseline, the same work in FP32. A measure
 whose baseline is not comparable, is not measured and says why. Nothing is guessed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,8 +14,8 @@ import numpy as np
 from tracking.heatmap.still import still_of_run
 from tracking.numbers import change, human, loss, mib, number, percent, precise_duration
 from tracking.report.context import Finding, MeasureContext, Measured, NotMeasured, find
+from tracking.run_dir import setting
 from tracking.run_facts import WIDE, RunFacts
-from tracking.summary import setting
 
 GOOD_ENDINGS = frozenset({"healthy", "finished with warnings", "stopped"})
 """Verdicts on a run that ended as it should: all steps done, or stopped on request with its state saved."""

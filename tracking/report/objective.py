@@ -1,11 +1,9 @@
 """Descriptions of a run's task, adapter and samples, from its resolved config."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tracking.numbers import number, percent
-from tracking.summary import setting
+from tracking.run_dir import setting
 
 
 def task_in_words(config: dict[str, Any]) -> str:

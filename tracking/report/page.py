@@ -29,9 +29,8 @@ from tracking.plots import plot_run
 from tracking.report.context import Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, count_verdicts
 from tracking.report.objective import adapter_in_words, samples_in_words, task_in_words
-from tracking.run_dir import RunDir
+from tracking.run_dir import RunDir, setting
 from tracking.run_facts import RunFacts
-from tracking.summary import setting
 from tracking.terminal import words
 
 if TYPE_CHECKING:
@@ -112,19 +111,18 @@ def sample_title(run: RunFacts) -> str:
 
 def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
     """A table of the measures and how each was computed below it."""
-    rows = [(escaped(item.title), escaped(item.shown or "-"), escaped(item.limit), _verdict(item)) for item in findings]
+    table = Table(("measure", "value", "limit", "verdict"))
+    for item in findings:
+        word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
+        verdict = f"{word}: {escaped(item.reason)}" if item.reason else word
+        table.add(escaped(item.title), escaped(item.shown or "-"), escaped(item.limit), verdict)
     return page(
         *(f"> {escaped(remark)}" for remark in remarks),
-        Table(("measure", "value", "limit", "verdict"), rows),
+        table,
         "<details><summary>How they were computed</summary>",
         [f"**{escaped(item.title)}**: {escaped(item.how)}." for item in findings],
         "</details>",
     )
-
-
-def _verdict(item: Finding) -> str:
-    word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
-    return f"{word}: {escaped(item.reason)}" if item.reason else word
 
 
 def _layers(run: RunFacts, png: Path) -> str:
@@ -241,8 +239,10 @@ def _what_ran(run: RunFacts) -> list[tuple[str, str]]:
     git = environment.get("git") or {}
     global_size, micro = setting(config, "batch.global_size"), setting(config, "batch.micro_size")
     model = start.get("model") or setting(config, "model.name_or_path") or setting(config, "model.architecture")
+    trained = start.get("trained_parameters")
+    share = "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
     rows = [
-        ("model", f"{model or '?'}, {start['parameters']:,} parameters{_trained(start)}"),
+        ("model", f"{model or '?'}, {start['parameters']:,} parameters{share}"),
         ("task", task_in_words(config)),
         ("adapter", adapter_in_words(config)),
         ("data", _data(config)),
@@ -260,12 +260,6 @@ def _what_ran(run: RunFacts) -> list[tuple[str, str]]:
         ("config sha256", str(start["config_sha256"])[:16]),
     ]
     return [row for row in rows if row[1]]
-
-
-def _trained(start: Event) -> str:
-    """The number of trained parameters, where others are frozen."""
-    trained = start.get("trained_parameters")
-    return "" if trained in (None, start["parameters"]) else f", {trained:,} of them trained"
 
 
 def _data(config: dict[str, Any]) -> str:

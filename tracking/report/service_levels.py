@@ -6,23 +6,20 @@ minimum; the error budget is one minus the objective, times the valid events: ho
 held in memory.
 """
 
-from __future__ import annotations
-
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.cli import DIVERGED
 from config.errors import UserError
 from tracking.numbers import number, percent
 from tracking.pages.markdown import Table, code, page, section, text
 from tracking.report.context import Verdict as Passed
-from tracking.report.files import matching
+from tracking.report.files import matching, numbers_given
 from tracking.report.measures import GOOD_ENDINGS
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
@@ -52,15 +49,13 @@ class Tally:
         """Events that are not good."""
         return self.count - self.good
 
-    @property
-    def level(self) -> float | None:
-        """Share of good events; None without any."""
-        return self.good / self.count if self.count else None
-
     def add(self, good: int, count: int) -> None:
         """Count further events."""
         self.good += good
         self.count += count
+
+    def __str__(self) -> str:
+        return f"{self.good:,} of {self.count:,}"
 
 
 @dataclass
@@ -73,9 +68,9 @@ class Level:
     weeks: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
 
     @property
-    def title(self) -> str:
-        """Name of the level for people."""
-        return TITLES[self.key]
+    def reached(self) -> float | None:
+        """Share of good events; None without any."""
+        return self.total.good / self.total.count if self.total.count else None
 
     @property
     def allowed(self) -> float:
@@ -90,9 +85,9 @@ class Level:
     @property
     def verdict(self) -> Passed:
         """Whether the objective is met."""
-        if self.total.level is None:
+        if self.reached is None:
             return "not measured"
-        return "pass" if self.total.level >= self.objective - 1e-12 else "fail"
+        return "pass" if self.reached >= self.objective - 1e-12 else "fail"
 
     def burn_rate(self, tally: Tally) -> float | None:
         """Share of bad events in a period over the share that the objective allows; None where it allows none."""
@@ -101,18 +96,17 @@ class Level:
         return tally.bad / tally.count / (1.0 - self.objective)
 
 
-@dataclass(frozen=True, order=True)
-class Failure:
-    """A run that spent error budget. Ordered by time."""
+class Failure(NamedTuple):
+    """A run that spent error budget."""
 
     time: float
     run: str
     what: str
 
     @property
-    def when(self) -> str:
+    def day(self) -> str:
         """The day, UTC."""
-        return _utc(self.time).strftime("%Y-%m-%d")
+        return datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d")
 
 
 @dataclass
@@ -130,9 +124,9 @@ class ServiceLevels:
     unreadable: list[str] = field(default_factory=list)
 
     @property
-    def failed(self) -> bool:
-        """Whether an objective is missed."""
-        return any(level.verdict == "fail" for level in self.levels)
+    def missed(self) -> int:
+        """Number of objectives that are not met."""
+        return sum(level.verdict == "fail" for level in self.levels)
 
     @property
     def remarks(self) -> list[str]:
@@ -154,22 +148,21 @@ class ServiceLevels:
             "levels": [
                 {
                     "key": level.key,
-                    "title": level.title,
+                    "title": TITLES[level.key],
                     "objective": level.objective,
-                    "good": level.total.good,
-                    "count": level.total.count,
-                    "level": level.total.level,
+                    **asdict(level.total),
+                    "level": level.reached,
                     "allowed_failures": level.allowed,
                     "error_budget_left": level.budget_left,
                     "verdict": level.verdict,
                     "weeks": {
-                        week: {"good": tally.good, "count": tally.count, "burn_rate": level.burn_rate(tally)}
+                        week: {**asdict(tally), "burn_rate": level.burn_rate(tally)}
                         for week, tally in sorted(level.weeks.items())
                     },
                 }
                 for level in self.levels
             ],
-            "troubles": [{"time": item.time, "run": item.run, "what": item.what} for item in self.failures],
+            "troubles": [item._asdict() for item in self.failures],
             "more_troubles": self.more_failures,
             "remarks": self.remarks,
         }
@@ -194,57 +187,34 @@ def service_levels(
             found.left_out += 1
         else:
             found.ended += 1
-            _count(found.levels, run, _utc(ended))
-            for what in _failures(run):
-                heapq.heappush(newest, Failure(ended, str(folder), what))
-                if len(newest) > _MAX_FAILURES:
-                    heapq.heappop(newest)
-                    found.more_failures += 1
-    found.failures = sorted(newest, reverse=True)
+            failures = _count(found.levels, run, ended)
+            newest = sorted([*newest, *(Failure(ended, str(folder), what) for what in failures)], reverse=True)
+            found.more_failures += len(newest[_MAX_FAILURES:])
+            del newest[_MAX_FAILURES:]
+    found.failures = newest
     return found
 
 
-def _count(levels: Sequence[Level], run: RunFacts, ended: datetime) -> None:
-    week = f"{ended.isocalendar().year}-W{ended.isocalendar().week:02d}"
-    for level in levels:
-        good, count = _events(level.key, run)
-        level.total.add(good, count)
-        if count:
-            level.weeks[week].add(good, count)
-
-
-def _events(key: str, run: RunFacts) -> tuple[int, int]:
-    """(good, valid) events of one run."""
-    match key:
-        case "job_success":
-            return int(run.verdict.word in GOOD_ENDINGS), 1
-        case "no_divergence":
-            return int(not _diverged(run)), 1
-        case _:
-            return run.restores
-
-
-def _diverged(run: RunFacts) -> bool:
+def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
+    """Count a run; a line for each of its failures, one for a run that diverged."""
+    good, (restored, due) = run.verdict.word in GOOD_ENDINGS, run.restores
+    aborted = next((session.aborted for session in run.sessions if session.aborted is not None), None)
     stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in run.sessions)
-    return run.verdict.word == "diverged" or _aborted(run) is not None or stopped
-
-
-def _aborted(run: RunFacts) -> str | None:
-    """Reason that the guard stopped any session of the run; None when it never did."""
-    return next((session.aborted for session in run.sessions if session.aborted is not None), None)
-
-
-def _failures(run: RunFacts) -> list[str]:
-    """One line for each failure; a run that diverged gets one line."""
-    restored, due = run.restores
-    lines = []
-    if run.verdict.word not in GOOD_ENDINGS:
-        lines.append(run.verdict.text)
-    elif _diverged(run):
-        lines.append(f"stopped on numerics in an earlier session: {_aborted(run) or 'no reason recorded'}")
-    if restored < due:
-        lines.append(f"{due - restored} of {due} restores failed")
-    return lines
+    diverged = run.verdict.word == "diverged" or aborted is not None or stopped
+    counted = {
+        "job_success": (int(good), 1),
+        "no_divergence": (int(not diverged), 1),
+        "restore_success": (restored, due),
+    }
+    week = datetime.fromtimestamp(ended, UTC).strftime("%G-W%V")
+    for level in levels:
+        if counted[level.key][1]:
+            level.total.add(*counted[level.key])
+            level.weeks[week].add(*counted[level.key])
+    lines = [] if good else [run.verdict.text]
+    if good and diverged:
+        lines = [f"stopped on numerics in an earlier session: {aborted or 'no reason recorded'}"]
+    return lines + ([f"{due - restored} of {due} restores failed"] if restored < due else [])
 
 
 def run_folders(patterns: Sequence[str]) -> list[Path]:
@@ -261,30 +231,22 @@ def run_folders(patterns: Sequence[str]) -> list[Path]:
 
 def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
     """OBJECTIVES with those replaced that KEY=SHARE `arguments` name. Raises UserError for a wrong argument."""
-    objectives = dict(OBJECTIVES)
-    for argument in arguments:
-        key, _, text = argument.partition("=")
-        if key not in objectives:
-            raise UserError(f"--objective {argument}: unknown level; take one of {', '.join(OBJECTIVES)}")
-        try:
-            value = float(text)
-        except ValueError as error:
-            raise UserError(f"--objective {argument}: {text!r} is not a number; example: {key}=0.99") from error
+    given = numbers_given("--objective", arguments, OBJECTIVES, "job_success=0.99")
+    for key, value in given.items():
         if not 0.0 < value <= 1.0:
-            raise UserError(f"--objective {argument}: a share above 0 and at most 1 is needed; example: {key}=0.99")
-        objectives[key] = value
-    return objectives
+            wrong = f"--objective {key}={value:g}"
+            raise UserError(f"{wrong}: a share above 0 and at most 1 is needed; example: {key}=0.99")
+    return OBJECTIVES | given
 
 
 def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> list[Table]:
     """The levels, and the same by week. mark: makes the cell of a verdict."""
-    head = ("level", "objective", "good", "level reached", "error budget left", "verdict")
     rows = [
         (
-            level.title,
+            TITLES[level.key],
             f"at least {percent(level.objective)}",
-            f"{level.total.good:,} of {level.total.count:,}",
-            "-" if level.total.level is None else percent(level.total.level),
+            level.total,
+            "-" if level.reached is None else percent(level.reached),
             format_budget(level),
             mark(level.verdict),
         )
@@ -292,10 +254,13 @@ def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> lis
     ]
     weeks = sorted({week for level in found.levels for week in level.weeks})
     by_week = [(week, *(_week(level, week) for level in found.levels)) for week in weeks]
-    titles = ("week", *(level.title for level in found.levels))
     return [
-        Table(head, rows, title=f"Service levels of {found.ended:,} ended runs"),
-        Table(titles, by_week, title="By week (UTC, of a run's end)"),
+        Table(
+            ("level", "objective", "good", "level reached", "error budget left", "verdict"),
+            rows,
+            title=f"Service levels of {found.ended:,} ended runs",
+        ),
+        Table(("week", *TITLES.values()), by_week, title="By week (UTC, of a run's end)"),
     ]
 
 
@@ -304,11 +269,11 @@ def levels_page(found: ServiceLevels) -> str:
     from tracking.pages.document import document  # brings Jinja2
 
     levels, weeks = levels_tables(found, _MARKS.__getitem__)
-    failures = [(failure.when, code(failure.run), text(failure.what)) for failure in found.failures]
-    missed = sum(level.verdict == "fail" for level in found.levels)
+    failures = [(failure.day, code(failure.run), text(failure.what)) for failure in found.failures]
+    missed = f"{found.missed} of {len(found.levels)} objectives missed" if found.missed else "No objective is missed"
     content = page(
         f"# {levels.title}",
-        f"**{f'{missed} of {len(found.levels)} objectives missed' if missed else 'No objective is missed'}**",
+        f"**{missed}**",
         [text(remark) for remark in found.remarks],
         section("Levels", levels),
         section(weeks.title, weeks),
@@ -318,7 +283,7 @@ def levels_page(found: ServiceLevels) -> str:
             f"And {found.more_failures:,} older ones." if found.more_failures else "",
         ),
     )
-    return document(content, Path(), tone="bad" if missed else "good")
+    return document(content, Path(), tone="bad" if found.missed else "good")
 
 
 def _week(level: Level, week: str) -> str:
@@ -327,18 +292,14 @@ def _week(level: Level, week: str) -> str:
         return "-"
     burn = level.burn_rate(tally)
     rate = "" if burn is None or not tally.bad else f", burn rate {number(burn, 3)}"
-    return f"{tally.good:,} of {tally.count:,}{rate}"
+    return f"{tally}{rate}"
 
 
 def format_budget(level: Level) -> str:
     """The error budget as text."""
-    if level.total.level is None:
+    if not level.total.count:
         return "-"
     if level.budget_left is None:
         return "the objective allows no failure"
     spent = f"{level.total.bad:,} of {number(level.allowed, 3)} spent"
     return f"{percent(level.budget_left)} ({spent})" if level.budget_left >= 0 else f"overspent ({spent})"
-
-
-def _utc(time: float) -> datetime:
-    return datetime.fromtimestamp(time, UTC)

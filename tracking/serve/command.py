@@ -6,10 +6,7 @@ folders and writes nothing but your notes and tags (notes.json), needs no networ
 --host says otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
-import ipaddress
 from pathlib import Path
 
 from config.cli import Arguments, entry_point
@@ -31,8 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {options.port}: cannot listen on {options.host} ({reason}); choose another") from error
-    print(shown(f"{library.root}: http://{_in_url(options.host)}:{server.port}/  (Ctrl-C ends it)"), flush=True)
-    if not _is_loopback(options.host):
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    print(shown(f"{library.root}: http://{host}:{server.port}/  (Ctrl-C ends it)"), flush=True)
+    if server.names is None:
         may = "read these runs and edit their notes" if server.pages.token else "read these runs"
         print(f"anyone who reaches this machine's port can {may}: there is no password", flush=True)
     library.start()
@@ -43,17 +41,6 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         server.server_close()
     return 0
-
-
-def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,14 +1,13 @@
-"""The runs in a folder: found, skimmed and looked after in the background.
+"""The runs in a folder: found, read and looked after in the background.
 
 A run is a folder with an `events.jsonl`, at most DEPTH below the root. Its key is its path from there, and only keys
 of runs that were found are ever looked up, so no request can name a path. Links that lead out of the root are not
 followed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -18,26 +17,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.errors import UserError, one_line
 from config.redact import redact
 from tracking.compare.differences import CHANGE_NO_NUMBER, flat
-from tracking.live import LiveRun
-from tracking.run_dir import RunDir
+from tracking.figures import HEADLINES, followed
+from tracking.live import LiveRun, sketch
+from tracking.run_dir import RunDir, setting
+from tracking.run_facts import RunFacts
 from tracking.run_lock import LOCK
 from tracking.serve.notes import NOTES, Notes, read_notes, write_notes
-from tracking.serve.skim import Skim, Skimmer
 from tracking.status import Status, run_status
-from tracking.summary import read_inputs
-from tracking.verdict import Verdict, judge
+from tracking.verdict import Verdict
 
 DEPTH = 3
 """Folders below the root that are searched: a sweep's trials are two deep."""
 MOST_RUNS = 2000
+POINTS = 60
 _REFRESH_S = 2.0
 _LOOK_S = 5.0  # between two searches for new folders
 _CHECK_S = 10.0  # between two looks at the processes of a run whose events do not change
 _OPEN_RUNS = 4  # whole runs kept in memory
 _PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
+_FEW_BROKEN = 3
 _SEED = "run.seed"
 
 
@@ -46,10 +49,16 @@ class Entry:
     """One run as the overview has it."""
 
     key: str
+    """The run's path below the root, which is also its name."""
     folder: Path
-    skim: Skim
+    facts: RunFacts
+    """Without the columns of steps."""
     status: Status
     verdict: Verdict
+    followed: str
+    """What `curve` has: the loss, or a reward."""
+    curve: np.ndarray
+    """(points, 2): steps and finite values at about POINTS steps."""
     settings: dict[str, Any]
     """Dotted keys of the resolved config that may change a number, without secrets."""
     hypothesis: str
@@ -61,9 +70,12 @@ class Entry:
     notes: Notes = Notes()
 
     @property
-    def name(self) -> str:
-        """The run's path below the root."""
-        return self.key
+    def newest(self) -> float:
+        """The newest value; that of the newest sound step where only a few were not finite since."""
+        step, broken = self.facts.newest, self.facts.evidence.not_finite_since
+        _, value = followed(step)
+        lasting = broken is not None and step.get("step", broken) - broken >= _FEW_BROKEN
+        return value if math.isfinite(value) or lasting or not len(self.curve) else float(self.curve[-1, 1])
 
 
 class _Run:
@@ -71,71 +83,63 @@ class _Run:
 
     def __init__(self, key: str, folder: Path, root: Path) -> None:
         self.key, self.folder, self._root = key, folder, root
-        self.skimmer = Skimmer(folder / "events.jsonl")
+        self.live = LiveRun(folder, key, whole=False)
         self.entry: Entry | None = None
-        self._config_seen: tuple[int, int] | None = None
-        self._config: dict[str, Any] = {}
-        self._resume = ""
-        self._notes_seen: tuple[int, int] | None = None
+        self._seen: list[tuple[int, ...]] = []
         self._checked = 0.0
 
     def update(self, now: float) -> bool:
-        """Look at the run; whether anything about it changed."""
-        noted = self._noted()
-        changed = self.skimmer.update() or noted != self._notes_seen
-        due = now - self._checked >= _CHECK_S
-        if not changed and not due and self.entry is not None:
+        """Look at the run; whether anything about it changed. Raises OSError or UserError when it cannot be read."""
+        events = self.folder / "events.jsonl"
+        changed = events.stat().st_mtime
+        seen = [_stamp(path) for path in (events, self.folder / NOTES)]
+        if seen == self._seen and now - self._checked < _CHECK_S and self.entry is not None:
             return False
         self._checked = now
         status = run_status(self.folder)
-        config, resume = self._read_config()
-        before = self.entry
-        if before is not None and not changed and before.status == status:
+        if seen == self._seen and self.entry is not None and self.entry.status == status:
             return False
+        self.live.read()
         notes = Notes()
         with suppress(UserError):  # whoever opens them is told
-            notes = read_notes(self.folder) if noted else notes
-        self._notes_seen = noted
+            notes = read_notes(self.folder) if is_inside(self.folder / NOTES, self._root) else notes
+        try:
+            require_inside(self.folder, self._root)
+            facts = self.live.known_facts()
+        except UserError:
+            facts = replace(self.live.events(), checked=status)
+        config = redact(facts.config)
         settings = {key: value for key, value in flat(config) if not key.startswith(CHANGE_NO_NUMBER)}
-        run = config.get("run") or {}
-        steps = run.get("steps")
+        steps = setting(config, "run.steps")
+        drawn = sketch(self.folder, self.key, POINTS).columns
+        values = next((drawn.metrics[name] for name in drawn.metrics if name in HEADLINES), drawn.loss)
+        finite = np.isfinite(values)
         self.entry = Entry(
             key=self.key,
             folder=self.folder,
-            skim=self.skimmer.skim,
+            facts=facts,
             status=status,
-            verdict=judge(self.skimmer.skim.evidence, status, folder=self.folder, config=config, resume_command=resume),
+            verdict=facts.verdict,
+            followed=followed(facts.newest)[0],
+            curve=np.stack([drawn.step[finite], values[finite]], axis=1),
             settings=settings,
-            hypothesis=str(run.get("hypothesis") or ""),
+            hypothesis=str(setting(config, "run.hypothesis") or ""),
             planned=steps if isinstance(steps, int) else None,
             group=_digest(settings),
-            changed=(self.folder / "events.jsonl").stat().st_mtime,
+            changed=changed,
             notes=notes,
         )
+        self._seen = seen
         return True
 
-    def _noted(self) -> tuple[int, int] | None:
-        """Stamp that changes with the run's notes; None where there are none."""
-        path = self.folder / NOTES
-        try:
-            now = path.stat()
-        except OSError:
-            return None
-        return (now.st_mtime_ns, now.st_size) if is_inside(path, self._root) else None
 
-    def _read_config(self) -> tuple[dict[str, Any], str]:
-        """The config and the command that resumes the run, as far as they are known."""
-        try:
-            require_inside(self.folder, self._root)
-            now = (self.folder / "config.yaml").stat()
-            seen = (now.st_mtime_ns, now.st_size)
-            if seen != self._config_seen:
-                self._config_seen = seen
-                config, _, environment = read_inputs(RunDir(self.folder))
-                self._config, self._resume = redact(config), redact(str(environment.get("resume_command") or ""))
-        except (OSError, UserError):
-            self._config = {}
-        return self._config, self._resume
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes with a file; empty where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _digest(settings: dict[str, Any]) -> str:

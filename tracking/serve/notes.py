@@ -1,7 +1,5 @@
 """Notes and tags of a run, which its readers write on the overview: `notes.json` in the run folder."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -1,28 +1,26 @@
 """Contents of the overview: a line for each run, or for each group of runs that differ only in their seed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import math
-import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from markupsafe import Markup
 
 from config.printable import shown
 from tracking.compare.differences import SETTINGS_FIRST, format_value
+from tracking.compare.groups import common_label
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
-from tracking.verdict import WORDS, Verdict
+from tracking.verdict import WORDS
 
 WIDTH, HEIGHT = 140, 34
 """[pixels] Size of a sparkline."""
@@ -70,7 +68,7 @@ class Asked:
     """Whether times are dates, and not how long ago."""
 
     @classmethod
-    def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Asked:
+    def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Self:
         """Parse a query's fields. sort: a column, with `-` before it for the opposite direction."""
         column = sort.removeprefix("-")
         if (column not in COLUMNS or column == "settings") and not column.startswith("."):
@@ -90,78 +88,8 @@ class Asked:
         return self.search.lower().split()
 
 
-@dataclass(frozen=True)
-class Spark:
-    """A curve of what is followed, in a box of WIDTH by HEIGHT on the scale of all lines that follow the same."""
-
-    points: str
-    """Points of an SVG polyline."""
-    band: str
-    """Band from the lowest to the highest curve of a group, as the points of a polygon; empty for one run."""
-    mark: float | None
-    """The x position where the verdict of a run that went wrong begins."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of the table. keys: of the runs it stands for."""
-
-    keys: tuple[str, ...]
-    name: str
-    verdict: Verdict
-    """The worst of a group."""
-    cause: str
-    hypothesis: str
-    tags: tuple[str, ...]
-    note: str
-    step: str
-    done: float
-    """[fraction] Share of the planned steps; 0 where unknown."""
-    loss: str
-    spark: Spark | None
-    validation: str
-    speed: str
-    skips: str
-    scale: str
-    warnings: int
-    incidents: tuple[tuple[str, int], ...]
-    times: dict[str, tuple[str, str, str]]
-    """Times `started` and `changed`: for machines, as asked for, and the other way."""
-    settings: tuple[tuple[str, str], ...]
-    """First few settings that differ between the runs shown."""
-    more_settings: int
-    all_settings: str
-    own: dict[str, str]
-    """Values of the settings that are columns of their own."""
-    found: tuple[tuple[str, str], ...]
-    """Occurrences of the searched words outside of name and tags: the kind of text, and the text around."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The whole overview."""
-
-    lines: list[Line]
-    asked: Asked
-    runs: int
-    """Number of runs in the folder."""
-    shown: int
-    words: dict[str, int]
-    """Number of runs by verdict, the worst first."""
-    columns: dict[str, str]
-    """Columns shown, with their headings."""
-    orders: dict[str, str]
-    """Columns that the table can be sorted by."""
-    choices: dict[str, str]
-    """Columns that can be chosen."""
-    differing: int
-    """Number of settings that differ between the runs shown."""
-    scale: str
-    """Losses at the lower and the upper edge of the curves."""
-
-
-def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
-    """The overview of `entries`. now: seconds since the epoch."""
+def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, Any]:
+    """The overview of `entries` for `serve/runs.html`. now: seconds since the epoch."""
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
@@ -169,31 +97,29 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> Table:
     count = Counter(entry.verdict.word for entry in entries)
     words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
     names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
-    titles = COLUMNS | {"loss": " or ".join(sorted({entry.skim.followed for entry in wanted})) or "loss"}
+    titles = COLUMNS | {"loss": " or ".join(sorted({entry.followed for entry in wanted})) or "loss"}
     titles |= {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
     titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
-    curves = {entry.key: _finite(entry) for entry in wanted}
     edges = {
-        name: _edges([entry for entry in wanted if entry.skim.followed == name], curves)
-        for name in {entry.skim.followed for entry in wanted}
+        name: _edges([entry for entry in wanted if entry.followed == name])
+        for name in {entry.followed for entry in wanted}
     }
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
 
-    return Table(
-        lines=[
-            _line(group, keys, names, _sparkline(group, curves, edges[group[0].skim.followed]), asked, now)
-            for group in ranked
+    return {
+        "lines": [
+            _line(group, keys, names, _sparkline(group, edges[group[0].followed]), asked, now) for group in ranked
         ],
-        asked=asked,
-        runs=len(entries),
-        shown=len(wanted),
-        words=words,
-        columns={name: titles[name] for name in ("name", *asked.columns)},
-        orders={name: title for name, title in titles.items() if name != "settings"},
-        choices={name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
-        differing=len(keys),
-        scale=scales[0] if len(edges) == len(scales) == 1 else "",
-    )
+        "asked": asked,
+        "runs": len(entries),
+        "shown": len(wanted),
+        "words": words,  # how many runs have each verdict, the worst first
+        "columns": {name: titles[name] for name in ("name", *asked.columns)},
+        "orders": {name: title for name, title in titles.items() if name != "settings"},
+        "choices": {name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
+        "differing": len(keys),
+        "scale": scales[0] if len(edges) == len(scales) == 1 else "",  # of all curves
+    }
 
 
 def export(entries: Sequence[Entry], asked: Asked) -> str:
@@ -214,23 +140,22 @@ def export(entries: Sequence[Entry], asked: Asked) -> str:
 
 
 def _fields(entry: Entry) -> Iterator[tuple[str, Any]]:
-    yield "run", entry.name
+    values = {column: _number([entry], column) for column in _NUMBERS}
+    yield "run", entry.key
     yield "verdict", entry.verdict.word
     yield "since_step", entry.verdict.step
     yield "cause", entry.verdict.cause
     yield "warnings", entry.verdict.warnings
-    yield "incidents", entry.skim.counts["incident"]
+    yield "incidents", entry.facts.counts["incident"]
     yield "step", entry.status.step
     yield "planned_steps", entry.planned
-    rewarded = entry.skim.followed != "loss"
-    yield "loss", None if rewarded else _loss(entry)
-    yield "validation_loss", None if rewarded else _validation(entry)
-    yield "reward", _loss(entry) if rewarded else None
-    yield "validation_reward", _validation(entry) if rewarded else None
-    yield "tokens_per_second", _speed(entry)
-    yield "skipped", int(_skips(entry))
-    yield "loss_scale", _scale(entry)
-    yield "started", _iso(_started(entry))
+    for name in ("loss", "reward"):
+        yield name, values["loss"] if name == entry.followed else None
+        yield f"validation_{name}", values["validation"] if name == entry.followed else None
+    yield "tokens_per_second", values["speed"]
+    yield "skipped", int(values["skips"])
+    yield "loss_scale", values["scale"]
+    yield "started", _iso(values["started"])
     yield "changed", _iso(entry.changed)
     yield "tags", ", ".join(entry.notes.tags)
     yield "note", entry.notes.note
@@ -303,7 +228,7 @@ def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
 
 def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
     texts = [("verdict", entry.verdict.text), ("note", entry.notes.note), ("hypothesis", entry.hypothesis)]
-    for what, text in [("name", entry.name), *(("tag", tag) for tag in entry.notes.tags), *texts]:
+    for what, text in [("name", entry.key), *(("tag", tag) for tag in entry.notes.tags), *texts]:
         yield what, _said(text)  # before it is cut, or half a secret would be none
     for key, value in entry.settings.items():
         yield "setting", f"{key}={_value(value)}"
@@ -333,58 +258,40 @@ def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
     return list(groups.values())
 
 
-def _loss(entry: Entry) -> float:
-    finite = [value for _, value in entry.skim.curve[-3:] if math.isfinite(value)]
-    return finite[-1] if finite else math.nan
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan
 
 
-def _validation(entry: Entry) -> float:
-    return followed(entry.skim.evals[-1])[1] if entry.skim.evals else math.nan
-
-
-def _scale(entry: Entry) -> float:
-    return float(entry.skim.last.get("loss_scale") or math.nan)
-
-
-def _speed(entry: Entry) -> float:
-    return float(entry.skim.last.get("tokens_per_second") or math.nan)
-
-
-def _skips(entry: Entry) -> float:
-    return float(entry.skim.last.get("skipped_total") or 0)
-
-
-def _started(entry: Entry) -> float:
-    return float(entry.skim.start.get("time") or math.nan)
-
-
-def _mean(group: Sequence[Entry], value: Any) -> float:
-    values = [found for entry in group if math.isfinite(found := value(entry))]
-    return sum(values) / len(values) if values else math.nan
-
-
-def _best_first(group: Sequence[Entry], value: Any) -> float:
-    return _mean(group, value) * (1 if group[0].skim.followed == "loss" else -1)
-
-
-_VALUES: dict[str, Any] = {
-    "name": lambda group: group[0].name,
-    "verdict": lambda group: min(WORDS.index(entry.verdict.word) for entry in group),
-    "step": lambda group: max(entry.status.step for entry in group),
-    "loss": lambda group: _best_first(group, _loss),
-    "validation": lambda group: _best_first(group, _validation),
-    "speed": lambda group: _mean(group, _speed),
-    "skips": lambda group: _mean(group, _skips),
-    "scale": lambda group: _mean(group, _scale),
-    "warnings": lambda group: sum(entry.verdict.warnings for entry in group),
-    "incidents": lambda group: sum(entry.skim.counts["incident"] for entry in group),
-    "started": lambda group: _mean(group, _started),
-    "changed": lambda group: max(entry.changed for entry in group),
+_NUMBERS: dict[str, tuple[Callable[[Entry], float], Callable[[Sequence[float]], float]]] = {
+    "verdict": (lambda entry: WORDS.index(entry.verdict.word), min),
+    "loss": (lambda entry: entry.newest, _mean),
+    "validation": (lambda entry: followed(entry.facts.rare_events.get("eval", [{}])[-1])[1], _mean),
+    "step": (lambda entry: entry.status.step, max),
+    "skips": (lambda entry: entry.facts.newest.get("skipped_total") or 0, _mean),
+    "speed": (lambda entry: entry.facts.newest.get("tokens_per_second") or math.nan, _mean),
+    "scale": (lambda entry: entry.facts.newest.get("loss_scale") or math.nan, _mean),
+    "warnings": (lambda entry: entry.verdict.warnings, sum),
+    "incidents": (lambda entry: entry.facts.counts["incident"], sum),
+    "started": (lambda entry: entry.facts.start.get("time") or math.nan, _mean),
+    "changed": (lambda entry: entry.changed, max),
 }
+"""Column to its number for a run, and how those of a group become one."""
+
+
+def _values(group: Sequence[Entry], column: str) -> list[float]:
+    return [float(_NUMBERS[column][0](entry)) for entry in group]
+
+
+def _number(group: Sequence[Entry], column: str) -> float:
+    return _NUMBERS[column][1](_values(group, column))
 
 
 def _sorted_by(group: Sequence[Entry], column: str) -> Any:
-    return _VALUES[column](group) if column in _VALUES else group[0].settings.get(column[1:])
+    if column in _NUMBERS:
+        rewarded = column in ("loss", "validation") and group[0].followed != "loss"
+        return -_number(group, column) if rewarded else _number(group, column)
+    return group[0].key if column == "name" else group[0].settings.get(column[1:])
 
 
 def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
@@ -401,47 +308,46 @@ def _line(
     group: Sequence[Entry],
     keys: Sequence[str],
     names: dict[str, str],
-    spark: Spark | None,
+    spark: dict[str, Any] | None,
     asked: Asked,
     now: float,
-) -> Line:
+) -> dict[str, Any]:
+    """One line of the table, for a run or a group."""
     first, alone = group[0], len(group) == 1
-    incidents: Counter[str] = Counter()
-    for entry in group:
-        incidents.update({kind[9:]: n for kind, n in entry.skim.counts.items() if kind.startswith("incident ")})
+    incidents = Counter(event["verdict"] for entry in group for event in entry.facts.rare_events.get("incident", ()))
     worst = _worst(group)
-    own_cause = f"; {worst.name}: {worst.verdict.cause}" if worst.verdict.cause else ""
+    own_cause = f"; {worst.key}: {worst.verdict.cause}" if worst.verdict.cause else ""
     seeds = sorted({str(entry.settings.get("run.seed")) for entry in group})
     kind = "seeds" if len(seeds) == len(group) else "runs"
     own = [(key, _value(first.settings[key])) for key in keys if key in first.settings and (alone or key != "run.seed")]
-    steps, planned = max(entry.status.step for entry in group), first.planned
-    speed = _mean(group, _speed)
-    unit = "" if first.skim.followed == "loss" else f"{first.skim.followed} "
-    return Line(
-        keys=tuple(entry.key for entry in group),
-        name=first.name if alone else f"{_common([entry.name for entry in group])} ({len(group)} {kind})",
-        verdict=worst.verdict,
-        cause=worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
-        hypothesis=first.hypothesis,
-        tags=tuple(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
-        note=first.notes.note if alone else "",
-        step=f"{steps:,}" + (f" of {planned:,}" if planned else ""),
-        done=min(1.0, steps / planned) if planned else 0.0,
-        loss=(_spread(group, _loss) and unit + _spread(group, _loss)) or ("not finite" if first.skim.last else ""),
-        spark=spark,
-        validation=_spread(group, _validation),
-        speed="" if math.isnan(speed) else human(speed),
-        skips=_skipped(group),
-        scale=scale_text(_mean(group, _scale)),
-        warnings=sum(entry.verdict.warnings for entry in group),
-        incidents=tuple(sorted(incidents.items())),
-        times={name: _time(_VALUES[name](group), now, dates=asked.dates) for name in ("started", "changed")},
-        settings=tuple((names[key], value) for key, value in own[:_MOST_SETTINGS]),
-        more_settings=max(0, len(own) - _MOST_SETTINGS),
-        all_settings="; ".join(f"{key} = {value}" for key, value in own),
-        own={name: _value(value) for name in asked.columns if (value := first.settings.get(name[1:])) is not None},
-        found=tuple(dict.fromkeys(_found(first, asked.words))),
-    )
+    steps, planned, speed = int(_number(group, "step")), first.planned, _number(group, "speed")
+    course = _spread(_values(group, "loss"))
+    unit = "" if first.followed == "loss" else f"{first.followed} "
+    return {
+        "keys": [entry.key for entry in group],
+        "name": first.key if alone else f"{common_label([entry.key for entry in group])} ({len(group)} {kind})",
+        "verdict": worst.verdict,
+        "cause": worst.verdict.cause if alone else f"seeds {', '.join(seeds)}{own_cause}",
+        "hypothesis": first.hypothesis,
+        "tags": list(dict.fromkeys(tag for entry in group for tag in entry.notes.tags)),
+        "note": first.notes.note if alone else "",
+        "step": f"{steps:,}" + (f" of {planned:,}" if planned else ""),
+        "done": min(1.0, steps / planned) if planned else 0.0,
+        "loss": f"{unit}{course}" if course else "not finite" if first.facts.newest else "",
+        "spark": spark,
+        "validation": _spread(_values(group, "validation")),
+        "speed": "" if math.isnan(speed) else human(speed),
+        "skips": _skipped(int(sum(_values(group, "skips"))), int(sum(_values(group, "step")))),
+        "scale": scale_text(_number(group, "scale")),
+        "warnings": int(_number(group, "warnings")),
+        "incidents": sorted(incidents.items()),
+        "times": {name: _time(_number(group, name), now, dates=asked.dates) for name in ("started", "changed")},
+        "settings": [(names[key], value) for key, value in own[:_MOST_SETTINGS]],
+        "more_settings": max(0, len(own) - _MOST_SETTINGS),
+        "all_settings": "; ".join(f"{key} = {value}" for key, value in own),
+        "own": {name: _value(value) for name in asked.columns if (value := first.settings.get(name[1:])) is not None},
+        "found": list(dict.fromkeys(_found(first, asked.words))),
+    }
 
 
 def _value(value: Any) -> str:
@@ -464,20 +370,15 @@ def _time(time: float, now: float, *, dates: bool) -> tuple[str, str, str]:
     return (_iso(time), words, ago) if dates else (_iso(time), ago, f"{words} {date:%Z}")
 
 
-def _spread(group: Sequence[Entry], value: Any) -> str:
+def _spread(values: Sequence[float]) -> str:
     """The mean of a group and how far its seeds lie from it."""
-    values = [found for entry in group if math.isfinite(found := value(entry))]
-    if not values:
-        return ""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return loss(mean)
-    return f"{loss(mean)} \u00b1 {number(max(max(values) - mean, mean - min(values)), 2)}"
+    known, mean = [value for value in values if math.isfinite(value)], _mean(values)
+    if len(known) < 2:
+        return loss(mean) if known else ""
+    return f"{loss(mean)} \u00b1 {number(max(max(known) - mean, mean - min(known)), 2)}"
 
 
-def _skipped(group: Sequence[Entry]) -> str:
-    skipped = sum(int(_skips(entry)) for entry in group)
-    steps = sum(entry.status.step for entry in group)
+def _skipped(skipped: int, steps: int) -> str:
     return f"{skipped:,} ({percent(skipped / steps, 2)})" if skipped and steps else "0" if steps else ""
 
 
@@ -486,21 +387,11 @@ def scale_text(value: float) -> str:
     return "" if math.isnan(value) or value == 1.0 else scale(value)
 
 
-def _common(names: Sequence[str]) -> str:
-    """Common prefix of the names, without a trailing separator or number."""
-    return os.path.commonprefix(names).rstrip("-_.0123456789/ ") or names[0]
-
-
-def _finite(entry: Entry) -> np.ndarray:
-    """(points, 2): steps and values, where these are finite."""
-    return np.array([point for point in entry.skim.curve if math.isfinite(point[1])]).reshape(-1, 2)
-
-
 def _worst(group: Sequence[Entry]) -> Entry:
     return min(group, key=lambda entry: WORDS.index(entry.verdict.word))
 
 
-def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[float, float] | None:
+def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
     """The values between which all curves are drawn: of the runs that train, or of all where none does.
 
     A first value far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
@@ -509,7 +400,7 @@ def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[flo
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
     curves: list[np.ndarray] = []
     for some in (sound, entries):
-        curves = curves or [np.sort(curve[:, 1]) for entry in some if len(curve := finite[entry.key]) > 1]
+        curves = curves or [np.sort(curve[:, 1]) for entry in some if len(curve := entry.curve) > 1]
     if not curves:
         return None
     peaks = [float(curve[int(0.97 * (len(curve) - 1))]) for curve in curves]
@@ -518,11 +409,12 @@ def _edges(entries: Sequence[Entry], finite: dict[str, np.ndarray]) -> tuple[flo
     return low, max(low, *(peak for peak in peaks if peak <= _UNLIKE * abs(usual) or peak <= usual))
 
 
-def _sparkline(
-    group: Sequence[Entry], finite: dict[str, np.ndarray], edges: tuple[float, float] | None
-) -> Spark | None:
-    """The mean curve and the band around it, from the start to the planned end; None for fewer than two values."""
-    usable = [curve for entry in group if len(curve := finite[entry.key]) > 1]
+def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> dict[str, Any] | None:
+    """The mean curve of a group, the band from its lowest to its highest one, and the x at which a verdict begins.
+
+    In a box of WIDTH by HEIGHT, from the start to the planned end, as points of SVG; None for fewer than two values.
+    """
+    usable = [curve for entry in group if len(curve := entry.curve) > 1]
     if not usable or edges is None:
         return None
     low, high = edges
@@ -545,4 +437,5 @@ def _sparkline(
     if len(usable) > 1:
         band = f"{points(np.nanmin(values, axis=0))} {points(np.nanmax(values, axis=0), reverse=True)}"
     mark = None if worst.step is None or worst.tone not in ("bad", "warn") else float(across(min(worst.step, end)))
-    return Spark(points(values[0] if len(usable) == 1 else np.nanmean(values, axis=0)), band, mark)
+    middle = values[0] if len(usable) == 1 else np.nanmean(values, axis=0)
+    return {"points": points(middle), "band": band, "mark": mark}

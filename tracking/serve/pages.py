@@ -1,7 +1,5 @@
 """Every address of the server and what it answers: a template, or JSON for its script."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable
@@ -16,14 +14,13 @@ from markupsafe import Markup
 
 from config.errors import UserError
 from config.printable import shown
-from tracking.live import LiveRun
+from tracking.live import LiveRun, sketch
 from tracking.pages.render import render, script_json
 from tracking.report.context import MeasureContext
 from tracking.run_facts import RunFacts
 from tracking.serve import overview, run_page
 from tracking.serve.library import Entry, Library, require_inside
 from tracking.serve.notes import parse, read_notes
-from tracking.serve.skim import sketch
 
 MOST_COMPARED = 24
 Query = dict[str, list[str]]

@@ -3,13 +3,10 @@
 `report/body.html` has its order.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,30 +43,21 @@ _MARKS = {"fail": "✗ fail", "pass": "✓ pass", "not measured": "not measured"
 """Marks of verdicts, in the order of the page."""
 
 
-@dataclass(frozen=True)
-class State:
-    """State of a run for people."""
-
-    facts: list[tuple[str, str]]
-    done: float
-    """[fraction] Share of the planned steps."""
-
-
-def state(entry: Entry, *, now: float) -> State:
-    """The head of the page. now: seconds since the epoch."""
-    last, start = entry.skim.last, entry.skim.start
+def state(entry: Entry, *, now: float) -> dict[str, Any]:
+    """The head of the page: `facts` by their names, and the share that is `done`. now: seconds since the epoch."""
+    last, start = entry.facts.newest, entry.facts.start
     step, planned = entry.status.step, entry.planned
     seconds = last.get("step_seconds")
     running = not entry.status.over
     eta = (planned - step) * seconds if running and planned and seconds and step < planned else None
-    finite = [value for _, value in entry.skim.curve if math.isfinite(value)]
+    course = entry.curve[:, 1]
     metrics = last.get("metrics") or {}
     spread = "".join(f" \u00b1 {number(metrics[figure.spread], 2)}" for figure in FIGURES if figure.spread in metrics)
-    evaluated = entry.skim.evals[-1] if entry.skim.evals else None
+    evaluated = entry.facts.rare_events.get("eval", [{}])[-1]
     skipped = int(last.get("skipped_total") or 0)
     since = entry.status.since
     rows = [
-        (entry.skim.followed, f"{loss(finite[0])} \u2192 {loss(finite[-1])}{spread}" if finite else ""),
+        (entry.followed, f"{loss(course[0])} \u2192 {loss(entry.newest)}{spread}" if len(course) else ""),
         ("validation", f"{loss(followed(evaluated)[1])} at step {evaluated['step']:,}" if evaluated else ""),
         ("warnings", f"{entry.verdict.warnings:,}" if entry.verdict.warnings else ""),
         ("exit code", str(entry.status.exit_code) if entry.status.exit_code else ""),
@@ -89,7 +77,8 @@ def state(entry: Entry, *, now: float) -> State:
         ("parameters", human(start["parameters"]) if start else ""),
         ("since" if running else "ended", f"{duration(max(0.0, now - since))} ago" if since else ""),
     ]
-    return State([(name, value) for name, value in rows if value], min(1.0, step / planned) if planned else 0.0)
+    done = min(1.0, step / planned) if planned else 0.0
+    return {"facts": [(name, value) for name, value in rows if value], "done": done}
 
 
 def fragment(markdown: str) -> Markup:
@@ -97,24 +86,15 @@ def fragment(markdown: str) -> Markup:
     return Markup(Renderer(Path()).render(PARSER.parse(markdown), PARSER.options, {}))
 
 
-@dataclass(frozen=True)
-class Changes:
-    """Settings in which a run differs from the baseline of its group."""
-
-    baseline: Entry | None
-    rows: list[tuple[str, str, str]]
-    """(setting, the baseline's value, the run's)"""
-    about: str
-
-
-def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> Changes:
-    """Settings of a run that the baseline of its group did not have. baseline: another run instead.
+def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> dict[str, Any]:
+    """Settings of a run that the baseline of its group did not have, as `rows` of the setting, the baseline's value and
+    the run's; and what they are `about`. baseline: another run instead.
 
     A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
     alone in its group, the sound run with the fewest other settings stands in.
     """
     if not own.settings:
-        return Changes(None, [], "its config.yaml is missing or cannot be read")
+        return {"baseline": None, "rows": [], "about": "its config.yaml is missing or cannot be read"}
     others = [entry for entry in entries if entry.key != own.key and entry.settings]
     group = [entry for entry in others if _work(entry) == _work(own)]
     sound = [entry for entry in [*group, own] if entry.verdict.tone != "bad"] or [*group, own]
@@ -126,10 +106,11 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
     if baseline is not None:
         base, why = baseline, "the baseline that was given"
     if base is own:
-        return Changes(None, [], f"it is the baseline: {why}" if group else "there is no other run to compare it with")
+        about = f"it is the baseline: {why}" if group else "there is no other run to compare it with"
+        return {"baseline": None, "rows": [], "about": about}
     keys = _differing(own, base)
     rows = [(key, _setting(base.settings.get(key)), _setting(own.settings.get(key))) for key in keys]
-    return Changes(base, rows, why if rows else f"nothing; {why}")
+    return {"baseline": base, "rows": rows, "about": why if rows else f"nothing; {why}"}
 
 
 def _work(entry: Entry) -> dict[str, Any]:
@@ -138,7 +119,7 @@ def _work(entry: Entry) -> dict[str, Any]:
 
 
 def _began(entry: Entry) -> float:
-    return float(entry.skim.evidence.start.get("time", math.inf))
+    return float(entry.facts.evidence.start.get("time", math.inf))
 
 
 def _differing(one: Entry, other: Entry) -> list[str]:
@@ -211,7 +192,7 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
         "findings": sorted(findings, key=lambda item: [*_MARKS].index(item.verdict)),
         "counted": count_verdicts(findings),
         "remarks": caveats(context),
-        "mark": _mark,
+        "marks": _MARKS,
         "sections": report_sections(facts),
         "config": _config(facts.config),
         "environment": [
@@ -228,36 +209,21 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
     }
 
 
-def _mark(verdict: str) -> Markup:
-    kind = "dim" if verdict == "not measured" else verdict
-    return Markup('<span class="mark {}">{}</span>').format(kind, _MARKS[verdict])
-
-
-@dataclass(frozen=True)
-class _Setting:
-    key: str
-    value: str
-    default: str
-    """Empty where the value is the default."""
-    changed: bool
-
-
-def _config(config: dict[str, Any]) -> list[_Setting]:
-    """The settings, those that are not the default first."""
-    defaults = dict(flat(to_dict(Config())))
-    found = []
+def _config(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The settings, those that are not the default first, with the default beside them."""
+    defaults, found = dict(flat(to_dict(Config()))), []
     for key, value in flat(redact(config)):
         changed = defaults.get(key) != value
         known = f"default {_setting(defaults[key])}" if changed and defaults.get(key) not in (None, "") else ""
-        found.append(_Setting(key, _setting(value), known, changed))
-    return sorted(found, key=lambda item: not item.changed)
+        found.append({"key": key, "value": _setting(value), "default": known, "changed": changed})
+    return sorted(found, key=lambda item: not item["changed"])
 
 
-def whole(entry: Entry, changed: Changes, context: MeasureContext, *, root: Path) -> str:
+def whole(entry: Entry, changed: dict[str, Any], context: MeasureContext, *, root: Path) -> str:
     """The page as one file, UTF-8 text. root: as for `sections`."""
     return render(
         "report/run.html",
-        title=entry.name,
+        title=entry.key,
         entry=entry,
         state=state(entry, now=time.time()),
         changes=changed,

@@ -1,4 +1,4 @@
-"""The HTTP server of the pages: it answers GET and HEAD of a fixed set of addresses, and writes the notes of a run.
+"""The HTTP server of the pages: it answers GET of a fixed set of addresses, and writes the notes of a run.
 
 Runs are named by their key in the query, which is looked up among the runs that were found; nothing of a request
 becomes a path. Scripts come from files of this package alone (Content-Security-Policy), so a text that got into a
@@ -6,8 +6,6 @@ page as markup would still do nothing. On a loopback address a request has to na
 page from elsewhere could have its own name resolved to this machine and read what is here. A note is taken from a page
 of this server alone: the request's Origin has to be this server, and it has to bring the token that is in that page.
 """
-
-from __future__ import annotations
 
 import gzip
 import hashlib
@@ -80,11 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """A page, a part of one, or its data."""
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        """The headers of the same."""
-        self._answer(with_body=False)
+        self._answer()
 
     def do_POST(self) -> None:
         """Take the notes of a run."""
@@ -98,9 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif not length.isdecimal() or int(length) > MOST_BYTES:
             self.send_error(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, explain=f"Notes have at most {MOST_BYTES:,} bytes.")
         else:
-            self._answer(with_body=True, content=self.rfile.read(int(length)))
+            self._answer(self.rfile.read(int(length)))
 
-    def _answer(self, *, with_body: bool, content: bytes | None = None) -> None:
+    def _answer(self, content: bytes | None = None) -> None:
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if self.server.names is not None and host not in self.server.names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain="This server has another name.")
@@ -119,9 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
             print(shown(f"mantissa: {self.path}: {type(problem).__name__}: {problem}"), file=sys.stderr, flush=True)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
-        self._send(reply, with_body=with_body)
+        self._send(reply)
 
-    def _send(self, reply: Reply, *, with_body: bool) -> None:
+    def _send(self, reply: Reply) -> None:
         body = reply.body
         tag = f'"{hashlib.sha256(body).hexdigest()[:24]}"'
         same = self.headers.get("If-None-Match") == tag
@@ -139,7 +133,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if with_body and not same:
+        if not same:
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:

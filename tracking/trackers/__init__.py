@@ -1,5 +1,5 @@
 """Other trackers as sinks: TensorBoard, MLflow, Trackio and CSV, each through its own client in a process of its own.
 
-Read sink.py (starts and ends the process) and delivery.py (follows `events.jsonl`), which wandb shares; then worker.py
-and clients.py (the differences between the trackers).
+Read sink.py (starts and ends the process) and delivery.py (follows `events.jsonl`), which wandb shares; then clients.py
+(the process, and the differences between the trackers).
 """

@@ -1,9 +1,11 @@
-"""The clients of the trackers, behind one small interface. Their packages are optional, and imported only here."""
+"""The process that runs a tracker's client, and the clients behind one small interface.
 
-from __future__ import annotations
+Their packages are optional, and imported only here. Each event becomes the row that wandb gets, on the same axis.
+"""
 
 import csv
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +13,9 @@ from typing import Any, Protocol
 from config.files import write_atomically
 from tracking.compare.differences import flat
 from tracking.events import Event
+from tracking.trackers.delivery import Delivered, Delivery, run_client
 from tracking.trackers.tensorboard_client import TensorBoard
+from tracking.wandb.charts import AXIS
 
 DELIVERED = ".{}_delivered"
 """File of the run folder: how many events the tracker of that name has taken. The first session makes it."""
@@ -36,17 +40,13 @@ class Client(Protocol):
         """The run has ended, or crashed (then not 0)."""
 
 
-def open_client(job: dict[str, Any]) -> Client:
-    """The client that a job of `tracking.trackers.sink` names. Raises ImportError where its package is missing."""
-    return _CLIENTS[job["tracker"]](job)
-
-
 class MLflow:
     """A run at MLFLOW_TRACKING_URI, or in RUN/mlflow.db where that is not set; a resumed run continues it."""
 
     _MOST_METRICS, _MOST_PARAMS, _MOST_TEXT = 1000, 100, 500  # of one batch, and of a parameter's value
 
     def __init__(self, job: dict[str, Any]) -> None:
+        from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -65,14 +65,9 @@ class MLflow:
             kept = {name: value for name, value in tags.items() if value}
             self._run = self._client.create_run(number, tags=kept, run_name=job["name"]).info.run_id
             write_atomically(known, self._run.encode())
-            self._log_params(job["config"])
-
-    def _log_params(self, config: dict[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(config)]
-        for batch in _batches(params, self._MOST_PARAMS):
-            self._client.log_batch(self._run, params=batch)
+            params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(job["config"])]
+            for batch in _batches(params, self._MOST_PARAMS):
+                self._client.log_batch(self._run, params=batch)
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Metrics, sent with the next flush; the verdict becomes tags."""
@@ -167,3 +162,41 @@ def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
 def _mlflow_name(name: str) -> str:
     """MLflow takes letters, digits, underscores, dashes, periods, spaces and slashes, at most 250 of them."""
     return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in name)[:250]
+
+
+class TrackerDelivery(Delivery):
+    """Gives the numbers of new events to a client."""
+
+    def __init__(self, client: Client, delivered: Delivered, log_every_steps: int) -> None:
+        super().__init__(log_every_steps, delivered.lines)
+        self._client, self._delivered = client, delivered
+
+    def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
+        """Log the numbers of a new row."""
+        if earlier:
+            return
+        numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+        attempt = int(numbers.pop(AXIS))
+        numbers.pop("_timestamp", None)
+        self._client.log(event, numbers, attempt)
+
+    def flush(self) -> None:
+        """Have the client store what it was given, and remember how much that was."""
+        if self.line > self._delivered.lines:
+            self._client.flush()
+            self._delivered.save(self.line)
+
+    def close(self, exit_code: int) -> None:
+        """End the client's run."""
+        self._client.close(exit_code)
+
+
+def deliver(job: dict[str, Any]) -> None:
+    """Deliver a run as a job of `tracking.trackers.sink` says."""
+    delivered = Delivered(Path(job["folder"]) / DELIVERED.format(job["tracker"]))
+    client = _CLIENTS[job["tracker"]](job)
+    TrackerDelivery(client, delivered, job["log_every_steps"]).follow(job)
+
+
+if __name__ == "__main__":
+    sys.exit(run_client(deliver))

@@ -6,8 +6,6 @@ client's log in the run folder. A file in the run folder holds how many lines th
 delivers the rest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select
@@ -25,10 +23,11 @@ from config.printable import printable
 from config.redact import Redactor
 from tracking.events import Event
 from tracking.file_lock import exclusive_lock
-from tracking.jsonl import Follower, event_on
+from tracking.jsonl import Follower, beginnings, event_on
 from tracking.wandb.charts import Rows
 
 POLL_S = 0.5
+_STEP = beginnings("step")
 
 
 class Delivered:
@@ -67,7 +66,8 @@ class Delivery(ABC):
     def add(self, number: int, text: bytes) -> None:
         """Take one line of the events, counted from 1."""
         earlier, self.line = number <= self.earlier, number
-        if earlier and self.rows.pass_step(text):
+        if earlier and text.startswith(_STEP):
+            self.rows.attempts += 1  # without being parsed
             return
         event = event_on(text)
         if event is None:
@@ -75,20 +75,16 @@ class Delivery(ABC):
         event = self._redactor.value("", event)
         if event["event"] in ("run_start", "run_end"):
             self.end = event if event["event"] == "run_end" else None
-        if earlier:
-            self.pass_event(event)
-            return
         row = self.rows.row(event)
         if event["event"] != "step" or event["step"] % self._every == 0 or not event["applied"]:
-            self.log(event, row)
-
-    def pass_event(self, event: Event) -> None:
-        """Count an event that the client has from an earlier session; not called for steps."""
-        self.rows.pass_event(event)
+            self.log(event, row, earlier=earlier)
 
     @abstractmethod
-    def log(self, event: Event, row: dict[str, Any]) -> None:
-        """Give the client an event with its row of charts (`tracking.wandb.charts`)."""
+    def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
+        """Give the client an event with its row of charts (`tracking.wandb.charts`).
+
+        earlier: the client has it from an earlier session; no such step is passed.
+        """
 
     @abstractmethod
     def flush(self) -> None:

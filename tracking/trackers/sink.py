@@ -6,8 +6,6 @@ crash of the client therefore cannot block a step or the end of the run, and whe
 delivers the last events. The record needs a `JsonlSink` on the same run folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -118,24 +116,32 @@ class ClientSink:
                 self._error_line = shown(text)
 
 
+def described(config: dict[str, Any]) -> dict[str, Any]:
+    """Name, notes and sorting of a run for a tracker, from its resolved config; without secrets."""
+    run, own = config["run"], config["tracking"]
+    found = {"name": run["name"], "notes": run["hypothesis"], "project": own["project"]}
+    found |= {"group": own.get("group") or "", "tags": own.get("tags") or []}
+    return redact(found | {"job_type": own.get("job_type") or "train"})
+
+
 class TrackerSink(ClientSink):
     """Feeds one tracker."""
 
-    def __init__(self, tracker: str, run_dir: RunDir, facts: dict[str, Any], *, log_every_steps: int) -> None:
+    def __init__(self, tracker: str, run_dir: RunDir, config: dict[str, Any]) -> None:
         """Start the process and return at once; it delivers new events, and those that an earlier session left.
 
-        tracker: tensorboard, mlflow, trackio or csv. facts: `name`, `project`, `group`, `tags`, `job_type`, `notes` and
-        `config`, a nested dict; secrets are hidden.
+        tracker: tensorboard, mlflow, trackio or csv. config: the resolved run config; secrets are hidden.
         """
         super().__init__(tracker, run_dir, limit_s=CLOSE_SECONDS, later="the next session delivers the rest")
         job = {
             "tracker": tracker,
             "folder": str(run_dir.path.resolve()),
             "lock_wait_s": LOCK_WAIT_S,
-            "log_every_steps": log_every_steps,
-            **redact(facts),
+            "log_every_steps": config["tracking"]["log_every_steps"],
+            "config": redact(config),
+            **described(config),
         }
         try:
-            self._start("tracking.trackers.worker", job, dict(os.environ))
+            self._start("tracking.trackers.clients", job, dict(os.environ))
         except OSError as error:  # raised by the first write
             self._failure = error

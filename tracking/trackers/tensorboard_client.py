@@ -4,8 +4,6 @@ The first section is what a run is judged by. Beside numbers there are the confi
 settings of a run for the HParams tab, histograms over the layers, and the verdict.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

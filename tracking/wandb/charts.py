@@ -6,9 +6,8 @@ are beside it in every row. wandb's own minima (`define_metric(summary=...)`) st
 0.31), so the lowest validation loss is tracked here.
 """
 
-from __future__ import annotations
-
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,46 +31,34 @@ _STEP_FIELDS = (
     *("loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total"),
     *("step_seconds", "tokens_per_second", "memory_bytes"),
 )
-_STEP_LINE = b'"event":"step"'
 _BINS = 64
-_EVENT_PLACE = 40  # bytes: the name of the event is at the start of a line
 
 
 class Rows:
     """Events in file order as rows of charts. Events of earlier sessions have to be passed too: they are counted."""
 
     def __init__(self) -> None:
-        """Start without events. `attempts`: step events so far."""
         self.attempts = 0
+        """Steps so far."""
         self._applied: int | None = None  # unknown until the first step
-        self._totals: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
         self._lowest = math.inf
-
-    def pass_step(self, line: bytes) -> bool:
-        """Whether `line` is a step event, which is then counted without being parsed."""
-        found = _STEP_LINE in line[:_EVENT_PLACE]
-        self.attempts += found
-        return found
-
-    def pass_event(self, event: Event) -> None:
-        """Count an event that is not a step."""
-        for name in _counted(event):
-            self._totals[name] = self._totals.get(name, 0) + 1
-        if event["event"] == "eval":
-            self._lowest = min(self._lowest, event["loss"])  # a loss that is nan leaves it as it is
 
     def row(self, event: Event) -> dict[str, Any]:
         """Count `event`; returns its chart row."""
+        row = chart_values(event)
         if event["event"] == "step":
             self.attempts += 1
             self._applied = event["step"] - event["skipped_total"]
-        else:
-            self.pass_event(event)
-        totals = {name: self._totals[name] for name in _counted(event)}
-        places = {AXIS: self.attempts, "_timestamp": event["time"]}
-        applied = {} if self._applied is None else {"applied": self._applied}
-        lowest = {"eval/lowest_loss": self._lowest} if event["event"] == "eval" else {}
-        return chart_values(event) | totals | places | applied | lowest
+        elif event["event"] == "eval":
+            self._lowest = min(self._lowest, event["loss"])  # a loss that is nan leaves it as it is
+            row["eval/lowest_loss"] = self._lowest
+        for name in _counted(event):
+            self._totals[name] += 1
+            row[name] = self._totals[name]
+        if self._applied is not None:
+            row["applied"] = self._applied
+        return row | {AXIS: self.attempts, "_timestamp": event["time"]}
 
 
 def _counted(event: Event) -> tuple[str, ...]:

@@ -4,8 +4,6 @@ An artifact's digest is made of the references' names and URLs. The name has the
 so that a step that is saved again after a rollback becomes a new version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

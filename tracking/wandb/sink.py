@@ -1,7 +1,5 @@
 """wandb as a sink: rank 0 only, offline by default, and it never blocks training."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -15,7 +13,7 @@ from config.files import why_not_writable, write_atomically
 from config.printable import printable, shown
 from config.redact import redact
 from tracking.run_dir import RunDir
-from tracking.trackers.sink import ClientSink
+from tracking.trackers.sink import ClientSink, described
 
 INIT_TIMEOUT_S = 20.0
 FINISH_TIMEOUT_S = 30.0
@@ -35,13 +33,6 @@ class WandbSink(ClientSink):
         config: dict[str, Any],
         *,
         mode: str,
-        project: str,
-        name: str,
-        notes: str,
-        log_every_steps: int,
-        group: str = "",
-        tags: Sequence[str] = (),
-        job_type: str = "train",
         models: Sequence[dict[str, Any]] = (),
         init_timeout_s: float = INIT_TIMEOUT_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
@@ -58,20 +49,22 @@ class WandbSink(ClientSink):
         super().__init__("wandb", run_dir, limit_s=limit_s, later=f"`{command}` delivers the rest")
         if mode == "disabled":
             return
-        words: dict[str, Any] = {"project": project, "name": shown(name), "notes": printable(notes)}
-        words |= {"group": shown(group) or None, "tags": [shown(tag) for tag in tags], "job_type": shown(job_type)}
-        leaving = redact(words)
         job: dict[str, Any] = {
             "mode": mode,
             "delivered": str((run_dir.path / "wandb_delivered").resolve()),
             "config": redact(config),
             "models": list(models),
-            "log_every_steps": log_every_steps,
+            "log_every_steps": config["run"]["tracking"]["log_every_steps"],
             "init_timeout_s": init_timeout_s,
             "finish_timeout_s": finish_timeout_s,
             "lock_wait_s": finish_timeout_s,
         }
-        init = {"resume": "allow", "allow_val_change": True, "dir": str(run_dir.path.resolve()), **leaving}
+        leaving = described(config["run"])
+        words: dict[str, Any] = {
+            name: printable(said) if name == "notes" else shown(said) for name, said in leaving.items()
+        }
+        words |= {"group": words["group"] or None, "tags": [shown(tag) for tag in leaving["tags"]]}
+        init = {"resume": "allow", "allow_val_change": True, "dir": str(run_dir.path.resolve()), **words}
         try:
             self._start("tracking.wandb.worker", job | {"init": init | {"id": run_id(run_dir)}}, self._variables())
         except OSError as error:  # raised by the first write

@@ -8,8 +8,6 @@ The last line says how much was new and where it went. Exit code 0: done; 1: wan
 offline; 2: wrong arguments.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence
@@ -41,13 +39,6 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
         run_dir,
         {"run": run, "deepspeed": deepspeed, "environment": environment},
         mode="online" if online else "offline",
-        project=run["tracking"]["project"],
-        name=run["run"]["name"],
-        notes=run["run"]["hypothesis"],
-        log_every_steps=run["tracking"]["log_every_steps"],
-        group=run["tracking"].get("group") or "",
-        tags=run["tracking"].get("tags") or (),
-        job_type=run["tracking"].get("job_type") or "train",
         models=models,
         finish_timeout_s=FINISH_TIMEOUT_S,
     )

@@ -1,6 +1,4 @@
-"""Events into one wandb run."""
-
-from __future__ import annotations
+"""Events into one wandb run: rows of charts, tables of what went wrong, alerts and models."""
 
 import shutil
 import time
@@ -9,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import one_line
+from config.printable import line
 from tracking.events import Event
 from tracking.trackers.delivery import Delivery, log_traceback, report
 from tracking.wandb.charts import AXIS, FIRST, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
-from tracking.wandb.tables import Alerts, Tables
 
 MIN_FREE_BYTES = 4 << 20
 """Free space below which nothing more is logged to an offline run: wandb says nothing about what a full disk refuses,
@@ -22,6 +20,21 @@ and the rest of the disk is for the events."""
 _PREEMPTED = "preempted"
 SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
 """Fields of the `run_end` in the summary of the wandb run."""
+MAX_ROWS = 2000
+"""The newest rows that a table keeps: wandb uploads the whole table each time."""
+TABLE_EVERY_S = 60.0
+ALERT_EVERY_S = 300.0
+"""Seconds between two alerts of one verdict."""
+STALE_S = 900.0
+"""An incident older than this, from a session whose wandb had died, raises no alert."""
+
+_COLUMNS = {
+    "incident": ("verdict", "reason", "modules", "promoted_to", "rolled_back_to", "replay"),
+    "nonfinite": ("rank", "module", "tensor", "kind", "count", "largest_finite", "micro_batch", "seen"),
+    "scale": ("from", "to", "reason", "consecutive_overflows", "lr", "momentum_norm"),
+}
+_LEVELS = {"ABORT": "ERROR", "ROLLBACK": "ERROR"}
+_MAX_TITLE = 63
 
 
 class NoSpaceLeft(RuntimeError):
@@ -40,15 +53,13 @@ class WandbDelivery(Delivery):
         self._tables, self._alerts = Tables(), Alerts()
         self._reported: set[str] = set()
 
-    def pass_event(self, event: Event) -> None:
-        """Count an event of an earlier session, and keep it for the tables."""
-        super().pass_event(event)
-        self._tables.add(event, self.rows.attempts, delivered=True)
-
-    def log(self, event: Event, row: dict[str, Any]) -> None:
-        """Log a row, and what else an event leads to."""
+    def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
+        """Log a row, and what else an event leads to. The tables have the events of earlier sessions, too."""
         import wandb
 
+        self._tables.add(event, self.rows.attempts, delivered=earlier)
+        if earlier:
+            return
         kind = event["event"]
         drawn = {name: wandb.Histogram(np_histogram=pair) for name, pair in histograms(event).items()}
         first = {FIRST[name]: value for name, value in row.items() if name in FIRST}  # in "Charts", the first section
@@ -59,27 +70,20 @@ class WandbDelivery(Delivery):
         elif kind == "checkpoint":
             self._try("a checkpoint", lambda: self._artifact(event))
         elif kind == "incident" and not self._run.offline:
-            self._try("an alert", lambda: self._alert(event))
-        self._tables.add(event, self.rows.attempts, delivered=False)
+            arguments = self._alerts.alert(event, self._run.name, time.time())
+            if arguments is not None:
+                self._try("an alert", lambda: self._run.alert(**arguments))
 
     def _artifact(self, event: Event) -> None:
         if "://" in event["path"] or Path(event["path"]).is_dir():  # it may have been deleted to make room
             log_artifact(self._run, checkpoint_facts(event, self._config))
 
-    def _alert(self, event: Event) -> None:
-        arguments = self._alerts.alert(event, self._run.name, time.time())
-        if arguments is not None:
-            self._run.alert(**arguments)
-
     def flush(self) -> None:
         """Log the tables that changed, when due. Raises NoSpaceLeft."""
-        self._require_space()
-        if self._tables.due(time.monotonic()):
-            self._log_tables()
-
-    def _require_space(self) -> None:
         if self._run.offline and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES:
             raise NoSpaceLeft("no space left on its disk")
+        if self._tables.due(time.monotonic()):
+            self._log_tables()
 
     def _log_tables(self) -> None:
         def log() -> None:
@@ -109,4 +113,80 @@ class WandbDelivery(Delivery):
         if self.end is not None and self.end["status"] == _PREEMPTED:
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
-        self._require_space()
+        self.flush()
+
+
+class Tables:
+    """The incidents, non-finite attributions and scale events of a run over all its sessions, newest last."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[list[Any]]] = {}
+        self._changed: set[str] = set()
+        self._logged = 0.0
+
+    def add(self, event: Event, attempt: int, *, delivered: bool) -> None:
+        """Add a row if `event` belongs in a table. delivered: wandb has it from an earlier session."""
+        kind = event["event"]
+        if kind not in _COLUMNS:
+            return
+        rows = self._rows.setdefault(kind, [])
+        rows.append([attempt, event["step"], *(_cell(event.get(name)) for name in _COLUMNS[kind])])
+        del rows[:-MAX_ROWS]
+        if not delivered:
+            self._changed.add(kind)
+
+    def due(self, now: float) -> bool:
+        """Whether a table changed, and none was logged for TABLE_EVERY_S. now: monotonic seconds."""
+        return bool(self._changed) and now - self._logged >= TABLE_EVERY_S
+
+    def take(self, now: float) -> dict[str, Any]:
+        """The tables that changed since the last call, to be logged."""
+        import wandb
+
+        changed, self._changed, self._logged = sorted(self._changed), set(), now
+        return {
+            f"tables/{kind}": wandb.Table(
+                columns=["attempt", "step", *_COLUMNS[kind]], data=self._rows[kind], allow_mixed_types=True
+            )
+            for kind in changed
+        }
+
+
+def _cell(value: Any) -> Any:
+    """Lists and non-finite numbers as text, since a table's JSON has neither."""
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+class Alerts:
+    """Limits alerts to one per verdict in ALERT_EVERY_S; suppressed ones are counted in the next."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self._left_out: dict[str, int] = {}
+
+    def alert(self, event: Event, run_name: str, now: float) -> dict[str, Any] | None:
+        """The arguments of `wandb.alert` for an incident; None for no alert. now: seconds since the epoch."""
+        if event["event"] != "incident" or now - event["time"] > STALE_S:
+            return None
+        verdict = event["verdict"]
+        if now - self._last.get(verdict, -ALERT_EVERY_S) < ALERT_EVERY_S:
+            self._left_out[verdict] = self._left_out.get(verdict, 0) + 1
+            return None
+        self._last[verdict] = now
+        lines = [f"{verdict} at step {event['step']} of {run_name}: {event['reason']}"]
+        if event["modules"]:
+            lines.append(f"modules: {', '.join(event['modules'])}")
+        if left_out := self._left_out.pop(verdict, 0):
+            lines.append(f"{left_out} more since the last alert")
+        if event["replay"]:
+            lines.append(f"replay: {event['replay']}")
+        return {
+            "title": line(f"{verdict} in {run_name}")[:_MAX_TITLE],
+            "text": "\n".join(map(line, lines)),
+            "level": _LEVELS.get(verdict, "WARN"),
+            "wait_duration": ALERT_EVERY_S,
+        }

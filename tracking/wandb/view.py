@@ -6,8 +6,6 @@ The panels are in docs/wandb/saved_view.yaml. Each call creates a new view; dele
 it and contacts no server. Needs wandb-workspaces. Exit code 0: created; 2: it cannot be created.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence
@@ -62,34 +60,30 @@ def _panel(panel: dict[str, Any]) -> Any:
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Create the view and print its URL, or with --show its JSON."""
     parser = Arguments("python -m tracking.wandb.view", __doc__)
     parser.add_argument("project", metavar="ENTITY/PROJECT", help="a wandb project")
     parser.add_argument("--definition", type=Path, default=DEFINITION, metavar="FILE", help="the panels, in YAML")
     parser.add_argument("--show", action="store_true", help="print the view as JSON and send nothing")
     options = parser.parse_args(arguments)
-    print(_create_view(options.project, options.definition, show=options.show))
-    return 0
-
-
-def _create_view(path: str, definition: Path, *, show: bool) -> str:
-    """Create the view; returns its URL, or with `show` its JSON."""
-    entity, _, project = path.partition("/")
+    entity, _, project = options.project.partition("/")
     if not entity or not project or "/" in project:
-        raise UserError(f"{path}: is not ENTITY/PROJECT; give a wandb user or team and a project")
+        raise UserError(f"{options.project}: is not ENTITY/PROJECT; give a wandb user or team and a project")
     try:
-        parsed = yaml_text.parse(definition.read_text(encoding="utf-8"))
+        parsed = yaml_text.parse(options.definition.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"--definition {definition}: cannot be read ({one_line(error, 200)})") from None
+        raise UserError(f"--definition {options.definition}: cannot be read ({one_line(error, 200)})") from None
     view = build(entity, project, parsed)
-    if show:
-        return json.dumps(view._to_model().model_dump(by_alias=True, exclude_none=True, mode="json"), indent=1)
+    if options.show:
+        print(json.dumps(view._to_model().model_dump(by_alias=True, exclude_none=True, mode="json"), indent=1))
+        return 0
     try:
         view.save()
-        return str(view.url)
     except Exception as error:  # no login, no network, no such project: the client has a class of its own for each
-        why = one_line(error, 200)
-        raise UserError(f"{path}: not saved ({why}); check the name, `wandb login` and the network") from None
+        advice = "check the name, `wandb login` and the network"
+        raise UserError(f"{options.project}: not saved ({one_line(error, 200)}); {advice}") from None
+    print(view.url)
+    return 0
 
 
 if __name__ == "__main__":

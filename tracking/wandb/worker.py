@@ -5,12 +5,11 @@ nothing. What wandb keeps of a session in RUN/wandb is whole, or it is removed a
 file is torn when its process or the machine dies, and `wandb sync` stops at a torn one.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,45 +25,34 @@ from tracking.wandb.upload import NoSpaceLeft, WandbDelivery
 ATTEMPTS = 3
 
 
-class Unfinished:
-    """Marks the session of RUN/wandb that is being written, by the names of the folders that were there before it."""
+def begin_session(folder: Path) -> Path:
+    """Remove what a session has left in RUN/wandb that wandb did not finish, and mark the next one.
 
-    def __init__(self, folder: Path) -> None:
-        """folder: RUN/wandb, which is made where it is missing."""
-        self._folder, self._path = folder, folder / "unfinished"
-        folder.mkdir(exist_ok=True)
-
-    def begin(self) -> None:
-        """Remove what a session has left that wandb did not finish, and mark the next one."""
-        if self._path.exists():
-            kept = self._path.read_text(encoding="utf-8").splitlines()
-            for path in self._sessions():
-                if path.name not in kept:
-                    shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
-        else:
-            write_atomically(self._path, "\n".join(path.name for path in self._sessions()).encode())
-
-    def end(self) -> None:
-        """Keep the session: wandb has finished it."""
-        self._path.unlink()
-
-    def _sessions(self) -> list[Path]:
-        return [path for path in self._folder.glob("*run-[0-9]*") if path.is_dir()]
+    The mark, which is returned and to be removed when wandb has finished, has the names of the sessions before it.
+    """
+    folder.mkdir(exist_ok=True)
+    mark, sessions = folder / "unfinished", [path for path in folder.glob("*run-[0-9]*") if path.is_dir()]
+    if not mark.exists():
+        write_atomically(mark, "\n".join(path.name for path in sessions).encode())
+        return mark
+    kept = mark.read_text(encoding="utf-8").splitlines()
+    for path in sessions:
+        if path.name not in kept:
+            shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
+    return mark
 
 
-def _as_shown(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`."""
+def shown_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`.
+
+    With the content of the precision manifest that it names; None when there is none or it cannot be read.
+    """
+    run = config.get("run") or {}
     rest = {name: value for name, value in config.items() if name not in ("run", "deepspeed")}
-    return {**(config.get("run") or {}), **rest, "ds_config": config.get("deepspeed") or {}}
-
-
-def _manifest(config: dict[str, Any]) -> Any:
-    """The content of the precision manifest that the run config names; None when there is none or it cannot be read."""
-    path = ((config.get("run") or {}).get("precision") or {}).get("manifest")
-    try:
-        return json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError):
-        return None
+    path, manifest = (run.get("precision") or {}).get("manifest"), None
+    with suppress(OSError, ValueError):
+        manifest = json.loads((REPOSITORY / path).read_text(encoding="utf-8")) if path else None
+    return redact({**run, **rest, "ds_config": config.get("deepspeed") or {}, "manifest": manifest})
 
 
 def start_run(job: dict[str, Any]) -> Any:
@@ -84,8 +72,7 @@ def start_run(job: dict[str, Any]) -> Any:
         finish_timeout=job["finish_timeout_s"],
         finish_timeout_raises=True,
     )
-    run, config = None, job["config"]
-    init = job["init"] | {"config": redact(_as_shown(config) | {"manifest": _manifest(config)})}
+    run, init = None, job["init"] | {"config": shown_config(job["config"])}
     if job["mode"] == "online":
         try:
             if not wandb.login(prompt=False):
@@ -106,38 +93,31 @@ def deliver(job: dict[str, Any]) -> None:
 
     wandb's helper ends at the SIGTERM that a scheduler or launcher sends to the whole job, long before training does.
     """
-    delivered, unfinished = Delivered(Path(job["delivered"])), Unfinished(Path(job["init"]["dir"]) / "wandb")
+    import wandb
+
+    delivered, folder = Delivered(Path(job["delivered"])), Path(job["init"]["dir"]) / "wandb"
     if delivered.lines > sum(1 for _ in Follower(Path(job["events"])).lines()):
         delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
     for left in reversed(range(ATTEMPTS)):
-        unfinished.begin()
+        mark = begin_session(folder)
         delivery = WandbDelivery(start_run(job), job, delivered.lines)
         try:
             delivery.follow(job)
             break
         except Exception as error:
             log_traceback()
-            reset_wandb()
+            with suppress(Exception):  # expected: it is dead
+                wandb.teardown(exit_code=1)  # so that it can be started again
             if left == 0 or isinstance(error, NoSpaceLeft):
-                unfinished.begin()
+                begin_session(folder)
                 raise
-    unfinished.end()
+    mark.unlink()
     delivered.save(delivery.line)
     new = f"{max(0, delivery.line - delivery.earlier):,} new events"
     if delivery.url is None:
         report("wrote", f"{new}, offline; upload them: wandb sync {shlex.quote(job['init']['dir'] + '/wandb')}")
     else:
         report("sent", f"{new} to {delivery.url}")
-
-
-def reset_wandb() -> None:
-    """Reset wandb, so that it can be started again."""
-    import wandb
-
-    try:
-        wandb.teardown(exit_code=1)
-    except Exception:
-        log_traceback()  # expected: it is dead
 
 
 if __name__ == "__main__":

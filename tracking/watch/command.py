@@ -5,15 +5,12 @@ quits, x toggles a logarithmic step axis, h shows the heat maps of the layers on
 the output is not a terminal, one frame is printed.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +19,6 @@ from rich.live import Live
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
-from config.printable import shown
 from tracking import terminal
 from tracking.heatmap.grid import drawn_panels
 from tracking.heatmap.panels import PANELS
@@ -55,16 +51,9 @@ class Watch:
         self._read = self.run.read(seconds)
         return self._read < 1.0
 
-    def facts(self) -> RunFacts:
-        """The run as read so far."""
-        try:
-            return self.run.facts()
-        except UserError:  # its config is being written, or damaged: the events are shown all the same
-            return replace(self.run.events(), checked=run_status(self.run.folder))
-
     def frame(self, width: int, height: int, *, keys: bool) -> RenderableType:
         """The current screen, for a terminal of this size. keys: whether they are read."""
-        run = self.facts()
+        run = self.run.known_facts()
         view = View(
             width=width,
             height=height,
@@ -94,13 +83,11 @@ class Watch:
         self.panel = keys[(at + 1) % len(keys)]
 
 
-def once(watch: Watch, console: Console, *, svg: Path | None = None) -> None:
+def once(watch: Watch, console: Console) -> None:
     """Read everything and print one frame."""
     while watch.read(60.0):
         pass
     console.print(watch.frame(console.width, _ONCE_HEIGHT, keys=False))
-    if svg is not None:
-        console.save_svg(str(svg), title=shown(f"python -m tracking.watch {watch.run.folder}"))
 
 
 def live(watch: Watch, console: Console) -> None:
@@ -162,17 +149,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--log-steps", action="store_true", help="steps on a logarithmic axis")
     parser.add_argument("--heat", choices=PANELS, default="", help="show this heat map of the layers, not the curves")
     parser.add_argument("--ascii", action="store_true", help="only ASCII characters")
-    parser.add_argument("--svg", type=Path, help="with --once: also write the frame to this file")
     given = parser.parse_args(arguments)
-    console = terminal.console(record=given.svg is not None)
+    console = terminal.console()
     ascii_only = given.ascii or console.is_dumb_terminal or not console.encoding.lower().startswith("utf")
     try:
         if not given.run.is_dir():
             raise UserError(f"{given.run}: there is no such run folder; give one such as runs/demo")
         watch = Watch(RunDir(given.run), log_steps=given.log_steps, ascii_only=ascii_only)
         watch.panel = given.heat
-        if given.once or given.svg or not console.is_terminal:
-            once(watch, console, svg=given.svg)
+        if given.once or not console.is_terminal:
+            once(watch, console)
         elif console.is_dumb_terminal:
             print_repeatedly(watch, console)
         else:

@@ -1,10 +1,9 @@
 """Curves in a terminal: braille dots, two by four to a character; stars where the terminal has only ASCII."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 from rich.text import Text
@@ -27,7 +26,7 @@ class Line:
     points: bool = False
     """Whether to draw only points, for rare measurements."""
 
-    def finite(self) -> Line:
+    def finite(self) -> Self:
         """The line without what is not finite."""
         known = np.isfinite(self.values)
         return replace(self, steps=self.steps[known], values=self.values[known])

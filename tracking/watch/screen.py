@@ -1,7 +1,5 @@
 """The dashboard: one frame of a run, fitted to the terminal."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter
@@ -27,9 +25,9 @@ from tracking.heatmap.panels import PANELS
 from tracking.heatmap.words import sentences
 from tracking.numbers import duration, human, loss, mib, number, percent, rate, scale
 from tracking.report.log import newest_events
+from tracking.run_dir import setting
 from tracking.run_facts import RunFacts
 from tracking.status import Status
-from tracking.summary import setting
 from tracking.verdict import STYLES
 from tracking.watch.curves import Axes, Line, draw
 
@@ -254,12 +252,16 @@ def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, st
     causes = Counter(
         "loss" if event["tensor"] == "loss" else line(event["module"]) for event in rare.get("nonfinite", [])
     )
+    worst = next((what for what, _ in causes.most_common(1)), "")
     shares = (observed.get("flop_share") or {}).items()
     memory, warnings = run.peak_memory_bytes, run.verdict.warnings
+    waited = newest.get("data_seconds")
+    wait = "" if waited is None else f", {percent(waited / newest['step_seconds'], 2)} data wait"
+    age = f", {duration(max(0.0, view.now - saved['time']))} ago" if saved and not status.over else ""
     rows = [
         ("tokens", human(columns.tokens[-1] if len(columns) else 0), ""),
         ("speed", f"{human(speed)} tokens/s" if speed else "", ""),
-        ("a step", f"{number(seconds, 3)} s{_waiting(newest)}" if seconds else "", ""),
+        ("a step", f"{number(seconds, 3)} s{wait}" if seconds else "", ""),
         ("memory", f"{mib(memory)}, peak" if memory > 0 else "", ""),
         ("learning rate", rate(newest["lr"]) if newest else "", ""),
         ("validation", f"{loss(followed(validated)[1])} at {validated['step']:,}" if validated else "", ""),
@@ -268,26 +270,12 @@ def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, st
         ("loss not finite", f"{broken:,} x" if broken else "", "bold red"),
         ("incidents", incidents or "none", "bold red" if incidents else ""),
         ("warnings", f"{warnings:,}" if warnings else "", "yellow"),
-        ("inf or nan", "; ".join(_tail(what, 22) for what, _ in causes.most_common(1)), "bold red"),
-        ("checkpoint", f"step {saved['step']:,}{_age(saved, status, view)}" if saved else "none", ""),
+        ("inf or nan", worst if len(worst) <= 22 else f"...{worst[-19:]}", "bold red"),
+        ("checkpoint", f"step {saved['step']:,}{age}" if saved else "none", ""),
         ("computed in", ", ".join(f"{line(dtype)} {percent(part, 3)}" for dtype, part in shares if part), ""),
         *((name, number(value), "") for name, value in (newest.get("metrics") or {}).items()),
     ]
     return [row for row in rows if row[1]]
-
-
-def _tail(text: str, width: int) -> str:
-    """The last `width` characters of a module's name."""
-    return text if len(text) <= width else "..." + text[3 - width :]
-
-
-def _waiting(newest: Event) -> str:
-    waited = newest.get("data_seconds")
-    return f", {percent(waited / newest['step_seconds'], 2)} data wait" if waited is not None else ""
-
-
-def _age(event: Event, status: Status, view: View) -> str:
-    return "" if status.over else f", {duration(max(0.0, view.now - event['time']))} ago"
 
 
 def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:

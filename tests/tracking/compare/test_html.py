@@ -2,13 +2,13 @@
 
 import json
 import math
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.page import Page
 from tests.support.runs.compare_runs import write_run
 from tests.support.servers.browser import tab
 from tracking.compare.command import main
@@ -38,31 +38,10 @@ def comparison(tmp_path: Path) -> Comparison:
     return compare(read_runs([str(base.path), str(other.path)]), tolerance=Tolerance(), price=None)
 
 
-class _Reader(HTMLParser):
-    """The URLs that a browser would load, and the text of each script."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loaded: list[str] = []
-        self.tags: list[str] = []
-        self.scripts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.loaded += [value for name, value in attrs if name in ("src", "href") and value]
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.tags and self.tags[-1] == "script" and self.scripts:
-            self.scripts[-1] += data
-
-
 def test_the_page_stands_alone_and_escapes_what_runs_brought(comparison: Comparison) -> None:
     text = page(comparison)
-    reader = _Reader()
-    reader.feed(text)
-    assert reader.loaded == [] and "img" not in reader.tags and len(reader.scripts) == 4
+    reader = Page(text)
+    assert reader.loads == [] and "img" not in dict(reader.tags) and len(reader.scripts) == 4
     assert json.loads(reader.scripts[1])["divergences"] == [{"run": 1, "step": 20, "beyond": 20}]
     assert """content="default-src 'none';""" in text, "the browser would load nothing, whatever a run is called"
     assert SECRET not in text and "&lt;img src=x&gt;" in text and "diverge at step 20" in text

@@ -80,7 +80,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
     run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
     config = {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT}
-    sink = WandbSink(run_dir, config, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+    sink = WandbSink(run_dir, config, mode="offline")
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=0, tokens=0, **start_fields())
     for step in (1, 2, 3, 4, 5, 5, 6):

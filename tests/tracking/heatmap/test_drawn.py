@@ -11,9 +11,8 @@ from config.errors import UserError
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.servers.browser import tab
 from tracking.compare.command import main as compare
-from tracking.heatmap.difference import difference_data, differences_of
 from tracking.heatmap.grid import HeatCollector, read_heat
-from tracking.heatmap.page import panel_data
+from tracking.heatmap.page import difference_data, differences_of, panel_data
 from tracking.heatmap.picture import draw_heat
 from tracking.report.command import main as report
 

@@ -8,13 +8,11 @@ import math
 import os
 import shutil
 from pathlib import Path
-from urllib.parse import quote
 
 import pytest
 
 from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
-from tests.support.runs.hostile import HOSTILE
 from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 from tracking.run_dir import RunDir
@@ -189,32 +187,3 @@ def test_a_page_follows_a_run_that_trains(page, tmp_path):
         client.library.look()
         page.wait("data.runs[0].curve.step.length === 11")
         assert "11 of 40" in page.value("document.querySelector('#state').textContent")
-
-
-def test_nothing_in_a_runs_texts_is_obeyed(page, tmp_path):
-    """Every hostile text as a name, and all of them as settings, causes, reasons and commands of one run."""
-    texts = list(HOSTILE.values())
-    names = [said.replace("/", "|").replace("\n", " ").replace("\r", " ") for said in texts]
-    events = []
-    for said in texts:
-        cause = {"event": "nonfinite", "rank": 0, "module": said, "tensor": "activation", "kind": "nan", "count": 1}
-        events += [cause, {"event": "incident", "verdict": said, "reason": said, "modules": [said], "replay": said}]
-    settings = {f"optimizer.{said}": said for said in texts}
-    for name, said in zip(names, texts, strict=True):
-        after = {20: events if name == names[0] else [{"event": "note", "text": said}]}
-        write_run(tmp_path, name, config={"run.hypothesis": said, "optimizer.name": said, **settings}, after=after)
-    page.size(1200, 800)
-    page.messages.clear()
-    with served(tmp_path) as client:
-        page.open(client.address, ready=TABLE)
-        assert page.value("document.querySelectorAll('.runs tbody tr').length") == len(texts)
-        for path in (f"/run?key={quote(names[0])}", f"/run?key={quote(names[1])}"):
-            page.open(
-                client.address + path, ready=f"{RUN_DRAWN} && document.querySelector('h1').textContent.length > 8"
-            )
-            assert page.value("document.querySelectorAll('main img, main iframe, main script').length") == 0
-        page.open(f"{client.address}/run?key={quote(names[0])}", ready=RUN_DRAWN)
-        assert page.value("document.querySelectorAll('.incident').length") == len(texts)
-        selection = "&".join(f"run={quote(name)}" for name in names)
-        page.open(f"{client.address}/compare?{selection}", ready="document.body.dataset.drawn")
-    assert page.complaints() == []

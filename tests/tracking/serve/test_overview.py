@@ -26,7 +26,7 @@ def entries_of(root: Path):
 
 def shown(entries, **asked):
     """The lines of the table by the run's name."""
-    return {line.name: line for line in table(entries, Question(**asked), now=1.8e9).lines}
+    return {line["name"]: line for line in table(entries, Question(**asked), now=1.8e9)["lines"]}
 
 
 def test_settings_are_ranked_by_how_many_values_they_take_the_rate_and_the_seed_first(tmp_path):
@@ -39,13 +39,13 @@ def test_settings_are_ranked_by_how_many_values_they_take_the_rate_and_the_seed_
     (tmp_path / "r0" / "config.yaml").write_text("run: {name: r0}\n")  # an older run lacks most settings
     found = entries_of(tmp_path)
     assert differing(found) == ["optimizer.learning_rate", "run.seed", "data.sequence_length", "precision.compute"]
-    assert shown(found)["r1"].settings[0] == ("learning_rate", "5e-5")
-    assert shown(found)["r3"].settings == (
+    assert shown(found)["r1"]["settings"][0] == ("learning_rate", "5e-5")
+    assert shown(found)["r3"]["settings"] == [
         ("learning_rate", "3e-4"),
         ("seed", "1"),
         ("sequence_length", "1024"),
         ("compute", "fp16"),
-    )
+    ]
 
 
 def test_a_name_of_a_setting_is_as_long_as_it_has_to_be():
@@ -62,11 +62,13 @@ def test_curves_share_a_scale_that_a_run_which_diverged_does_not_set(tmp_path):
     write_run(tmp_path, "hot", change=lambda step, _: {"loss": 5.0 if step < 20 else 900.0})
     found = entries_of(tmp_path)
     whole, lines = table(found, Question(), now=1.8e9), shown(found)
-    assert re.fullmatch(r"2\.0000 to 4\.8\d+", whole.scale)
-    heights = {name: [float(pair.split(",")[1]) for pair in line.spark.points.split()] for name, line in lines.items()}
+    assert re.fullmatch(r"2\.0000 to 4\.8\d+", whole["scale"])
+    heights = {
+        name: [float(pair.split(",")[1]) for pair in line["spark"]["points"].split()] for name, line in lines.items()
+    }
     assert heights["lower"][0] > heights["sound"][0] + 5 and heights["lower"][-1] > heights["sound"][-1] + 5
     assert min(heights["hot"]) == heights["hot"][-1] == 3.0, "at the upper edge"
-    assert lines["sound"].spark.mark is None and 50 < lines["hot"].spark.mark < 75, "about step 20 of 40"
+    assert lines["sound"]["spark"]["mark"] is None and 50 < lines["hot"]["spark"]["mark"] < 75, "about step 20 of 40"
     with served(tmp_path) as client:
         page = client.page("/")
     assert page.count('<line class="mark"') == 1 and ">diverged</text>" in page
@@ -75,16 +77,16 @@ def test_curves_share_a_scale_that_a_run_which_diverged_does_not_set(tmp_path):
 def test_a_run_with_another_objective_does_not_flatten_the_others(tmp_path):
     for name, level in (("a", 4.0), ("b", 5.0), ("other", 1e30)):
         write_run(tmp_path, name, change=lambda step, _, level=level: {"loss": level * (1 - step / 100)})
-    assert table(entries_of(tmp_path), Question(), now=1.8e9).scale == "2.4000 to 4.8500"
+    assert table(entries_of(tmp_path), Question(), now=1.8e9)["scale"] == "2.4000 to 4.8500"
 
 
 def test_a_curve_ends_where_the_run_did_and_a_loss_that_is_not_finite_is_said(tmp_path):
     write_run(tmp_path, "early", steps=10, config={"run.steps": 40})
     write_run(tmp_path, "nan", change=lambda step, _: {"loss": math.nan if step > 5 else 4.0})
     lines = shown(entries_of(tmp_path))
-    assert float(lines["early"].spark.points.split()[-1].split(",")[0]) < 40
-    assert lines["nan"].loss == "not finite"
-    assert lines["nan"].verdict.word == "diverged" and lines["nan"].spark.mark is not None
+    assert float(lines["early"]["spark"]["points"].split()[-1].split(",")[0]) < 40
+    assert lines["nan"]["loss"] == "not finite"
+    assert lines["nan"]["verdict"].word == "diverged" and lines["nan"]["spark"]["mark"] is not None
 
 
 def test_a_search_shows_what_it_matched(tmp_path):
@@ -129,9 +131,9 @@ def test_times_are_how_long_ago_or_dates(tmp_path):
     write_run(tmp_path, "a")
     [entry] = entries_of(tmp_path)
     for seconds, words in ((5, "just now"), (99, "1m ago"), (7300, "2h ago"), (200_000, "2d ago"), (-50, "just now")):
-        machine, ago, date = table([entry], Question(), now=entry.changed + seconds).lines[0].times["changed"]
+        machine, ago, date = table([entry], Question(), now=entry.changed + seconds)["lines"][0]["times"]["changed"]
         assert ago == words and re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d .+", date) and machine.endswith("+00:00")
-    assert table([entry], Question(dates=True), now=entry.changed).lines[0].times["changed"][1] == date[:16]
+    assert table([entry], Question(dates=True), now=entry.changed)["lines"][0]["times"]["changed"][1] == date[:16]
 
 
 def test_csv_has_a_row_for_each_run_and_no_formula(tmp_path):
@@ -250,7 +252,7 @@ def test_notes_that_are_damaged_or_elsewhere_are_not_replaced(tmp_path):
 def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
     write_run(tmp_path, "good")
     bad = write_run(tmp_path, "bad", change=lambda step, _: {"loss": 4.0 if step < 20 else 900.0}).path
-    (bad / "config.yaml").write_text("run: {name: bad}\noptimizer: [1, 2]\n")  # of another type than was written
+    (bad / "environment.json").write_text('{"resume_command": "python \'train.py"}')  # which is no command
     with served(tmp_path) as client:
         page = " ".join(client.page("/").split())
         assert "bad cannot be read" in page and "good" in rows(page)

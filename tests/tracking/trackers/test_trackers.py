@@ -18,14 +18,11 @@ from tracking.run_dir import RunDir
 from tracking.trackers.sink import TrackerSink
 
 SECRET = "hf_" + "a" * 30
-FACTS: dict[str, Any] = {
-    "name": "demo",
-    "project": "papers",
-    "notes": "it holds",
-    "group": "seeds",
-    "tags": ["small", "fp16"],
-    "job_type": "train",
-    "config": {"run": {"steps": 8}, "optimizer": {"learning_rate": 3e-4}, "token": SECRET},
+CONFIG: dict[str, Any] = {
+    "run": {"name": "demo", "hypothesis": "it holds", "steps": 8},
+    "optimizer": {"learning_rate": 3e-4},
+    "tracking": {"project": "papers", "group": "seeds", "tags": ["small", "fp16"], "log_every_steps": 1},
+    "token": SECRET,
 }
 
 
@@ -37,7 +34,7 @@ def session(
     run_dir: RunDir, tracker: str, first: int, last: int, *, status: str | None = "done", every: int = 1
 ) -> None:
     """Steps first to last through a real record; status: None leaves the session without an end."""
-    sink = TrackerSink(tracker, run_dir, FACTS, log_every_steps=every)
+    sink = TrackerSink(tracker, run_dir, CONFIG | {"tracking": CONFIG["tracking"] | {"log_every_steps": every}})
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=first - 1, tokens=0, **start_fields())
     for step in range(first, last + 1):
@@ -84,7 +81,7 @@ def test_tensorboard_opens_on_what_matters_with_text_settings_histograms_and_the
     from tensorboard.plugins.hparams import plugin_data_pb2
     from tensorboard.util.tensor_util import make_ndarray
 
-    record = Record([JsonlSink(run_dir.events), TrackerSink("tensorboard", run_dir, FACTS, log_every_steps=1)])
+    record = Record([JsonlSink(run_dir.events), TrackerSink("tensorboard", run_dir, CONFIG)])
     at = {"step": 1, "tokens": 1}
     record.event("run_start", step=0, tokens=0, **start_fields())
     record.event("step", **at, **step_fields(1))
@@ -183,7 +180,7 @@ def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_d
 
 def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: RunDir, capsys: Any) -> None:
     (run_dir.path / "metrics.csv").mkdir()
-    sink = TrackerSink("csv", run_dir, FACTS, log_every_steps=1)
+    sink = TrackerSink("csv", run_dir, CONFIG)
     assert sink._process is not None
     sink._process.wait(30)
     record = Record([JsonlSink(run_dir.events), sink])

@@ -7,12 +7,10 @@ import pytest
 
 from config import yaml_text
 from tests.support.runs.heat_runs import modules, telemetry
-from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
-from tracking.jsonl import encode
+from tests.support.runs.synthetic_events import SCALE, step_fields
 from tracking.run_dir import RunDir
 from tracking.wandb.charts import Rows, chart_values, histograms
-from tracking.wandb.tables import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
-from tracking.wandb.upload import SUMMARY
+from tracking.wandb.upload import ALERT_EVERY_S, MAX_ROWS, STALE_S, SUMMARY, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 
 _SCALE: dict[str, Any] = {"from": 4.0, "to": 2.0, "reason": "overflow", **SCALE}
@@ -44,22 +42,9 @@ def test_the_axis_goes_on_where_a_rollback_takes_steps_back() -> None:
     assert (late["attempt"], late["step"]) == (5, 1), "a save that ends late is drawn where it ended"
 
 
-def test_earlier_sessions_count_without_being_read() -> None:
-    read, passed = Rows(), Rows()
-    history = [_event("run_start", 0, **start_fields()), _step(1), _step(2), _event("incident", **_INCIDENT)]
-    for event in history:
-        read.row(event)
-        if not passed.pass_step(encode(event)):
-            passed.pass_event(event)
-    next_event = _event("incident", 4, **_INCIDENT)
-    known, new = read.row(next_event), passed.row(next_event)
-    assert new == {key: value for key, value in known.items() if key != "applied"}
-    assert new["attempt"] == 2 and new["incident/total"] == new["incident/total_skip"] == 2
-
-
 def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
     rows = Rows()
-    rows.pass_event(_event("eval", loss=2.0, perplexity=1.0))
+    rows.row(_event("eval", loss=2.0, perplexity=1.0))
     events = [_event("eval", loss=loss, perplexity=1.0) for loss in (3.0, math.nan, 1.5)]
     assert [rows.row(event)["eval/lowest_loss"] for event in events] == [2.0, 2.0, 1.5]
 

@@ -50,7 +50,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
 
 
 def _session(run_dir: RunDir, mode: str, first: int, last: int, *, status="done", code=0, **config: Any) -> None:
-    sink = WandbSink(run_dir, CONFIG | config, mode=mode, project="p", name="demo", notes="it falls", log_every_steps=1)
+    sink = WandbSink(run_dir, CONFIG | config, mode=mode)
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=first - 1, tokens=0, **start_fields())
     for step in range(first, last + 1):
@@ -119,7 +119,7 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how) -> None:
-    sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+    sink = WandbSink(run_dir, CONFIG, mode="offline")
     record = Record([JsonlSink(run_dir.events), sink])
     record.event("run_start", step=0, tokens=0, **start_fields())
     for step in range(1, 301):
@@ -137,7 +137,7 @@ def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir
 
 def test_what_a_power_cut_tore_is_delivered_by_the_command(run_dir: RunDir, server: StandIn, capsys) -> None:
     _finished(run_dir)
-    sink = WandbSink(run_dir, CONFIG, mode="offline", project="p", name="demo", notes="", log_every_steps=1)
+    sink = WandbSink(run_dir, CONFIG, mode="offline")
     assert sink._process is not None
     until(lambda: any(path.stat().st_size for path in run_dir.wandb.glob("offline-run-*/*.wandb")))
     end_children(sink._process.pid, signal.SIGKILL)
@@ -167,8 +167,7 @@ def test_no_file_and_no_request_holds_a_secret(run_dir, server, monkeypatch, tmp
     for mode in ("online", "offline"):
         _session(run_dir, mode, 1, 3, checkpoint={"storage_options": options})
     models = [checkpoint_facts(_REMOTE, {})]
-    sink = WandbSink(run_dir, {}, mode="online", project="p", name="n", notes="", log_every_steps=1, models=models)
-    sink.close()
+    WandbSink(run_dir, CONFIG, mode="online", models=models).close()
     assert json.loads(server.artifacts[-1]["metadata"])["reference"] == "s3://***@bucket/step-3"
     events = run_dir.events.read_bytes()
     assert API_KEY.encode() not in events and b"nan, key ***" in events

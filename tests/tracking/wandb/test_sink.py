@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -17,17 +16,19 @@ from config.cli import REPOSITORY
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.wandb_files import config as stored_config
 from tests.support.servers.wandb_files import records, rows, sessions
-from tests.support.servers.wandb_server import end_children, until
+from tests.support.servers.wandb_server import until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink, run_id
 
 
-def _sink(run_dir: RunDir, mode: str = "offline", **changes: Any) -> WandbSink:
-    config = {"run": {"steps": 3}, "hub_token": "hunter2hunter2", "environment": {"hostname": "node7"}}
-    arguments = {"project": "p", "name": "demo", "notes": "falls", "log_every_steps": 2, "init_timeout_s": 15.0}
-    return WandbSink(run_dir, config, mode=mode, **arguments | changes)
+def _sink(run_dir: RunDir, mode: str = "offline", *, every: int = 2, **options: Any) -> WandbSink:
+    run = {"run": {"name": "demo", "hypothesis": "falls", "steps": 3}, "optimizer": {"learning_rate": 1e-3}}
+    run["tracking"] = {"project": "p", "log_every_steps": every, "group": "seeds", "tags": ["small", "fp16"]}
+    run["tracking"]["job_type"] = "sweep"
+    config = {"run": run, "deepspeed": {"zero": 2}, "environment": {"hostname": "node7", "hub_token": "hunter2hunter2"}}
+    return WandbSink(run_dir, config, mode=mode, **{"init_timeout_s": 15.0, **options})
 
 
 def _session(run_dir: RunDir, sink: WandbSink, first: int, last: int) -> None:
@@ -47,20 +48,6 @@ def _steps(run_dir: RunDir) -> list[int]:
 
 def _exit_codes(folder: Path) -> list[int]:
     return [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
-
-
-def test_config_keys_are_not_doubled_and_the_run_is_sorted_into_its_group(run_dir: RunDir) -> None:
-    config = {"run": {"run": {"steps": 3}, "optimizer": {"learning_rate": 1e-3}}, "deepspeed": {"zero": 2}}
-    words = {"project": "p", "name": "demo", "notes": "", "log_every_steps": 2}
-    sorting = {"group": "seeds", "tags": ["small", "fp16"], "job_type": "sweep"}
-    sink = WandbSink(run_dir, config, mode="offline", **words, **sorting)
-    _session(run_dir, sink, 1, 2)
-    (folder,) = run_dir.wandb.glob("offline-run-*")
-    (run,) = [record.run for record in records(folder) if record.WhichOneof("record_type") == "run"][:1]
-    assert (run.run_group, list(run.tags), run.job_type) == ("seeds", ["small", "fp16"], "sweep")
-    known = stored_config(run_dir.wandb)
-    assert known["run"] == {"steps": 3} and known["optimizer"] == {"learning_rate": 1e-3}
-    assert known["ds_config"] == {"zero": 2} and "deepspeed" not in known
 
 
 def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +72,11 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
     assert counters == sorted(set(counters)), "wandb's own counter never goes back, so wandb drops nothing"
     content = b"".join(path.read_bytes() for path in run_dir.path.rglob("*") if path.is_file())
     assert b"node7" in content and b"hunter2hunter2" not in content
+    run = next(record.run for record in records(folders[0]) if record.WhichOneof("record_type") == "run")
+    assert (run.run_group, list(run.tags), run.job_type) == ("seeds", ["small", "fp16"], "sweep")
+    known = stored_config(run_dir.wandb)
+    assert known["run"]["steps"] == 3 and known["optimizer"] == {"learning_rate": 1e-3}, "keys are not doubled"
+    assert known["ds_config"] == {"zero": 2} and "deepspeed" not in known
 
 
 def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_path: Path) -> None:
@@ -92,9 +84,9 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
         "import os, sys, time; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; from tests.support.runs.synthetic_events import start_fields, step_fields\n"
         "from tracking.jsonl import JsonlSink; from tracking.record import Record\n"
-        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
+        "from tracking.run_dir import RunDir; from tests.tracking.wandb.test_sink import _sink\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
-        "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
+        "sink = _sink(run_dir, every=1)\n"
         "record = Record([JsonlSink(run_dir.events), sink])\n"
         "record.event('run_start', step=0, tokens=0, **start_fields())\n"
         "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
@@ -113,11 +105,11 @@ def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> 
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2])\n"
         "from pathlib import Path; from config.machine.binding import Binding, apply_binding\n"
-        "from tracking.run_dir import RunDir; from tracking.wandb.sink import WandbSink\n"
+        "from tracking.run_dir import RunDir; from tests.tracking.wandb.test_sink import _sink\n"
         "allowed = os.sched_getaffinity(0)\n"
         "assert apply_binding(Binding(1, frozenset([min(allowed)]), 'one', True)) == 'cores: bound to one'\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
-        "sink = WandbSink(run_dir, {}, mode='offline', project='p', name='n', notes='', log_every_steps=1)\n"
+        "sink = _sink(run_dir, every=1)\n"
         "assert os.sched_getaffinity(0) == {min(allowed)} != allowed\n"
         "assert os.sched_getaffinity(sink._process.pid) == allowed\n"
         "sink._process.kill()"
@@ -162,13 +154,13 @@ def test_a_worker_that_dies_costs_one_line_and_the_sink(run_dir, monkeypatch, ca
 
 
 def test_what_a_dead_wandb_missed_comes_with_the_next_session(run_dir, capsys) -> None:
-    sink = _sink(run_dir, log_every_steps=1)
+    sink = _sink(run_dir, every=1)
     assert sink._process is not None
     sink._process.kill()
     sink._process.wait()
     _session(run_dir, sink, 1, 4)
     assert "tracking.wandb.sync" in capsys.readouterr().err
-    _session(run_dir, _sink(run_dir, log_every_steps=1), 5, 6)
+    _session(run_dir, _sink(run_dir, every=1), 5, 6)
     assert _steps(run_dir) == [1, 2, 3, 4, 5, 6]
 
 
@@ -182,7 +174,7 @@ def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -
     try:
         if full == "before":
             _fill(run_dir.wandb, leave=3 << 20)
-        record = Record([JsonlSink(run_dir.events), _sink(run_dir, log_every_steps=1)])
+        record = Record([JsonlSink(run_dir.events), _sink(run_dir, every=1)])
         record.event("run_start", step=0, tokens=0, **start_fields())
         if full == "meanwhile":
             until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
@@ -194,7 +186,7 @@ def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and words in lines[0]
         (run_dir.wandb / "taken").unlink()
-        _session(run_dir, _sink(run_dir, log_every_steps=1), 301, 301)
+        _session(run_dir, _sink(run_dir, every=1), 301, 301)
         assert _steps(run_dir) == list(range(1, 302))
     finally:
         subprocess.run(["umount", "-l", str(run_dir.wandb)], check=False)
@@ -204,29 +196,6 @@ def _fill(folder: Path, *, leave: int) -> None:
     with (folder / "taken").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while shutil.disk_usage(folder).free > leave:
             file.write(bytes(4096))
-
-
-def test_what_a_killed_session_left_is_made_again_and_what_is_whole_stays(run_dir: RunDir) -> None:
-    """The second session's worker and wandb's helper are killed, as with their machine, while its file grows."""
-    _session(run_dir, _sink(run_dir, log_every_steps=1), 1, 4)
-    (whole,) = sessions(run_dir.wandb)
-    content = b"".join(path.read_bytes() for path in whole.glob("*.wandb"))
-    sink = _sink(run_dir, log_every_steps=1)
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=4, tokens=0, **start_fields())
-    for step in (5, 6):
-        record.event("step", step=step, tokens=step, **step_fields(step))
-    until(lambda: len(list(run_dir.wandb.glob("offline-run-*/*.wandb"))) == 2)
-    time.sleep(1.0)
-    assert sink._process is not None
-    end_children(sink._process.pid, signal.SIGKILL)
-    sink._process.kill()
-    record.close()
-    (torn,) = set(sessions(run_dir.wandb)) - {whole}
-    _session(run_dir, _sink(run_dir, log_every_steps=1), 7, 8)
-    assert not torn.exists() and len(sessions(run_dir.wandb)) == 2
-    assert b"".join(path.read_bytes() for path in whole.glob("*.wandb")) == content
-    assert _steps(run_dir) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_two_processes_never_feed_one_run(run_dir: RunDir) -> None:

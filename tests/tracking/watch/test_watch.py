@@ -185,7 +185,7 @@ def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir
         (run_dir.path / "new").rename(run_dir.events)
         while watch.read(5.0):
             pass
-        run = watch.facts()
+        run = watch.run.known_facts()
         assert run.columns.step[-1] == last and len(run.sessions) == 1
 
 
@@ -199,12 +199,6 @@ def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir)
     plain = os.environ | {"COLUMNS": "120", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([*command, "--once"], env=plain, **options)
     assert done.stdout.isascii() and "step 60 of 80" in done.stdout
-
-
-def test_a_picture_can_be_had(fp16_run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(fp16_run.path), "--svg", str(tmp_path / "watch.svg")]) == 0
-    assert (tmp_path / "watch.svg").read_text().startswith("<svg")
-    assert "demo" in capsys.readouterr().out
 
 
 def test_a_folder_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
