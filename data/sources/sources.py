@@ -53,11 +53,11 @@ class Source:
     """The config's key and value that name the source, for messages."""
     identity: str
     """The source's part of a corpus's fingerprint; see the module's docstring."""
-    total_bytes: int | None
-    """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
-    text_field: str
     rows: Callable[[], Iterable[Found]]
     """Opens the stream of rows as they are. Raises UserError, also while it is read."""
+    total_bytes: int | None = None
+    """[bytes] Size of the files; None when it is not known beforehand."""
+    text_field: str = "text"
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
     deduplicate: bool = False
@@ -182,7 +182,6 @@ def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separa
         label=label,
         identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=files.total_bytes,
-        text_field="text",
         rows=partial(text_rows, files.names, separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
@@ -202,8 +201,6 @@ def _megatron_source(path: str, label: str) -> Source:
     return Source(
         label=label,
         identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
-        total_bytes=None,
-        text_field="text",
         rows=lambda: (
             (f"{file}: document {number}", {"input_ids": ids})
             for file in files
@@ -270,7 +267,6 @@ def _hub_source(data: DataSection, label: str) -> Source:
         return Source(
             label=label,
             identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
-            total_bytes=None,
             text_field=data.text_field,
             rows=partial(
                 _streamed,
@@ -291,7 +287,6 @@ def _hub_source(data: DataSection, label: str) -> Source:
     return Source(
         label=label,
         identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
-        total_bytes=None,
         text_field=data.text_field,
         rows=partial(_streamed, label, opened, check="Check that it exists, its format and the network."),
         revision=lambda: found.get("revision"),
