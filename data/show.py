@@ -76,43 +76,41 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> list[str]:
     """The first rows, then the totals, as lines of text. Raises UserError where nothing can be hidden for `mlm`."""
-    sequence_length, hides = config.data.sequence_length, config.task == "mlm"
-    sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     marks = _ON if colour else _OFF
-    found: list[str] = []
     if isinstance(corpus.train, LabelledShards):
-        found += _labelled(corpus, corpus.train, tokenizer, rows, marks)
-        rows = 0
-    first = _masked(config, corpus, rows) if hides else _first(corpus, sequence_length, rows * len(sides))
-    for index, (ids, trained) in enumerate(first):
-        number, side = index // len(sides) + 1, sides[index % len(sides)]
+        found = [*_labelled(corpus, corpus.train, tokenizer, rows, marks)]
+    else:
+        found = [*_trained(config, corpus, tokenizer, rows, marks)]
+    counts = ", ".join(f"{key} {value:,}" for key, value in corpus.counts.items() if isinstance(value, int))
+    return [*found, "---", *corpus.notes, f"data: {counts or _totals(config, corpus)}"]
+
+
+def _totals(config: Config, corpus: Corpus) -> str:
+    """What there is where the corpus has no counts: of documents, and of several sources."""
+    sequence_length, documents = config.data.sequence_length, f"{corpus.train_documents:,} documents"
+    labels = f"{corpus.train.label_tokens(sequence_length):,}"
+    if config.task == "mlm":
+        chosen = f"{config.mlm.probability:.0%} of the {'words' if config.mlm.whole_word else 'tokens'}"
+        return f"{documents}, {labels} tokens; labels are {chosen}, others in every epoch"
+    if config.task == "dpo":
+        return f"{corpus.train.sequences(sequence_length):,} pairs of all sources, {labels} labels"
+    if config.learns_rows or config.task == "classify":
+        return f"{corpus.train_documents:,} rows of all sources, {labels} labels"
+    return f"{documents}, {labels} labels, all tokens are labels"
+
+
+def _trained(config: Config, corpus: Corpus, tokenizer: Any, rows: int, marks: tuple[str, str]) -> Iterator[str]:
+    """Rows, pairs or sequences, the parts that are labels between the marks."""
+    sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
+    for index, (ids, trained) in enumerate(_first(config, corpus, rows * len(sides))):
+        side = sides[index % len(sides)]
         edges = np.flatnonzero(np.diff(trained.astype(np.int8))) + 1
         parts = zip(np.split(ids[:_LONGEST], edges), np.split(trained[:_LONGEST], edges), strict=True)
         pieces = [(printable(str(tokenizer.decode(part))), bool(on.any())) for part, on in parts if len(part)]
-        text = "".join(f"{marks[0]}{piece}{marks[1]}" if on else piece for piece, on in pieces)
-        found += [
-            f"--- {number}{side and f', {side}'}: {len(ids):,} tokens, {int(trained.sum()):,} of them labels",
-            text,
-        ]
-    counts = ", ".join(f"{key} {value:,}" for key, value in corpus.counts.items() if isinstance(value, int))
-    found += ["---", *corpus.notes]
-    if counts:
-        found.append(f"data: {counts}")
-    elif hides:
-        what = f"{corpus.train.label_tokens(sequence_length):,} tokens"
-        chosen = f"{config.mlm.probability:.0%} of the {'words' if config.mlm.whole_word else 'tokens'}"
-        found.append(f"data: {corpus.train_documents:,} documents, {what}; labels are {chosen}, others in every epoch")
-    else:
-        labels = corpus.train.label_tokens(sequence_length)
-        if config.task == "dpo":
-            pairs = corpus.train.sequences(sequence_length)
-            found.append(f"data: {pairs:,} pairs of all sources, {labels:,} labels")
-        elif config.learns_rows or config.task == "classify":
-            found.append(f"data: {corpus.train_documents:,} rows of all sources, {labels:,} labels")
-        else:
-            found.append(f"data: {corpus.train_documents:,} documents, {labels:,} labels, all tokens are labels")
-    return found
+        number = f"{index // len(sides) + 1}{side and f', {side}'}"
+        yield f"--- {number}: {len(ids):,} tokens, {int(trained.sum()):,} of them labels"
+        yield "".join(f"{marks[0]}{piece}{marks[1]}" if on else piece for piece, on in pieces)
 
 
 def _labelled(
@@ -146,21 +144,18 @@ def _words(tokens: np.ndarray, labels: np.ndarray, special: set[int]) -> Iterato
         yield start, tokens[start:end]
 
 
-def _masked(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Windows as they are read before anything is hidden, and what would be the first time."""
-    numbers = np.arange(min(rows, corpus.train.sequences(config.data.sequence_length)))
-    batch = masking_of(config, corpus)(corpus.train, 0, numbers, numbers[None])
-    seen, labels = batch.input_ids[0].numpy(), batch.labels[0].numpy()
-    return [(np.where(of != IGNORED_LABEL, of, ids), of != IGNORED_LABEL) for ids, of in zip(seen, labels, strict=True)]
-
-
-def _first(corpus: Corpus, sequence_length: int, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    train = corpus.train
+def _first(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first rows or windows: tokens before any is hidden, and which of them are labels, the first time."""
+    train, length = corpus.train, config.data.sequence_length
     if isinstance(train, RowShards):
         pairs = (train.row(number) for number in range(min(rows, train.rows)))
         return [(np.asarray(ids), np.asarray(trained, dtype=bool)) for ids, trained in pairs]
-    windows = train.read(np.arange(min(rows, train.sequences(sequence_length))), sequence_length)
-    return [(ids, np.arange(len(ids)) > 0) for ids in windows]
+    numbers = np.arange(min(rows, train.sequences(length)))
+    if config.task != "mlm":
+        return [(ids, np.arange(len(ids)) > 0) for ids in train.read(numbers, length)]
+    batch = masking_of(config, corpus)(train, 0, numbers, numbers[None])
+    seen, labels = batch.input_ids[0].numpy(), batch.labels[0].numpy()
+    return [(np.where(of != IGNORED_LABEL, of, ids), of != IGNORED_LABEL) for ids, of in zip(seen, labels, strict=True)]
 
 
 if __name__ == "__main__":

@@ -243,9 +243,18 @@ def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
     """Batches whose labels are the next tokens or, for rows, the trained ones among them."""
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+        samples = mine.reshape(-1)
+        facts: dict[str, Any] = {}
         if isinstance(shards, RowShards):
-            return _batch_of_rows(shards, sequence_length, position, ids, mine, documents)
-        return _batch_of_windows(shards, sequence_length, position, ids, mine, documents)
+            inputs, labels, positions = _rows(shards, sequence_length, samples, padded=documents is None)
+            facts = of_all_ranks(shards, ids)
+        else:
+            inputs, labels, positions = _windows(shards, sequence_length, samples, documents)
+            if documents is None:
+                facts = {"label_tokens_of_all": int((ids != NO_SAMPLE).sum()) * sequence_length}
+        if documents is not None:
+            facts |= {"position_ids": on_host(positions).reshape(*mine.shape, -1), "one_row": documents.one_row}
+        return batch_of(position, ids, mine, inputs, labels, **facts)
 
     return make
 
@@ -264,48 +273,37 @@ def counting_rows(make: MakeBatch) -> MakeBatch:
     return made
 
 
-def _batch_of_windows(
-    shards: TokenShards,
-    sequence_length: int,
-    position: int,
-    ids: np.ndarray,
-    mine: np.ndarray,
-    documents: Documents | None,
-) -> Batch:
-    real = mine.reshape(-1) != NO_SAMPLE
-    windows = np.zeros((mine.size, sequence_length + 1), dtype=np.int64)
-    windows[real] = shards.read(mine.reshape(-1)[real], sequence_length)
+def _windows(
+    shards: TokenShards, sequence_length: int, samples: np.ndarray, documents: Documents | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, the tokens after them, and positions in documents, (samples, length) each."""
+    real = samples != NO_SAMPLE
+    windows = np.zeros((len(samples), sequence_length + 1), dtype=np.int64)
+    windows[real] = shards.read(samples[real], sequence_length)
     inputs, labels = windows[:, :-1].copy(), windows[:, 1:].copy()
     labels[~real] = IGNORED_LABEL
     if documents is None:
-        return batch_of(
-            position, ids, mine, inputs, labels, label_tokens_of_all=int((ids != NO_SAMPLE).sum()) * sequence_length
-        )
+        return inputs, labels, np.zeros_like(inputs)
     # The first token of a document does not follow from the document before it.
     labels[inputs == documents.end_of_document] = IGNORED_LABEL
-    positions = on_host(document_positions(inputs, documents.end_of_document)).reshape(*mine.shape, -1)
-    return batch_of(position, ids, mine, inputs, labels, position_ids=positions, one_row=documents.one_row)
+    return inputs, labels, document_positions(inputs, documents.end_of_document)
 
 
 PADDED_TO = 8
 """[tokens] Padded sequences are multiples of this, for tensor cores."""
 
 
-def _batch_of_rows(
-    shards: RowShards,
-    sequence_length: int,
-    position: int,
-    ids: np.ndarray,
-    mine: np.ndarray,
-    documents: Documents | None,
-) -> Batch:
-    """Sequences of whole rows, padded at the end: with `documents` to `sequence_length`, as one more document; without,
-    to this rank's longest, since attention is causal.
+def _rows(
+    shards: RowShards, sequence_length: int, samples: np.ndarray, *, padded: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Inputs, labels and positions of sequences of whole rows, (samples, length) each, padded at the end.
+
+    padded: to this rank's longest, since attention is causal; else to `sequence_length`, as one more document.
     """
-    samples, length = mine.reshape(-1), sequence_length
-    if documents is None:
+    length = sequence_length
+    if padded:
         length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)
-    inputs = np.zeros((mine.size, length), dtype=np.int64)
+    inputs = np.zeros((len(samples), length), dtype=np.int64)
     labels = np.full_like(inputs, IGNORED_LABEL)
     positions = np.zeros_like(inputs)
     for row, sample in enumerate(samples):
@@ -317,10 +315,7 @@ def _batch_of_rows(
             positions[row, place] = np.arange(len(tokens) - 1)
             start = place.stop
         positions[row, start:] = np.arange(length - start)
-    facts = of_all_ranks(shards, ids)
-    if documents is not None:
-        facts |= {"position_ids": on_host(positions).reshape(*mine.shape, -1), "one_row": documents.one_row}
-    return batch_of(position, ids, mine, inputs, labels, **facts)
+    return inputs, labels, positions
 
 
 def of_all_ranks(shards: RowShards, ids: np.ndarray) -> dict[str, Any]:

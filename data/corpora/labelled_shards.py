@@ -16,9 +16,6 @@ import numpy as np
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks, padded_length
 from data.corpora.row_shards import RowShards
 
-_NUMBERS = "numbers"
-"""Array of a shard of a mixture, not on disk: its labels' numbers in all sources together."""
-
 
 class Labelled(NamedTuple):
     """One prepared row."""
@@ -48,15 +45,14 @@ class LabelledShards(RowShards):
         """One row, in the order of the source."""
         shard, index, part = self.found(number)
         target = shard["targets"][part if self.by_token else index]
-        if _NUMBERS in shard:
-            numbers = shard[_NUMBERS]
-            target = np.where(target == IGNORED_LABEL, IGNORED_LABEL, numbers[np.maximum(target, 0)])
-        return Labelled(shard["tokens"][part], shard["types"][part], target)
+        return Labelled(shard["tokens"][part], shard["types"][part], np.asarray(target))
 
     def renumbered(self, numbers: np.ndarray) -> LabelledShards:
         """These rows with renumbered labels. numbers: (labels,) int64, the new number by the number on disk."""
         order = {"rows": self._rows, "ends": self._ends, "lengths": self._lengths, "labels": self._labels}
-        shards = [{**shard, _NUMBERS: numbers} for shard in self._shards]
+        targets = [np.asarray(shard["targets"]) for shard in self._shards]
+        changed = [np.where(each == IGNORED_LABEL, IGNORED_LABEL, numbers[np.maximum(each, 0)]) for each in targets]
+        shards = [{**shard, "targets": each} for shard, each in zip(self._shards, changed, strict=True)]
         return LabelledShards(shards, order, sequence_length=self._length)
 
 

@@ -6,26 +6,24 @@ by name; which output of a model each is, is decided when training starts.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL
-from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
+from data.corpora.corpus import SPLITS, Corpus, fingerprint_of_parts, lost
 from data.rows.packing import by_number
 from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Row, batches_of, source_of_texts
 from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
-from data.text.preparation_progress import Progress, ProgressFile
+from data.text.preparation_progress import ProgressFile
 from data.text.prepare import prepared
 from data.text.tokenizer import make_encoder_tokenizer, tokenizer_identity
 
@@ -79,7 +77,7 @@ class LabelledEncoder(BatchEncoder):
             return []
         if encoding.overflowing:
             found.counts["truncated"] += 1
-        found.longest = max(found.longest, len(encoding.ids))
+        found.longest |= Counter(row=len(encoding.ids))
         types = np.array(encoding.type_ids, dtype=np.uint8)
         return [{"tokens": np.array(encoding.ids), "types": types, "targets": target}]
 
@@ -102,17 +100,15 @@ class LabelledEncoder(BatchEncoder):
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
-    report(Progress("tokenizer", 0, None))
+    report("making the tokenizer for")
     of_rows = source_of_texts(data, source, partial(_texts_of, data))
     tokenizer = make_encoder_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
     preparation = Preparation(data, source, folder, tokenizer)
     encode = LabelledEncoder(tokenizer, data)
-    targets = _Targets(), _Targets()
-    parts = _counted(map(encode, batches_of(data, source)), targets)
-    preparation.write(parts, lambda lengths: by_number(len(lengths)), report)
+    preparation.write(map(encode, batches_of(data, source)), lambda lengths: by_number(len(lengths)), report)
     preparation.require_rows(f"{data.sequence_length} tokens")
     names = list(encode.numbers)
-    notes = _notes(data, preparation, targets, names)
+    notes = _notes(data, preparation, folder, names)
     preparation.publish(fingerprint, counts=preparation.counts(), labels=names, notes=notes)
 
 
@@ -122,50 +118,28 @@ def _texts_of(data: DataSection, row: dict[str, Any]) -> list[str]:
     return [text]
 
 
-@dataclass
-class _Targets:
-    """Statistics of what is to be predicted in one split."""
-
-    counts: Counter[int] = field(default_factory=Counter)
-    """Labels by number."""
-    total: float = 0.0
-    """Sum of the numbers to predict."""
-    squares: float = 0.0
-
-    def add(self, target: np.ndarray) -> None:
-        """Count the target of one row."""
-        if target.dtype == np.float64:
-            self.total += float(target)
-            self.squares += float(target) ** 2
-        else:
-            self.counts.update(target[target != IGNORED_LABEL].tolist() if target.ndim else [int(target)])
+def _targets(folder: Path, split: str) -> np.ndarray:
+    """(n,) what is to be predicted in one split: numbers of labels, or float64."""
+    files = sorted(folder.glob(f"{split}-0*.safetensors"))
+    targets = [safe_open(file, "np").get_tensor("targets") for file in files]
+    found = np.concatenate(targets) if targets else np.empty(0, dtype=np.int32)
+    return found if found.dtype == np.float64 else found[found != IGNORED_LABEL]
 
 
-def _counted(parts: Iterable[EncodedRows], targets: tuple[_Targets, _Targets]) -> Iterator[EncodedRows]:
-    """Yield `parts` unchanged while counting their targets by split."""
-    for part in parts:
-        for row, held_out in zip(part.rows, part.held_out, strict=True):
-            targets[held_out].add(row["targets"])
-        yield part
-
-
-def _notes(
-    data: DataSection, preparation: Preparation, targets: tuple[_Targets, _Targets], names: list[str]
-) -> list[str]:
+def _notes(data: DataSection, preparation: Preparation, folder: Path, names: list[str]) -> list[str]:
     """Human-readable lines on what was counted."""
     counts, train, validation = preparation.counts(), preparation.train, preparation.validation
     kept = f"data: {train.rows:,} rows of format {data.format} to train on, {validation.rows:,} rows held out"
     kept += f"{lost(counts)}; the longest row has {counts['longest']:,} tokens"
-    of_train, of_validation = targets
+    of_train, of_validation = (_targets(folder, split) for split in SPLITS)
     if data.format == "scored":
-        mean = of_train.total / train.rows
-        spread = math.sqrt(max(of_train.squares / train.rows - mean**2, 0.0))
-        said = f"data: {data.label_field} is {mean:.4g} on average, with a standard deviation of {spread:.4g}"
+        said = f"data: {data.label_field} is {of_train.mean():.4g} on average, with a standard deviation of "
+        said += f"{of_train.std():.4g}"
     else:
-        most = of_train.counts.most_common(_SHOWN)
-        shares = ", ".join(f"{names[number]} {count / train.labels:.1%}" for number, count in most)
+        most = Counter(of_train.tolist()).most_common(_SHOWN)
+        shares = ", ".join(f"{names[number]} {count / len(of_train):.1%}" for number, count in most)
         said = f"data: {len(names)} labels, in training: {shares}" + (", ..." if len(names) > _SHOWN else "")
-        if validation.labels:
-            best = of_validation.counts[most[0][0]] / validation.labels
+        if len(of_validation):
+            best = (of_validation == most[0][0]).mean()
             said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
     return [kept, said, *preparation.found.bad_notes()]

@@ -7,6 +7,7 @@ uint8, the row as JSON in UTF-8, and `json_bytes` (rows,) int64, its length.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Ro
 from data.sources.chat import Chat
 from data.sources.row_formats import BadRow, Example, read_example, recognise
 from data.sources.sources import Source
-from data.text.preparation_progress import Progress, ProgressFile
+from data.text.preparation_progress import ProgressFile
 from data.text.prepare import prepared
 from data.text.tokenizer import make_tokenizer
 
@@ -86,7 +87,7 @@ class PromptEncoder(BatchEncoder):
         tokens = self._chat.prompt(read_prompt(row, self.data))
         if not len(tokens):
             raise BadRow("prompt", "has no token")
-        found.longest = max(found.longest, len(tokens))
+        found.longest |= Counter(row=len(tokens))
         if len(tokens) > self._longest:
             found.counts["dropped" if self.data.too_long == "drop" else "truncated"] += 1
             if self.data.too_long == "drop":
@@ -108,7 +109,7 @@ def _tokenizer(data: DataSection, source: Source) -> PreTrainedTokenizerFast:
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
-    report(Progress("tokenizer", 0, None))
+    report("making the tokenizer for")
     preparation = Preparation(data, source, folder, _tokenizer(data, source))
     encode = PromptEncoder(data, make_encoder(replace(data, target_length=None), str(folder / TOKENIZER)).chat)
     preparation.write(map(encode, batches_of(data, source)), lambda lengths: by_number(len(lengths)), report)

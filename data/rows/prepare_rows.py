@@ -8,9 +8,8 @@ longer.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,7 +41,7 @@ from data.sources.row_sources import located_rows
 from data.sources.seq2seq_rows import SourceAndTarget, for_encoder_decoder
 from data.sources.sources import Source
 from data.text.batch_results import Work, kept_folder, results
-from data.text.preparation_progress import Progress, ProgressFile
+from data.text.preparation_progress import ProgressFile
 from data.text.prepare import prepared
 from data.text.tokenizer import is_made, load_tokenizer, make_tokenizer, tokenizer_identity
 
@@ -92,36 +91,6 @@ def _template(data: DataSection) -> str | None:
 
 _RENDERED = "rendered"
 """Key in the counts of a batch: the rows that went through the chat template."""
-_FACTS = ("counts", "longest", "longest_source", "longest_target", "bad")
-
-
-class RowsCodec:
-    """Writes batches of rows and their encodings (`batch_results`)."""
-
-    def pack(self, batch: list[Found]) -> bytes:
-        """JSON of the rows. Raises TypeError for what JSON does not have, such as dates of a parquet file."""
-        rows = [[where, None, str(row)] if isinstance(row, BadRow) else [where, row] for where, row in batch]
-        return json.dumps(rows).encode()
-
-    def tensors(self, result: EncodedRows) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Tokens and labels laid end to end, and what was counted."""
-        tensors = {
-            "tokens": np.concatenate([np.empty(0, np.int64), *(row["tokens"] for row in result.rows)]),
-            "trained": np.concatenate([np.empty(0, np.uint8), *(row["trained"] for row in result.rows)]),
-            "lengths": np.array([len(row["tokens"]) for row in result.rows], dtype=np.int64),
-            "held_out": np.array(result.held_out, dtype=bool),
-        }
-        return tensors, {name: getattr(result, name) for name in _FACTS}
-
-    def result(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> EncodedRows:
-        """The rows that were kept."""
-        ends = np.cumsum(tensors["lengths"])
-        rows = [
-            {name: tensors[name][end - length : end] for name in ("tokens", "trained")}
-            for length, end in zip(tensors["lengths"], ends, strict=True)
-        ]
-        facts = {name: facts[name] for name in _FACTS} | {"counts": Counter(facts["counts"])}
-        return EncodedRows(rows, tensors["held_out"].tolist(), **facts)
 
 
 @dataclass
@@ -133,11 +102,10 @@ class RowEncoder(BatchEncoder):
     def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
         """One sequence, or both of a pair."""
         sides = self._sides(row, found.counts)
-        found.longest = max(found.longest, *(len(side.ids) for side in sides))
+        found.longest |= Counter(row=max(len(side.ids) for side in sides))
         if isinstance(self.chat, SourceAndTarget):
             target = int(sides[0].trained.sum())
-            found.longest_source = max(found.longest_source, len(sides[0].ids) - target)
-            found.longest_target = max(found.longest_target, target)
+            found.longest |= Counter(source=len(sides[0].ids) - target, target=target)
         fitted = self._fitted(sides, found.counts)
         return [{"tokens": side.ids, "trained": side.trained.astype(np.uint8)} for side in fitted]
 
@@ -183,15 +151,6 @@ class RowEncoder(BatchEncoder):
         return cut
 
 
-_encoder: RowEncoder | None = None
-
-
-def start_encoder(data: DataSection, tokenizer: str) -> None:
-    """Initialise a worker process. tokenizer: its folder."""
-    global _encoder
-    _encoder = make_encoder(data, tokenizer)
-
-
 def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
     """An encoder with the tokenizer in a folder. data: with its format. Raises UserError."""
     loaded, template = load_tokenizer(tokenizer), _template(data)
@@ -200,19 +159,19 @@ def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
     return RowEncoder(data, Chat(loaded, template=template, train_on=data.train_on))
 
 
-def encode_in_worker(batch: list[Found]) -> EncodedRows:
-    """`RowEncoder` in a worker process."""
-    assert _encoder is not None, "start_encoder was not called in this process"
-    return _encoder(batch)
+def make_packing_encoder(data: DataSection, tokenizer: str) -> Callable[[list[Found]], dict[str, np.ndarray]]:
+    """`make_encoder` for a worker process, whose results are arrays."""
+    encode = make_encoder(data, tokenizer)
+    return lambda batch: encode(batch).packed()
 
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
     """The work of turning rows into tokens. data: with its format."""
-    digest = hashlib.sha256(f"{_VERSION}.1 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
+    digest = hashlib.sha256(f"{_VERSION}.2 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
     for file in sorted(tokenizer_folder.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
     arguments = (data, str(tokenizer_folder))
-    return Work(encode_in_worker, start_encoder, arguments, RowsCodec(), digest.hexdigest())
+    return Work(make_packing_encoder, arguments, digest.hexdigest())
 
 
 def with_format(data: DataSection, source: Source) -> DataSection:
@@ -256,7 +215,7 @@ def _text_of(example: Example) -> str:
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
-    report(Progress("tokenizer", 0, None))
+    report("making the tokenizer for")
     said = data.format
     data = with_format(data, source)
     tokenizer = tokenizer_of_rows(data, source)
@@ -288,7 +247,7 @@ def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> 
     if len(first) <= _BATCHES_HERE:
         yield from map(make_encoder(data, str(tokenizer)), first)
         return
-    yield from results(_work(data, tokenizer), chain(first, batches), data.workers, kept)
+    yield from map(EncodedRows.unpacked, results(_work(data, tokenizer), chain(first, batches), data.workers, kept))
 
 
 def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, recognised: bool) -> list[str]:

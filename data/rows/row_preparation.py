@@ -7,10 +7,11 @@ so in the record of every run on it.
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -29,7 +30,7 @@ from data.corpora.shards import token_dtype
 from data.sources.row_formats import BadRow, Found
 from data.sources.row_sources import is_held_out, located_rows
 from data.sources.sources import Source
-from data.text.preparation_progress import Progress, ProgressFile
+from data.text.preparation_progress import ProgressFile
 from data.text.tokenizer import vocabulary_size
 
 BATCH_ROWS = 512
@@ -53,20 +54,15 @@ class EncodedRows:
     rows: list[Row] = field(default_factory=list)
     held_out: list[bool] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    longest: int = 0
-    """[tokens] Length of the longest row."""
-    longest_source: int = 0
-    """[tokens] Length of the longest source of task seq2seq."""
-    longest_target: int = 0
-    """[tokens] Length of the longest target of task seq2seq."""
+    longest: Counter[str] = field(default_factory=Counter)
+    """[tokens] Length of the longest row, and of the longest source and target of task seq2seq."""
     bad: dict[str, list[Any]] = field(default_factory=dict)
     """Rows that do not fit, by reason: how many, then the places of the first few."""
 
     def add_facts(self, other: EncodedRows) -> None:
         """Count what became of the rows of another batch, which comes after this one."""
         self.counts.update(other.counts)
-        for name in ("longest", "longest_source", "longest_target"):
-            setattr(self, name, max(getattr(self, name), getattr(other, name)))
+        self.longest |= other.longest
         for reason, (count, *places) in other.bad.items():
             self.add_bad(reason, count, places)
 
@@ -75,6 +71,28 @@ class EncodedRows:
         found = self.bad.setdefault(_DETAIL.sub(lambda part: "[]" * (part[0][0] == "["), reason), [0])
         found[0] += count
         found += places[: _PLACES + 1 - len(found)]
+
+    def packed(self) -> dict[str, np.ndarray]:
+        """All of it as arrays: the tokens and labels of the rows end to end, and what was counted as JSON."""
+        facts = json.dumps([self.counts, self.longest, self.bad]).encode()
+        return {
+            "tokens": np.concatenate([np.empty(0, np.int64), *(row["tokens"] for row in self.rows)]),
+            "trained": np.concatenate([np.empty(0, np.uint8), *(row["trained"] for row in self.rows)]),
+            "lengths": np.array([len(row["tokens"]) for row in self.rows], dtype=np.int64),
+            "held_out": np.array(self.held_out, dtype=bool),
+            "facts": np.frombuffer(facts, dtype=np.uint8),
+        }
+
+    @classmethod
+    def unpacked(cls, arrays: Mapping[str, np.ndarray]) -> EncodedRows:
+        """The inverse of `packed`."""
+        ends = np.cumsum(arrays["lengths"])
+        rows = [
+            {name: arrays[name][end - length : end] for name in ("tokens", "trained")}
+            for length, end in zip(arrays["lengths"], ends, strict=True)
+        ]
+        counts, longest, bad = json.loads(arrays["facts"].tobytes())
+        return cls(rows, arrays["held_out"].tolist(), Counter(counts), Counter(longest), bad)
 
     def bad_notes(self) -> list[str]:
         """A line on the rows that were skipped, if any were."""
@@ -210,14 +228,15 @@ class Preparation:
             self.found.add_facts(part)
             for row, held_out in zip(part.rows, part.held_out, strict=True):
                 self._writers[held_out].add(row)
-            report(Progress("tokens", sum(writer.tokens for writer in self._writers), None))
+            report("tokenizing", sum(writer.tokens for writer in self._writers))
         self._splits = {split: writer.finish(sequences) for split, writer in zip(SPLITS, self._writers, strict=True)}
 
     def counts(self) -> dict[str, Any]:
         """The counts for the index."""
-        counts = {"format": self._data.format, "longest": self.found.longest, **self.found.counts}
+        longest = self.found.longest
+        counts = {"format": self._data.format, "longest": longest["row"], **self.found.counts}
         if self._data.target_length is not None:
-            counts |= {"longest source": self.found.longest_source, "longest target": self.found.longest_target}
+            counts |= {"longest source": longest["source"], "longest target": longest["target"]}
         tokens, labels = (self.train.tokens + self.validation.tokens), (self.train.labels + self.validation.labels)
         return counts | {"tokens": tokens, "trained": labels}
 

@@ -9,13 +9,13 @@ import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, BinaryIO
 
-import pyarrow
 import pyarrow.parquet
 
 from config.errors import one_line
-from data.sources.files import decompressed, opened, pieces, unreadable
+from data.sources.files import decompressed, opened, pieces, reading
 from data.sources.row_formats import BadRow, Found
 
 LONE_SURROGATE = "holds a lone surrogate, which is no character"
@@ -27,47 +27,36 @@ _PARQUET_ROWS = 256
 def text_rows(paths: Sequence[str], separator: str | None) -> Iterator[Found]:
     """{text} of each file, or of each piece between separators; null where bytes are not UTF-8. Raises UserError."""
     for path in paths:
-        try:
-            with decompressed(path) as file:
-                for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
-                    try:
-                        text = raw.decode("utf-8")
-                    except UnicodeDecodeError:  # one bad file must not end a corpus
-                        text = None
-                    yield path, {"text": text}
-        except (OSError, pyarrow.ArrowException) as error:
-            raise unreadable(path, error) from error
+        with reading(path), decompressed(path) as file:
+            for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
+                try:
+                    text = raw.decode("utf-8")
+                except UnicodeDecodeError:  # one bad file must not end a corpus
+                    text = None
+                yield path, {"text": text}
 
 
 def parquet_rows(path: str) -> Iterator[Found]:
     """The rows of a Parquet file by number. Raises UserError."""
-    try:
-        with pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
-            number = 0
-            for batch in file.iter_batches(_PARQUET_ROWS):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}: row {number}", row
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise unreadable(path, error) from error
+    with reading(path), pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
+        batches = (batch.to_pylist() for batch in file.iter_batches(_PARQUET_ROWS))
+        for number, row in enumerate(chain.from_iterable(batches), 1):
+            yield f"{path}: row {number}", row
 
 
 def json_rows(path: str) -> Iterator[Found]:
     """The rows of a JSONL file by line, or of a JSON file that holds one list by item. Raises UserError."""
-    try:
-        with decompressed(path) as stream:
-            is_list = _opening(stream) == b"["
-        with decompressed(path) as stream:
-            if is_list:
-                raw = stream.read()
-                for number, row in enumerate(json.loads(_text(raw)), 1):
-                    yield f"{path}: item {number}", _as_row(row, raw)
-                return
-            for number, line in enumerate(pieces(stream, b"\n"), 1):
-                if line.removeprefix(codecs.BOM_UTF8).strip():
-                    yield f"{path}:{number}", _parsed(line)
-    except (OSError, ValueError, RecursionError, pyarrow.ArrowException) as error:
-        raise unreadable(path, error) from error
+    with reading(path), decompressed(path) as stream:
+        is_list = _opening(stream) == b"["
+    with reading(path), decompressed(path) as stream:
+        if is_list:
+            raw = stream.read()
+            for number, row in enumerate(json.loads(_text(raw)), 1):
+                yield f"{path}: item {number}", _as_row(row, raw)
+            return
+        for number, line in enumerate(pieces(stream, b"\n"), 1):
+            if line.removeprefix(codecs.BOM_UTF8).strip():
+                yield f"{path}:{number}", _parsed(line)
 
 
 def _opening(stream: BinaryIO) -> bytes:

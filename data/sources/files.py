@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
@@ -18,9 +19,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def opened(path: str, *, seekable: bool = False) -> BinaryIO:
-    """A file or URL for reading; OSError, also while it is read. seekable: it is read in parts, which not all servers
-    send.
-    """
+    """A file or URL for reading. seekable: it is read in parts, which not all servers send."""
     if not is_url(path):
         return Path(path).open("rb")
     from data.sources import remote  # it loads fsspec
@@ -34,15 +33,24 @@ def compression_of(path: str) -> str | None:
 
 
 def decompressed(path: str) -> BinaryIO:
-    """A file or URL for reading from its start, unpacked. Raises OSError and pyarrow.ArrowException, also while it is
-    read.
-    """
+    """A file or URL for reading from its start, unpacked."""
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
 
 
-def unreadable(path: str, error: Exception) -> UserError:
-    """The error for a file that is damaged, or of another format."""
-    return UserError(f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format.")
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Inside, a file that is damaged or of another format, and a store that fails, are a UserError.
+
+    The libraries under fsspec have exceptions of their own, and none of them has to be installed.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
+        ) from error
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config.schema import DataSection
-from data.sources.row_formats import BadRow
+from data.sources.row_formats import BadRow, list_of, text_of
 
 TASK_FORMATS = ("labelled", "tagged", "scored")
 
@@ -30,7 +30,7 @@ def read_labelled(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
     if data.format == "tagged":
         return _tagged(row, data)
     names = [data.text_field, *([data.text_pair_field] if data.text_pair_field is not None else [])]
-    texts = tuple(_text(row, name) for name in names)
+    texts = tuple(text_of(row, name) for name in names)
     value = row.get(data.label_field)
     if value is None:
         raise BadRow(data.label_field, f"is missing or null; the row's fields are {', '.join(sorted(row))}")
@@ -40,7 +40,7 @@ def read_labelled(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
 
 
 def _tagged(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
-    words, tags = (_list(row, name) for name in (data.tokens_field, data.tags_field))
+    words, tags = (list_of(row, name) for name in (data.tokens_field, data.tags_field))
     if len(words) != len(tags):
         problem = f"has {len(tags)} labels for {len(words)} words in {data.tokens_field}; give one for each"
         raise BadRow(data.tags_field, problem)
@@ -52,24 +52,6 @@ def _tagged(row: Mapping[str, Any], data: DataSection) -> LabelledRow:
         start += len(word) + 1
     labels = tuple(_label(tag, f"{data.tags_field}[{index}]") for index, tag in enumerate(tags))
     return LabelledRow((" ".join(words),), tuple(spans), labels)
-
-
-def _text(row: Mapping[str, Any], name: str) -> str:
-    value = row.get(name)
-    if not isinstance(value, str):
-        fields = ", ".join(sorted(row)) or "none"
-        raise BadRow(name, f"is missing or not text; the row's fields are {fields}")
-    if not value:
-        raise BadRow(name, "is empty")
-    return value
-
-
-def _list(row: Mapping[str, Any], name: str) -> list[Any]:
-    value = row.get(name)
-    if not isinstance(value, list) or not value:
-        fields = ", ".join(sorted(row)) or "none"
-        raise BadRow(name, f"is missing, empty or not a list; the row's fields are {fields}")
-    return value
 
 
 def _label(value: Any, name: str) -> str:

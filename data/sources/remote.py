@@ -1,8 +1,4 @@
-"""Files of data.path behind a URL, through fsspec: which there are, what tells their versions apart, and their bytes.
-
-Whatever the libraries under fsspec raise while a file is read becomes an OSError here: botocore, aiohttp, gcsfs and
-adlfs have exceptions of their own, none of which has to be installed.
-"""
+"""Files of data.path behind a URL, through fsspec: their names, what tells their versions apart, and their bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import fnmatch
 import glob
 import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import PurePosixPath
@@ -69,54 +64,11 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
 
 
 def opened(url: str, *, seekable: bool = False) -> BinaryIO:
-    """A file for reading, whose errors are OSErrors. seekable: of servers that send parts of files only."""
-    with _as_os_error():
-        system, path = _connect(url)
-        # One request for a whole file, which every server can answer, or one for each part of it.
-        whole = {"block_size": 0} if _is_web(url) and not seekable else {}
-        file = system.open(path, mode="rb", **whole)
-    return cast(BinaryIO, io.BufferedReader(_Reader(file), _BUFFER_BYTES))
-
-
-class _Reader(io.RawIOBase):
-    """A file of fsspec whose errors are OSErrors."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return bool(self._file.seekable())
-
-    def readinto(self, buffer: Any) -> int:
-        with _as_os_error():
-            content = self._file.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        with _as_os_error():
-            return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        return int(self._file.tell())
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(one_line(error)) from error
+    """A file for reading; errors are its store's own. seekable: of servers that send parts of files only."""
+    system, path = _connect(url)
+    # One request for a whole file, which every server can answer, or one for each part of it.
+    whole = {"block_size": 0} if _is_web(url) and not seekable else {}
+    return cast(BinaryIO, io.BufferedReader(system.open(path, mode="rb", **whole), _BUFFER_BYTES))
 
 
 def _is_web(url: str) -> bool:

@@ -57,7 +57,7 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
 def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Example:
     """A row in its common form. format: not auto. Raises BadRow."""
     if format == "text":
-        return Example(completion=_text(row, text_field))
+        return Example(completion=text_of(row, text_field))
     return _READERS[format](row)
 
 
@@ -111,7 +111,7 @@ def _messages(row: Mapping[str, Any]) -> Example:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Example:
-    turns = _list(row, "conversations")
+    turns = list_of(row, "conversations")
     if turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
         return Example(messages=_conversation(row, "conversations"), **_beside(row))
     messages: Messages = []
@@ -129,8 +129,8 @@ def _sharegpt(row: Mapping[str, Any]) -> Example:
 
 
 def _alpaca(row: Mapping[str, Any]) -> Example:
-    instruction, output = _text(row, "instruction"), _text(row, "output", may_be_empty=True)
-    given = _text(row, "input", may_be_empty=True) if row.get("input") is not None else ""
+    instruction, output = text_of(row, "instruction"), text_of(row, "output", may_be_empty=True)
+    given = text_of(row, "input", may_be_empty=True) if row.get("input") is not None else ""
     question = f"{instruction}\n\n{given}" if given else instruction
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
     return Example(
@@ -150,7 +150,7 @@ def _prompt_completion(row: Mapping[str, Any]) -> Example:
             )
         prompt = _conversation(row, "prompt")
         return Example(messages=prompt + answer, context=len(prompt), **_beside(row))
-    return Example(prompt=_text(row, "prompt", may_be_empty=True), completion=_text(row, "completion"))
+    return Example(prompt=text_of(row, "prompt", may_be_empty=True), completion=text_of(row, "completion"))
 
 
 _READERS: dict[str, Callable[[Mapping[str, Any]], Example]] = {
@@ -169,7 +169,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
     if isinstance(chosen, list):
         asked, answers = _conversations_of_pair(row)
     else:
-        texts = [_text(row, "chosen"), _text(row, "rejected")]
+        texts = [text_of(row, "chosen"), text_of(row, "rejected")]
         asked = _conversation(row, "prompt") if isinstance(prompt, list) else []
         answers = [[{"role": "assistant", "content": text}] for text in texts]
     if chosen == rejected:
@@ -178,7 +178,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
         both = [Example([*asked, *answer], context=len(asked), **_beside(row)) for answer in answers]
         return both[0], both[1]
     shared = _shared_question(row, *texts) if prompt is None else ""
-    before = shared if prompt is None else _text(row, "prompt", may_be_empty=True)
+    before = shared if prompt is None else text_of(row, "prompt", may_be_empty=True)
     first, second = (text[len(shared) :] for text in texts)
     return Example(prompt=before, completion=first), Example(prompt=before, completion=second)
 
@@ -193,7 +193,7 @@ def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messa
     elif prompt is None or prompt in [turn["content"] for turn in lists[0][:shared]]:
         asked, first = lists[0][:shared], shared
     else:
-        asked, first = [{"role": "user", "content": _text(row, "prompt")}], 0
+        asked, first = [{"role": "user", "content": text_of(row, "prompt")}], 0
     if not asked:
         raise BadRow("prompt", "is missing, and chosen and rejected do not begin with the same turns")
     answers = [turns[first:] for turns in lists]
@@ -225,7 +225,7 @@ def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
 def _conversation(row: Mapping[str, Any], name: str) -> Messages:
     """A list of messages with a role and a content each; other keys, such as tool_calls, stay as they are."""
     found: Messages = []
-    for index, message in enumerate(_list(row, name)):
+    for index, message in enumerate(list_of(row, name)):
         where = f"{name}[{index}]"
         if not isinstance(message, dict):
             raise BadRow(where, f"is {json_kind(message)}, not an object with role and content")
@@ -278,22 +278,30 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
     return [{"role": "system", "content": system}, *messages]
 
 
-def _list(row: Mapping[str, Any], name: str) -> list[Any]:
+def list_of(row: Mapping[str, Any], name: str) -> list[Any]:
+    """A field that is a list with something in it. Raises BadRow."""
     value = row.get(name)
     if not isinstance(value, list):
-        raise BadRow(name, f"is {json_kind(value)}, not a list")
+        raise _other_type(row, name, "a list")
     if not value:
         raise BadRow(name, "is an empty list")
     return value
 
 
-def _text(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+def text_of(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    """A field that is text. Raises BadRow."""
     value = row.get(name)
     if not isinstance(value, str):
-        raise BadRow(name, f"is {json_kind(value)}, not text")
+        raise _other_type(row, name, "text")
     if not value and not may_be_empty:
         raise BadRow(name, "is empty")
     return value
+
+
+def _other_type(row: Mapping[str, Any], name: str, wanted: str) -> BadRow:
+    value = row.get(name)
+    fields = f"; the row's fields are {', '.join(sorted(row)) or 'none'}" if value is None else ""
+    return BadRow(name, f"is {json_kind(value)}, not {wanted}{fields}")
 
 
 def _without_nulls(value: Any) -> Any:

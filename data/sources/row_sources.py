@@ -22,6 +22,7 @@ _LONGEST_FUNCTION = 40
 _LONGEST_DOCSTRING = 4
 """[lines] At most this much of a docstring is the longer answer of a pair."""
 _TESTS = {"test", "tests", "idle_test"}
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
@@ -47,16 +48,11 @@ def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
 def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
     """The place, code and docstring lines of every short function of the standard library that has a docstring."""
     for number, text in enumerate(source.documents(Counter()), 1):
-        try:
-            tree = ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError):  # the library has files that are wrong on purpose
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = [line.strip() for line in (ast.get_docstring(node) or "").splitlines() if line.strip()]
-                code = _code_of(node) if lines else None
-                if code is not None:
-                    yield f"{source.label}: file {number}, line {node.lineno}", f"{code}\n\n# In words: ", lines
+        for node in _functions_in(text):
+            lines = [line.strip() for line in (ast.get_docstring(node) or "").splitlines() if line.strip()]
+            code = _code_of(node) if lines else None
+            if code is not None:
+                yield f"{source.label}: file {number}, line {node.lineno}", f"{code}\n\n# In words: ", lines
 
 
 def _short_and_long(source: Source) -> Iterator[Found]:
@@ -74,18 +70,21 @@ def _functions_by_folder(source: Source) -> Iterator[Found]:
         package = root / folders[0] / "__init__.py" if folders else None
         if package is None or not package.is_file() or _TESTS & set(folders) or folders[0].startswith("_"):
             continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, RecursionError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                code = _code_of(node) if ast.get_docstring(node) is not None else _code_of(node, documented=False)
-                if code is not None:
-                    yield f"{path}:{node.lineno}", {"text": code, "label": folders[0]}
+        for node in _functions_in(path.read_bytes()):
+            code = _code_of(node, documented=ast.get_docstring(node) is not None)
+            if code is not None:
+                yield f"{path}:{node.lineno}", {"text": code, "label": folders[0]}
 
 
-def _code_of(node: ast.FunctionDef | ast.AsyncFunctionDef, *, documented: bool = True) -> str | None:
+def _functions_in(text: str | bytes) -> Iterator[_Function]:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):  # the library has files that are wrong on purpose
+        return
+    yield from (node for node in ast.walk(tree) if isinstance(node, _Function))
+
+
+def _code_of(node: _Function, *, documented: bool = True) -> str | None:
     """The function without its docstring and decorators; None where nothing is left, or it is long."""
     if len(node.body) < 1 + documented or (node.end_lineno or 0) - node.lineno > _LONGEST_FUNCTION:
         return None

@@ -53,11 +53,11 @@ class Source:
     """The config's key and value that name the source, for messages."""
     identity: str
     """The source's part of a corpus's fingerprint; see the module's docstring."""
-    total_bytes: int | None
-    """[bytes] Size of the files, for the progress bar; None when it is not known beforehand."""
-    text_field: str
     rows: Callable[[], Iterable[Found]]
     """Opens the stream of rows as they are. Raises UserError, also while it is read."""
+    total_bytes: int | None = None
+    """[bytes] Size of the files; None when it is not known beforehand."""
+    text_field: str = "text"
     null_means: str = "no text"
     """Reason under which a document that is null is counted as left out."""
     deduplicate: bool = False
@@ -113,23 +113,22 @@ def open_source(data: DataSection) -> Source:
         return _text_source(label, _files(data.path, "text"), separator=data.document_separator)
     if data.source == "megatron":
         return _megatron_source(data.path, label)
-    source = _hub_source(data, label) if data.source == "hub" else _row_source(data, data.path, label)
+    if data.source == "hub":
+        source = _hub_source(data, label)
+    else:
+        files, read = _files(data.path, data.source), json_rows if data.source == "jsonl" else parquet_rows
+        source = Source(
+            label=label,
+            identity=files.identity,
+            rows=lambda: chain.from_iterable(map(read, files.names)),
+            total_bytes=files.total_bytes,
+            text_field=data.text_field,
+            files=files.names,
+        )
     if data.input_ids_field is None:
         return source
     identity = f"{source.identity}:ids of {json.dumps(data.input_ids_field)}"
     return replace(source, ids_field=data.input_ids_field, identity=identity, total_bytes=None)
-
-
-def _row_source(data: DataSection, path: str, label: str) -> Source:
-    files, read = _files(path, data.source), json_rows if data.source == "jsonl" else parquet_rows
-    return Source(
-        label=label,
-        identity=files.identity,
-        total_bytes=files.total_bytes,
-        text_field=data.text_field,
-        rows=lambda: chain.from_iterable(map(read, files.names)),
-        files=files.names,
-    )
 
 
 @dataclass(frozen=True)
@@ -182,7 +181,6 @@ def _text_source(label: str, files: _Files, *, deduplicate: bool = False, separa
         label=label,
         identity=identity if separator is None else f"{identity}:split at {json.dumps(separator)}",
         total_bytes=files.total_bytes,
-        text_field="text",
         rows=partial(text_rows, files.names, separator),
         null_means="not utf-8",
         deduplicate=deduplicate,
@@ -202,8 +200,6 @@ def _megatron_source(path: str, label: str) -> Source:
     return Source(
         label=label,
         identity=_files_identity(root, [*files, *(file for file in tokens if file.is_file())]),
-        total_bytes=None,
-        text_field="text",
         rows=lambda: (
             (f"{file}: document {number}", {"input_ids": ids})
             for file in files
@@ -263,50 +259,28 @@ def _hub_source(data: DataSection, label: str) -> Source:
             "data.source to what the file is: text, jsonl, parquet or megatron"
         )
     if folder.is_dir():
-        files = [
-            path for path in folder.rglob("*") if path.is_file() and not hidden(path.relative_to(folder).as_posix())
-        ]
-        saved = (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
-        return Source(
-            label=label,
-            identity=f"{_files_identity(folder, files)}:{data.name}:{data.split}",
-            total_bytes=None,
-            text_field=data.text_field,
-            rows=partial(
-                _streamed,
-                label,
-                lambda streams: (streams.saved if saved else partial(streams.folder, name=data.name))(
-                    folder, data.split
-                ),
-                check="All files of a kind in a folder are read by data.source=jsonl or parquet.",
-            ),
-        )
-    repository, _, pinned = data.path.partition("@")
-    found: dict[str, str | None] = {}
+        check = "All files of a kind in a folder are read by data.source=jsonl or parquet."
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in files if not hidden(path.relative_to(folder).as_posix())]
+        identity = f"{_files_identity(folder, files)}:{data.name}:{data.split}"
+    else:
+        check = "Check that it exists, its format and the network."
+        repository, _, pinned = data.path.partition("@")
+        identity = f"hub:{repository}:{data.name}:{data.split}:{pinned}"
+    revisions: list[str | None] = [None]
 
-    def opened(streams: Any) -> Iterable[dict[str, Any]]:
-        stream, found["revision"] = streams.hub(repository, data.name, data.split, pinned or None)
-        return stream
+    def rows() -> Iterator[Found]:
+        from data.sources import streams  # `datasets` takes longer to import than opening a prepared corpus
 
-    return Source(
-        label=label,
-        identity=f"hub:{repository}:{data.name}:{data.split}:{pinned}",
-        total_bytes=None,
-        text_field=data.text_field,
-        rows=partial(_streamed, label, opened, check="Check that it exists, its format and the network."),
-        revision=lambda: found.get("revision"),
-    )
+        try:
+            stream, revision = streams.opened(data)
+            revisions.append(revision)
+            for number, row in enumerate(stream, 1):
+                yield f"{label}: row {number}", row
+        except streams.READ_ERRORS as error:
+            raise UserError(f"{label}: cannot be read ({one_line(error)}). {check}") from error
 
-
-def _streamed(label: str, opened: Callable[[Any], Iterable[dict[str, Any]]], *, check: str) -> Iterator[Found]:
-    """The rows of a stream of `datasets` by number. check: advice where it cannot be read. Raises UserError."""
-    from data.sources import streams  # `datasets` takes longer to import than opening a prepared corpus
-
-    try:
-        for number, row in enumerate(opened(streams), 1):
-            yield f"{label}: row {number}", row
-    except streams.READ_ERRORS as error:
-        raise UserError(f"{label}: cannot be read ({one_line(error)}). {check}") from error
+    return Source(label=label, identity=identity, text_field=data.text_field, rows=rows, revision=lambda: revisions[-1])
 
 
 def _as_rows(row: dict[str, Any]) -> str:

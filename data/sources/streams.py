@@ -13,6 +13,8 @@ import datasets
 import httpx
 import pyarrow
 
+from config.schema import DataSection
+
 READ_ERRORS = (
     *(datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError),
     *(EOFError, zlib.error),  # of .gz, which `datasets` unpacks by Python's gzip
@@ -20,22 +22,21 @@ READ_ERRORS = (
 """Errors that a stream raises when its files, its format or the network are at fault."""
 
 
-def folder(path: Path, split: str, *, name: str | None) -> datasets.IterableDataset:
-    """A local copy of a hub dataset."""
-    return datasets.load_dataset(str(path), name, split=split, streaming=True)
+def opened(data: DataSection) -> tuple[datasets.IterableDataset, str | None]:
+    """The rows of data.path, and the revision that was opened of a dataset of the hub.
 
-
-def saved(path: Path, split: str) -> datasets.IterableDataset:
-    """A folder written by `Dataset.save_to_disk`. Raises ValueError: it has no such split."""
-    found = datasets.load_from_disk(str(path))
-    if isinstance(found, datasets.DatasetDict):
-        if split not in found:
-            raise ValueError(f"no split {split!r}, its splits are {', '.join(found)}")
-        found = found[split]
-    return found.to_iterable_dataset()
-
-
-def hub(repository: str, name: str | None, split: str, revision: str | None) -> tuple[datasets.IterableDataset, str]:
-    """A dataset of the hub and the revision that was opened."""
-    builder = datasets.load_dataset_builder(repository, name, revision=revision)
-    return builder.as_streaming_dataset(split=split), builder.hash
+    Raises READ_ERRORS, also while they are read.
+    """
+    folder = Path(str(data.path)).expanduser()
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        found = datasets.load_from_disk(str(folder))
+        if isinstance(found, datasets.DatasetDict):
+            if data.split not in found:
+                raise ValueError(f"no split {data.split!r}, its splits are {', '.join(found)}")
+            found = found[data.split]
+        return found.to_iterable_dataset(), None
+    if folder.is_dir():
+        return datasets.load_dataset(str(folder), data.name, split=data.split, streaming=True), None
+    repository, _, pinned = str(data.path).partition("@")
+    builder = datasets.load_dataset_builder(repository, data.name, revision=pinned or None)
+    return builder.as_streaming_dataset(split=data.split), builder.hash

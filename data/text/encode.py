@@ -7,11 +7,8 @@ locks held in the parent, and it should start in a fraction of a second.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,51 +17,6 @@ END_OF_DOCUMENT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """[characters] Longer documents are encoded in pieces cut after a line end: the tokenizer needs hundreds of bytes
 of memory for each token, and one file may be a whole corpus."""
-
-_worker: _Encoder | None = None
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """Token ids of the documents of one split in one batch, each document ended by the end-of-document token."""
-
-    tokens: np.ndarray
-    """(tokens,) uint16 or uint32"""
-    documents: int
-    text_bytes: int
-    """[bytes] of UTF-8"""
-
-
-class EncodedCodec:
-    """Writes batches of documents and their encodings (`batch_results`)."""
-
-    def pack(self, batch: list[str]) -> bytes:
-        """JSON of the documents."""
-        return json.dumps(batch).encode()
-
-    def tensors(self, result: tuple[Encoded, Encoded]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The tokens of both splits, and what they are counted as."""
-        train, validation = result
-        facts = {"documents": [part.documents for part in result], "text_bytes": [part.text_bytes for part in result]}
-        return {"train": train.tokens, "validation": validation.tokens}, facts
-
-    def result(self, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
-        """(training, validation)"""
-        counts = zip(facts["documents"], facts["text_bytes"], strict=True)
-        train, validation = (
-            Encoded(tensors[split], *of_split) for split, of_split in zip(("train", "validation"), counts, strict=True)
-        )
-        return train, validation
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    tokenizer: Tokenizer
-    end_of_document: int
-    dtype: str
-    validation_fraction: float
-    byte_ids: np.ndarray | None
-    """(256,) token of each byte for the tokenizer `bytes`, which is applied by this table alone; else None."""
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -78,50 +30,54 @@ def is_drawn(content: bytes, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-def start_worker(
-    tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
-) -> None:
-    """Initialise a worker process for `encode_batch`. bytewise: the tokenizer is that of `bytes`."""
-    global _worker
-    # Parallelism comes from the processes; threads in each of them would only compete for the cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # Text that spells a special token stays text: only the end of a document becomes an end-of-document token.
-    tokenizer.encode_special_tokens = True
-    _worker = _Encoder(
-        tokenizer, end_of_document, dtype, validation_fraction, byte_ids().astype(dtype) if bytewise else None
-    )
+class DocumentEncoder:
+    """Turns batches of documents into token ids."""
+
+    def __init__(
+        self, tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
+    ) -> None:
+        """bytewise: the tokenizer is that of `bytes`, which is applied by a table alone."""
+        # Parallelism comes from the processes; threads in each of them would only compete for the cores.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Text that spells a special token stays text: only the end of a document becomes an end-of-document token.
+        self._tokenizer.encode_special_tokens = True
+        self._end = np.array([end_of_document], dtype=dtype)
+        self._fraction = validation_fraction
+        self._byte_ids = byte_ids().astype(dtype) if bytewise else None
+
+    def __call__(self, documents: list[str]) -> dict[str, np.ndarray]:
+        """The documents in order, as of `joined_splits`."""
+        parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        counts = np.zeros((2, 2), dtype=np.int64)
+        for text in documents:
+            split = int(is_validation(text, self._fraction))
+            raw = text.encode()
+            if self._byte_ids is not None:
+                parts[split].append(self._byte_ids[np.frombuffer(raw, dtype=np.uint8)])
+            else:
+                parts[split].extend(map(self._tokens, pieces(text)))
+            parts[split].append(self._end)
+            counts[split] += 1, len(raw)
+        return joined_splits(parts, counts, self._end.dtype)
+
+    def _tokens(self, piece: str) -> np.ndarray:
+        # The batch call is the only one that leaves out the character offsets, which cost a third of the time.
+        encoding = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]
+        return np.array(encoding.ids, dtype=self._end.dtype)
 
 
-def encode_batch(documents: list[str]) -> tuple[Encoded, Encoded]:
-    """Token ids of a batch of documents, in order: (training, validation)."""
-    assert _worker is not None, "start_worker was not called in this process"
-    parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    documents_of, bytes_of = [0, 0], [0, 0]
-    end = np.array([_worker.end_of_document], dtype=_worker.dtype)
-    for text in documents:
-        split = int(is_validation(text, _worker.validation_fraction))
-        raw = text.encode()
-        if _worker.byte_ids is not None:
-            parts[split].append(_worker.byte_ids[np.frombuffer(raw, dtype=np.uint8)])
-        else:
-            parts[split].extend(_tokens(piece, _worker) for piece in pieces(text))
-        parts[split].append(end)
-        documents_of[split] += 1
-        bytes_of[split] += len(raw)
-    empty = np.empty(0, dtype=_worker.dtype)
-    train, validation = (
-        Encoded(np.concatenate([empty, *parts[i]]), documents_of[i], bytes_of[i]) for i in range(len(parts))
-    )
-    return train, validation
+def joined_splits(
+    parts: tuple[list[np.ndarray], list[np.ndarray]], counts: np.ndarray, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    """Tokens of the documents of one batch by split, each document with its end-of-document token.
 
-
-def _tokens(piece: str, worker: _Encoder) -> np.ndarray:
-    # The batch call is the only one that leaves out the character offsets, which cost a third of the time.
-    encoding = worker.tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]
-    return np.array(encoding.ids, dtype=worker.dtype)
+    Besides `train` and `validation`, `counts`, int64: each split's documents, and bytes of UTF-8.
+    """
+    train, validation = (np.concatenate([np.empty(0, dtype), *tokens]) for tokens in parts)
+    return {"train": train, "validation": validation, "counts": counts}
 
 
 def byte_ids() -> np.ndarray:
@@ -144,7 +100,7 @@ def pieces(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def train_bpe(sample: list[str], vocabulary: int) -> str:
+def train_bpe(vocabulary: int, sample: list[str]) -> str:
     """Train a byte-level BPE (Sennrich et al. 2016) on the sample alone and return its tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -42,10 +42,10 @@ from data.corpora.shards import FORMAT_VERSION, token_dtype, write_shard
 from data.sources.sources import Source, open_source
 from data.text.batch_results import Work, kept_folder, results
 from data.text.cache_folder import cache_folder
-from data.text.encode import Encoded, EncodedCodec, encode_batch, start_worker
+from data.text.encode import DocumentEncoder
 from data.text.holdout import hold_out_tail
-from data.text.preparation_progress import Display, Progress, ProgressFile, read_progress
-from data.text.token_ids import Vocabulary, copied
+from data.text.preparation_progress import Display, ProgressFile, read_progress
+from data.text.token_ids import copied
 from data.text.tokenizer import (
     load_tokenizer,
     make_masking_tokenizer,
@@ -60,6 +60,8 @@ SHARD_TOKENS = 1 << 26
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch alone."""
 _POLL_SECONDS = 0.5
+_RESULTS_VERSION = 2
+"""The form of a kept result; those of another one are not found."""
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 """The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
 
@@ -67,10 +69,10 @@ MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> Corpus:
     """Open the corpus that a config names, preparing it first if need be. It does not depend on the run's seed.
 
-    progress: show a progress bar (plain lines when there is no terminal), also while another process prepares.
+    progress: print how far it is, also while another process prepares.
     for_encoder: with the tokenizer of `make_masking_tokenizer`. Raises UserError.
     """
-    fill = partial(_fill_text, make=make_masking_tokenizer if for_encoder else make_tokenizer)
+    fill = partial(_fill, make=make_masking_tokenizer if for_encoder else make_tokenizer)
     corpus = prepared(data, partial(corpus_fingerprint, for_encoder=for_encoder), fill, progress=progress)
     if data.hold_out == "auto" and data.validation_fraction and not corpus.validation_documents:
         return hold_out_tail(corpus, fraction=data.validation_fraction, sequence_length=data.sequence_length)
@@ -97,7 +99,8 @@ def prepared(
     if not is_prepared(folder):
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with Display(source.label, shown=progress) as display, _lock(folder, data.wait_minutes, display):
+            display = Display(source.label, active=progress)
+            with _lock(folder, data.wait_minutes, display):
                 if not is_prepared(folder):
                     _prepare_locked(data, source, folder, display, fill)
                 display.finish()
@@ -124,7 +127,7 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
 def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
     """Hold the corpus's lock, or display its holder's progress; UserError once it makes none for `wait_minutes`."""
     lock = FileLock(f"{folder}.lock")
-    deadline, seen = time.monotonic() + wait_minutes * 60, None
+    deadline, seen = time.monotonic() + wait_minutes * 60, ""
     while True:
         try:
             lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
@@ -132,7 +135,7 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]
         except Timeout:
             found = read_progress(folder)
             display.show(found)
-            if found not in (None, seen):
+            if found not in ("", seen):
                 deadline, seen = time.monotonic() + wait_minutes * 60, found
             if time.monotonic() >= deadline:
                 raise UserError(
@@ -165,25 +168,14 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _fill_text(
-    data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
-) -> None:
-    """`_fill`, with nothing held out where all of it was and the end of a document can be instead."""
-    try:
-        _fill(data, source, fingerprint, folder, report, make=make)
-    except _AllHeldOut:
-        if data.hold_out != "auto":
-            raise
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
-        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report, make=make)
-
-
 def _fill(
     data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
 ) -> None:
-    """Write a whole corpus into `folder`: tokenizer, shards, and last the index."""
-    report(Progress("tokenizer", 0, None))
+    """Write a whole corpus into `folder`: tokenizer, shards, and last the index.
+
+    Where all documents were drawn for validation, none is if the end of one can be held out instead.
+    """
+    report("making the tokenizer for")
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
     tokenizer.save_pretrained(folder / TOKENIZER)
     vocab_size = vocabulary_size(tokenizer)
@@ -202,12 +194,15 @@ def _fill(
         work = _work(data, folder / TOKENIZER)
         batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
     else:
-        batches = copied(data, source, Vocabulary(data.tokenizer, vocab_size, end_of_document, dtype), skipped)
+        batches = copied(data, source, skipped, size=vocab_size, end_of_document=end_of_document, dtype=dtype)
     with closing(batches):
         for batch in batches:
-            for split, part in zip(SPLITS, batch, strict=True):
-                writers[split].add(part)
-            report(_progress(source, list(writers.values())))
+            for split, counts in zip(SPLITS, batch["counts"].tolist(), strict=True):
+                writers[split].add(batch[split], *counts)
+            if source.ids_field is None:
+                report("tokenizing", sum(writer.text_bytes for writer in writers.values()), source.total_bytes)
+            else:
+                report("copying the tokens of", sum(writer.token_bytes for writer in writers.values()))
     splits = {split: writer.finish() for split, writer in writers.items()}
     read = sum(writer.documents for writer in writers.values()) + sum(skipped.values())
     if data.source == "text" and data.document_separator is not None and read == len(source.files):
@@ -215,8 +210,14 @@ def _fill(
             f"data.document_separator={json.dumps(data.document_separator)}: is not in {source.label}. Give the "
             "separator of its documents (YAML reads \\n as a line end in double quotes only), or null."
         )
+    held_out = writers["validation"].documents
+    if not writers["train"].documents and held_out and data.hold_out == "auto":
+        for file in folder.glob("*.safetensors"):
+            file.unlink()
+        _fill(replace(data, validation_fraction=0.0), source, fingerprint, folder, report, make=make)
+        return
     if not writers["train"].documents:
-        raise _no_training_text(data, source, writers["validation"].documents, skipped)
+        raise _no_training_text(data, source, held_out, skipped)
     write_index(
         folder,
         {
@@ -232,20 +233,15 @@ def _fill(
     )
 
 
-def _progress(source: Source, writers: list[_SplitWriter]) -> Progress:
-    if source.ids_field is None:
-        return Progress("tokens", sum(writer.text_bytes for writer in writers), source.total_bytes)
-    return Progress("ids", sum(writer.token_bytes for writer in writers), None)
-
-
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
     """The work of tokenizing documents."""
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
     dtype = token_dtype(vocabulary_size(tokenizer))
     arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, data.tokenizer == "bytes")
-    identity = hashlib.sha256(json.dumps([FORMAT_VERSION, tokenizers.__version__, *arguments]).encode()).hexdigest()
-    return Work(encode_batch, start_worker, arguments, EncodedCodec(), identity)
+    parts = [_RESULTS_VERSION, FORMAT_VERSION, tokenizers.__version__, *arguments]
+    identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return Work(DocumentEncoder, arguments, identity)
 
 
 def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
@@ -263,7 +259,7 @@ def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
 
 def _no_training_text(data: DataSection, source: Source, held_out: int, skipped: Counter[str]) -> UserError:
     if held_out:
-        return _AllHeldOut(
+        return UserError(
             f"data.validation_fraction={data.validation_fraction:g}: all {held_out} documents of {source.label} were "
             "drawn for validation. Set it to 0 or give more documents."
         )
@@ -272,10 +268,6 @@ def _no_training_text(data: DataSection, source: Source, held_out: int, skipped:
     left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     what = "text" if source.ids_field is None else "tokens"
     return UserError(f"{source.label}: holds no document with {what} (left out: {left_out}). Point it at {what}.")
-
-
-class _AllHeldOut(UserError):
-    """No document is left to train on."""
 
 
 class _SplitWriter:
@@ -291,15 +283,15 @@ class _SplitWriter:
         self.text_bytes = 0
         self.token_bytes = 0
 
-    def add(self, part: Encoded) -> None:
+    def add(self, tokens: np.ndarray, documents: int, text_bytes: int) -> None:
         """Append encoded documents; a document may be split between two shards."""
-        self.documents += part.documents
-        self.text_bytes += part.text_bytes
-        self.token_bytes += part.tokens.nbytes
+        self.documents += documents
+        self.text_bytes += text_bytes
+        self.token_bytes += tokens.nbytes
         start = 0
-        while start < len(part.tokens):
-            taken = min(len(part.tokens) - start, len(self._buffer) - self._held)
-            self._buffer[self._held : self._held + taken] = part.tokens[start : start + taken]
+        while start < len(tokens):
+            taken = min(len(tokens) - start, len(self._buffer) - self._held)
+            self._buffer[self._held : self._held + taken] = tokens[start : start + taken]
             self._held += taken
             start += taken
             if self._held == len(self._buffer):

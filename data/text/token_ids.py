@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,112 +17,87 @@ import pyarrow.parquet
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.sources.files import opened, unreadable
+from data.sources.files import opened, reading
 from data.sources.row_formats import BadRow
 from data.sources.sources import Source
-from data.text.encode import Encoded, is_drawn
+from data.text.encode import is_drawn, joined_splits
 
 _BATCH_TOKENS = 1 << 20
 
-Found = tuple[str, Any]
-"""The place of a document, and the value of its field."""
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The vocabulary that ids are checked against, and the dtype that they are stored in."""
-
-    tokenizer: str
-    """data.tokenizer"""
-    size: int
-    """[ids]"""
-    end_of_document: int
-    dtype: str
-    """uint16 or uint32"""
-
 
 def copied(
-    data: DataSection, source: Source, vocabulary: Vocabulary, skipped: Counter[str]
-) -> Generator[tuple[Encoded, Encoded]]:
-    """The documents of a source with `ids_field` in batches: (training, validation). Raises UserError."""
+    data: DataSection, source: Source, skipped: Counter[str], *, size: int, end_of_document: int, dtype: str
+) -> Generator[dict[str, np.ndarray]]:
+    """The documents of a source with `ids_field` in batches, as of `joined_splits`. Raises UserError.
+
+    size: [ids] of the vocabulary. dtype: uint16 or uint32, in which they are stored.
+    """
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    end, held = np.array([vocabulary.end_of_document], dtype=vocabulary.dtype), 0
+    counts, held = np.zeros((2, 2), dtype=np.int64), 0
+    end = np.array([end_of_document], dtype=dtype)
     for where, value in _located(data, source, source.ids_field):
-        ids = _ids(where, value, source.ids_field, vocabulary)
-        if len(ids) and ids[-1] == vocabulary.end_of_document:
+        ids = _ids(f"{where}: {source.ids_field}", value, size, data.tokenizer)
+        if len(ids) and ids[-1] == end_of_document:
             ids = ids[:-1]
         if not len(ids):
             skipped["no tokens"] += 1
             continue
         held_out = is_drawn(ids.astype("<u4").tobytes(), data.validation_fraction)
-        parts[held_out].append(np.concatenate([ids.astype(vocabulary.dtype), end]))
+        parts[held_out].append(np.concatenate([ids.astype(dtype), end]))
+        counts[int(held_out), 0] += 1
         held += len(ids) + 1
         if held >= _BATCH_TOKENS:
-            yield _encoded(parts[0], vocabulary.dtype), _encoded(parts[1], vocabulary.dtype)
-            parts, held = ([], []), 0
-    yield _encoded(parts[0], vocabulary.dtype), _encoded(parts[1], vocabulary.dtype)
+            yield joined_splits(parts, counts, end.dtype)
+            parts, counts, held = ([], []), np.zeros_like(counts), 0
+    yield joined_splits(parts, counts, end.dtype)
 
 
-def _encoded(documents: list[np.ndarray], dtype: str) -> Encoded:
-    return Encoded(np.concatenate([np.empty(0, dtype=dtype), *documents]), len(documents), text_bytes=0)
-
-
-def _ids(where: str, value: Any, field: str, vocabulary: Vocabulary) -> np.ndarray:
-    """(tokens,) of an integer dtype, each in the vocabulary. Raises UserError."""
+def _ids(where: str, value: Any, size: int, tokenizer: str) -> np.ndarray:
+    """(tokens,) of an integer dtype, each below `size`. where: with the field, for messages. Raises UserError."""
     try:
         ids = np.asarray([] if value is None else value)
     except ValueError:  # lists of several lengths
         ids = np.asarray(None)
     if ids.ndim == 1 and not len(ids):
-        return np.empty(0, dtype=vocabulary.dtype)
+        return ids.astype(np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise UserError(
-            f"{where}: {field}: is not a list of whole numbers. Name the field with token ids in data.input_ids_field."
+            f"{where}: is not a list of whole numbers. Name the field with token ids in data.input_ids_field."
         )
-    if ids.min() < 0 or ids.max() >= vocabulary.size:
-        position = int(np.flatnonzero((ids < 0) | (ids >= vocabulary.size))[0])
+    if ids.min() < 0 or ids.max() >= size:
+        position = int(np.flatnonzero((ids < 0) | (ids >= size))[0])
         raise UserError(
-            f"{where}: {field}[{position}]: is {ids[position]}, and the ids of data.tokenizer={vocabulary.tokenizer} "
-            f"are 0 to {vocabulary.size - 1}. Name the tokenizer that made them."
+            f"{where}[{position}]: is {ids[position]}, and the ids of data.tokenizer={tokenizer} "
+            f"are 0 to {size - 1}. Name the tokenizer that made them."
         )
     return ids
 
 
-def _located(data: DataSection, source: Source, field: str) -> Iterator[Found]:
+def _located(data: DataSection, source: Source, field: str) -> Iterator[tuple[str, Any]]:
     """The field's value in every row, with its file and place there as far as a hub gives them."""
     if data.source == "parquet":
         for path in source.files:
             yield from _of_parquet(path, field)
-    else:
-        for where, row in source.rows():
-            if isinstance(row, BadRow):
-                raise UserError(f"{where}: {row}; correct the row") from row
-            if field not in row:
-                raise _no_such_field(where, field, row)
-            yield where, row[field]
+        return
+    for where, row in source.rows():
+        if isinstance(row, BadRow):
+            raise UserError(f"{where}: {row}; correct the row") from row
+        if field not in row:
+            raise _no_such_field(where, field, row)
+        yield where, row[field]
 
 
-def _of_parquet(path: str, field: str) -> Iterator[Found]:
-    """Rows of one column, as views of its buffer: Python's numbers take ten times as long."""
-    try:
-        with pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
-            if field not in file.schema_arrow.names:
-                raise _no_such_field(path, field, file.schema_arrow.names)
-            number = 0
-            for batch in file.iter_batches(columns=[field]):
-                column = batch.column(0)
-                if pyarrow.types.is_fixed_size_list(column.type):
-                    column = column.cast(pyarrow.list_(column.type.value_type))
-                if not (pyarrow.types.is_list(column.type) or pyarrow.types.is_large_list(column.type)):
-                    raise UserError(f"{path}: {field}: holds {column.type}, not lists. Set data.input_ids_field.")
-                values, there = (part.to_numpy(zero_copy_only=False) for part in (column.values, column.is_valid()))
-                offsets = column.offsets.to_numpy()
-                for present, start, stop in zip(there, offsets[:-1], offsets[1:], strict=True):
-                    number += 1
-                    yield f"{path}: row {number}", values[start:stop] if present else None
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise unreadable(path, error) from error
+def _of_parquet(path: str, field: str) -> Iterator[tuple[str, Any]]:
+    """Rows of one column as arrays: Python's numbers take ten times as long."""
+    with reading(path), pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
+        if field not in file.schema_arrow.names:
+            raise _no_such_field(path, field, file.schema_arrow.names)
+        columns = (batch.column(0) for batch in file.iter_batches(columns=[field]))
+        for number, value in enumerate(chain.from_iterable(columns), 1):
+            if not isinstance(value, pyarrow.ListScalar):
+                raise UserError(f"{path}: {field}: holds {value.type}, not lists. Set data.input_ids_field.")
+            yield f"{path}: row {number}", value.values.to_numpy(zero_copy_only=False) if value.is_valid else None
 
 
 def _no_such_field(where: str, field: str, fields: Any) -> UserError:

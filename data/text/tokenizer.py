@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -50,8 +51,8 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
         return _load_pretrained(spec)
     sample = draw_sample(source, validation_fraction)
     # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
-    with Workers(1) as workers:
-        return _wrap(Tokenizer.from_str(workers.submit(train_bpe, sample, vocabulary).result()))
+    with Workers(1, partial, train_bpe, vocabulary) as workers:
+        return _wrap(Tokenizer.from_str(workers.submit(sample).result()))
 
 
 ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}

@@ -16,13 +16,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from config.machine.binding import unbind
 from config.machine.processes import describe_exit
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class WorkerDied(Exception):
@@ -32,9 +29,9 @@ class WorkerDied(Exception):
 class Workers:
     """At most `count` processes, started as they are needed: fresh interpreters, on all cores this process may use."""
 
-    def __init__(self, count: int, initializer: Callable[..., None] | None = None, *arguments: object) -> None:
-        """initializer: called with `arguments` in each process first. Both are pickled."""
-        self._setup = (initializer, arguments)
+    def __init__(self, count: int, make: Callable[..., Callable[[Any], Any]], *arguments: object) -> None:
+        """make: called with `arguments` in each process, returns the function that it applies. Both are pickled."""
+        self._setup = (make, arguments)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")  # one waits for each process
         self._own = threading.local()
         self._started: list[tuple[SpawnProcess, Connection]] = []
@@ -55,16 +52,16 @@ class Workers:
             process.join()
             connection.close()
 
-    def submit(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Future[T]:
-        """Compute in a process. The result raises what the function raised there, or WorkerDied."""
-        return self._threads.submit(self._compute, function, arguments, named)
+    def submit(self, item: Any) -> Future[Any]:
+        """Apply the function in a process. The result raises what the function raised there, or WorkerDied."""
+        return self._threads.submit(self._compute, item)
 
-    def _compute(self, function: Callable[..., T], arguments: tuple[Any, ...], named: dict[str, Any]) -> T:
+    def _compute(self, item: Any) -> Any:
         if not hasattr(self._own, "worker"):
             self._own.worker = self._start()
         process, connection = self._own.worker
         try:
-            connection.send((function, arguments, named))
+            connection.send(item)
             good, result = connection.recv()
         except (EOFError, OSError) as error:  # OSError: killed in the middle of an answer
             process.join(timeout=5)
@@ -83,30 +80,29 @@ class Workers:
             theirs.close()
             self._started.append((process, mine))
         unbind(process.pid or 0)
-        with suppress(OSError):  # it is dead already, which the first request will show
+        with suppress(OSError):  # it is dead already, which the first item will show
             mine.send(self._setup)
         return process, mine
 
 
 def _serve(connection: Connection) -> None:
-    """Compute one request after another, until the other end is closed."""
+    """Compute one item after another, until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent is done
-        initializer, arguments = connection.recv()
-        if initializer is not None:
-            initializer(*arguments)
+        make, arguments = connection.recv()
+        function = make(*arguments)
         while True:
-            function, arguments, named = connection.recv()
+            item = connection.recv()
             try:
-                result = (True, function(*arguments, **named))
+                result = (True, function(item))
             except Exception as error:
                 result = (False, error)
             connection.send(result)
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, also in the middle of a request."""
+    """End this process with its parent, also in the middle of an item."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -120,7 +120,7 @@ def test_a_row_that_is_cut_has_the_labels_that_are_left(name: str) -> None:
             if not any(kept):
                 assert not found.rows and found.counts["dropped, because cutting left no label"] == 1
                 continue
-            assert found.counts["truncated"] == 1 and found.longest == len(ids)
+            assert found.counts["truncated"] == 1 and found.longest["row"] == len(ids)
             assert found.rows[0]["tokens"].tolist() == ids[part], (side, length)
             assert found.rows[0]["trained"].tolist() == kept, (side, length)
             ends.add((kept[-1], side == "left"))
@@ -181,13 +181,6 @@ def test_a_template_that_renders_a_turn_differently_later_is_refused_but_for_the
     assert tokenizer.decode(row.ids[row.trained]) == "<think>\n\n</think>\n\nHi<|im_end|>"
 
 
-def test_content_that_spells_a_control_token_is_refused() -> None:
-    chat = Chat(tokenizer_of(SHAPES["chatml"].special), template=SHAPES["chatml"].jinja, train_on="assistant")
-    turns = [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c"}]
-    with pytest.raises(BadRow, match=r"messages\[0\].content: spells the control token <\|im_end\|>"):
-        chat.tokens(Example(messages=turns))
-
-
 def test_all_tokens_and_those_of_a_completion() -> None:
     tokenizer = tokenizer_of(SHAPES["chatml"].special)
     turns = CONVERSATIONS["one turn"]
@@ -209,12 +202,3 @@ def test_a_token_that_the_tokenizer_puts_first_is_put_first() -> None:
     row = Chat(tokenizer, template=None, train_on="assistant").tokens(Example(prompt="a", completion="b"))
     assert tokenizer.decode(row.ids) == "<s>ab</s>"
     assert row.trained.tolist() == [False, False, True, True]
-
-
-def test_a_conversation_without_a_template_or_an_answer_is_refused() -> None:
-    tokenizer = tokenizer_of(())
-    with pytest.raises(BadRow, match="no chat template; set data.chat_template"):
-        Chat(tokenizer, template=None, train_on="assistant").tokens(Example(messages=CONVERSATIONS["one turn"]))
-    question = Example(messages=CONVERSATIONS["one turn"][:1])
-    with pytest.raises(BadRow, match="has no assistant's turn to train on"):
-        Chat(tokenizer, template=SHAPES["zephyr"].jinja, train_on="assistant").tokens(question)

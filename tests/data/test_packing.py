@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.rows.packing import best_fit, by_number
+from data.rows.packing import best_fit
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
@@ -32,8 +32,3 @@ def test_it_is_the_best_fit_and_always_the_same() -> None:
 def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="rows of 1 to 11 tokens in sequences of 10"):
         best_fit(np.array([1, 11]), 10)
-
-
-def test_by_number() -> None:
-    rows, ends = by_number(3)
-    assert (rows.tolist(), ends.tolist()) == ([0, 1, 2], [1, 2, 3])

@@ -135,7 +135,7 @@ def test_a_separator_that_is_nowhere_is_a_mistake(section: DataSection) -> None:
 def test_the_second_call_reuses_and_the_fingerprint_follows_what_matters(section, texts, monkeypatch):
     corpus = prepare(section, progress=False)
     with monkeypatch.context() as patch:
-        patch.setattr(data.text.prepare, "_fill", None)
+        patch.setattr(data.text.prepare, "_prepare_locked", None)
         again = prepare(replace(section, workers=2, verify=False, sequence_length=64), progress=False)
     assert again.folder == corpus.folder
 
@@ -158,8 +158,10 @@ def test_no_validation(section: DataSection) -> None:
 
 def test_workers_end_when_their_parent_is_killed(texts: Path, tmp_path: Path) -> None:
     program = (
-        "import os, time\nfrom data.text.workers import Workers\nworkers = Workers(1)\n"
-        "print(workers.submit(os.getpid).result(), flush=True)\nworkers.submit(time.sleep, 60)\ntime.sleep(60)\n"
+        "import time\nfrom functools import partial\nfrom data.text.workers import Workers\n"
+        "workers = Workers(1, partial, eval)\n"
+        "print(workers.submit('__import__(\"os\").getpid()').result(), flush=True)\n"
+        "workers.submit('__import__(\"time\").sleep(60)')\ntime.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

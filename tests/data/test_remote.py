@@ -20,8 +20,6 @@ from fsspec.registry import known_implementations
 
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.row_shards import RowShards
-from data.rows.prepare_rows import prepare_rows
 from data.sources.sources import open_source
 from data.text.prepare import prepare
 from tests.data.test_prepare import tokens
@@ -128,21 +126,6 @@ def test_a_web_server_that_sends_files_whole_and_one_that_sends_parts(
     pq.write_table(table, corpus / "large.parquet", use_dictionary=[])
     with pytest.raises(UserError, match=r"large.parquet: cannot be read \(.*range requests"):
         prepare(section(tmp_path, "parquet", f"{whole.url}/large.parquet", input_ids_field="ids"), progress=False)
-
-
-def test_rows_behind_a_url(tmp_path: Path, corpus: Path, in_memory: str) -> None:
-    prepared = []
-    for where in (str(corpus), in_memory):
-        for kind in ("jsonl", "parquet"):
-            data = section(tmp_path, kind, f"{where}/{kind}", format="text", sequence_length=4096)
-            train = prepare_rows(data, progress=False).train
-            assert isinstance(train, RowShards)
-            prepared.append([train.row(number)[0].tolist() for number in range(train.rows)])
-    assert prepared[0] and all(rows == prepared[0] for rows in prepared)
-    fsspec.filesystem("memory").pipe_file("/stored/jsonl/more.jsonl.gz", gzip.compress(b'{"text": "a"}\n{"text": \n'))
-    data = section(tmp_path, "jsonl", f"{in_memory}/jsonl/more.jsonl.gz", format="text")
-    with pytest.raises(UserError, match=r"^memory://.*/more.jsonl.gz:2: is not JSON"):
-        prepare_rows(data, progress=False)
 
 
 def test_what_was_prepared_is_named_by_place_size_and_version(

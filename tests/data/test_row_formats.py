@@ -98,8 +98,3 @@ BAD = [
 def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], format: str, problem: str) -> None:
     with pytest.raises(BadRow, match=f"^{problem}"):
         read_example(row, format, "text")
-
-
-def test_an_unknown_format_names_the_fields_that_are_there() -> None:
-    with pytest.raises(BadRow, match="its fields are answer, question; known are messages, conversations"):
-        recognise({"question": "a", "answer": "b"}, "text")

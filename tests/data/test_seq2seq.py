@@ -194,11 +194,3 @@ def test_what_is_malformed_is_one_line_and_exit_code_2(
     assert main(["--config", str(tmp_path / "run.yaml"), *given]) == 2
     errors = [text for text in capsys.readouterr().err.splitlines() if not text.startswith("data: ")]
     assert len(errors) == 1 and problem in errors[0]
-
-
-def test_it_is_shown(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = config_of(made, tmp_path, [GOOD, {"prompt": "a model", "completion": "the loss"}])
-    assert main(["--config", str(tmp_path / "run.yaml"), *given, "--rows", "2"]) == 0
-    out = capsys.readouterr().out
-    assert "a model</s>[the loss</s>]" in out
-    assert "2 rows in 2 sequences to train on" in out

@@ -131,12 +131,6 @@ def test_a_file_without_rows_has_no_documents(tmp_path: Path, content: bytes) ->
     assert read(section("jsonl", tmp_path / "a.jsonl.gz")) == ([], {})
 
 
-def test_parquet(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"text": TEXTS[:2], "id": [1, 2]}), tmp_path / "a.parquet")
-    pq.write_table(pa.table({"text": TEXTS[2:], "id": [3, 4]}), tmp_path / "b.parquet")
-    assert read(section("parquet", tmp_path)) == (TEXTS, {})
-
-
 def test_a_local_dataset_folder_of_the_hub_kind(tmp_path: Path) -> None:
     for config in ("english", "german"):
         (tmp_path / config).mkdir()

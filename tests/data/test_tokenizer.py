@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import data.text.encode
 import data.text.tokenizer
 from config.errors import UserError
 from config.schema import DataSection
 from data.sources.sources import Source, open_source
-from data.text.encode import END_OF_DOCUMENT, byte_ids, encode_batch, is_validation, pieces, start_worker, train_bpe
+from data.text.encode import END_OF_DOCUMENT, DocumentEncoder, byte_ids, is_validation, pieces, train_bpe
 from data.text.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 
 EXAMPLES = ["", " ", "def f(x):\n    return x\r\n", "ünï\x00cödé 🙂 \u2028 e\u0301"]
@@ -58,7 +58,7 @@ def test_the_vocabulary_is_what_was_asked(source: Source) -> None:
 def test_training_a_bpe_twice_gives_the_same(source: Source) -> None:
     sample = draw_sample(source, 0.0)
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        first, second = (pool.submit(train_bpe, sample, 600).result() for _ in range(2))
+        first, second = (pool.submit(train_bpe, 600, sample).result() for _ in range(2))
     assert first == second
     assert len(json.loads(first)["model"]["vocab"]) == 600
 
@@ -160,21 +160,20 @@ def test_the_table_of_bytes_gives_what_its_tokenizer_gives(source: Source) -> No
 
 
 @pytest.mark.parametrize("bytewise", [True, False])
-def test_documents_end_with_the_end_of_document_and_nothing_else_does(source: Source, bytewise: bool) -> None:
-    """This runs in another process because a worker's initialiser changes how its process handles signals."""
+def test_documents_end_with_the_end_of_document_and_nothing_else_does(source, bytewise, monkeypatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as the encoder sets it
     tokenizer = make_tokenizer("bytes", source, 0.0)
     texts = [text for text in EXAMPLES if text]
-    given = (tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=start_worker, initargs=given) as pool:
-        splits = pool.submit(encode_batch, texts).result()
-    for split, validation in zip(splits, (False, True), strict=True):
-        wanted = [text for text in texts if is_validation(text, 0.5) is validation]
-        assert split.documents == len(wanted)
-        assert split.text_bytes == sum(len(text.encode()) for text in wanted)
-        ends = [i for i, token in enumerate(split.tokens) if token == tokenizer.eos_token_id]
+    found = DocumentEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)(
+        texts
+    )
+    for split, tokens in enumerate((found["train"], found["validation"])):
+        wanted = [text for text in texts if is_validation(text, 0.5) is bool(split)]
+        assert found["counts"][split].tolist() == [len(wanted), sum(len(text.encode()) for text in wanted)]
+        ends = [i for i, token in enumerate(tokens) if token == tokenizer.eos_token_id]
         starts = [0, *[end + 1 for end in ends]]
-        assert [tokenizer.decode(split.tokens[a:b]) for a, b in zip(starts, ends, strict=False)] == wanted
-        assert starts[-1] == len(split.tokens)
+        assert [tokenizer.decode(tokens[a:b]) for a, b in zip(starts, ends, strict=False)] == wanted
+        assert starts[-1] == len(tokens)
 
 
 def test_the_validation_share_is_near_the_fraction() -> None:
@@ -190,10 +189,3 @@ def test_workers_start_light() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"
-
-
-def test_a_saved_tokenizer_opens_with_transformers_alone(tmp_path: Path, source: Source) -> None:
-    make_tokenizer("bpe:300", source, 0.0).save_pretrained(tmp_path)
-    plain = AutoTokenizer.from_pretrained(tmp_path)
-    assert plain.eos_token == END_OF_DOCUMENT
-    assert plain.decode(plain("x = 1 # ü")["input_ids"]) == "x = 1 # ü"

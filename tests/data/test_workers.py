@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from data.text.workers import WorkerDied, Workers
-from tests.data.workers_cases import set_up, times
+from tests.data.workers_cases import multiplier
 from tests.support.jobs.launches import wait_until
 
 
@@ -41,17 +41,17 @@ def _command(pid: int) -> bytes:
 def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() -> None:
     before = set(children())
     named = semaphores()
-    with Workers(3, set_up, 7) as workers:
-        assert workers.submit(times, 2).result() == 14
+    with Workers(3, multiplier, 7) as workers:
+        assert workers.submit(2).result() == 14
         assert len(set(children()) - before) == 1
-        futures = [workers.submit(times, factor) for factor in range(20)]
+        futures = [workers.submit(factor) for factor in range(20)]
         assert [future.result() for future in futures] == [7 * factor for factor in range(20)]
         with pytest.raises(ValueError, match="negative"):
-            workers.submit(times, -1).result()
-        assert workers.submit(times, factor=1).result() == 7, "it goes on after an error"
+            workers.submit(-1).result()
+        assert workers.submit(1).result() == 7, "it goes on after an error"
         assert 1 <= len(set(children()) - before) <= 3
         assert semaphores() == named, "they would stay after a kill of the whole job"
-        workers.submit(time.sleep, 60)
+        workers.submit(2000)
         started = time.monotonic()
     assert time.monotonic() - started < 5
     assert set(children()) <= before
@@ -61,8 +61,8 @@ def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() ->
 def test_a_killed_process_is_an_error_within_seconds(seconds: float) -> None:
     """Also at its start, with more for it to read than a pipe holds."""
     before = set(children())
-    with Workers(2, set_up, 1, "x" * (4 << 20)) as workers:
-        results = [workers.submit(time.sleep, 60) for _ in range(2)]
+    with Workers(2, multiplier, 1, "x" * (4 << 20)) as workers:
+        results = [workers.submit(2000) for _ in range(2)]
         wait_until(lambda: set(children()) - before)
         time.sleep(seconds)
         os.kill(min(set(children()) - before), signal.SIGKILL)

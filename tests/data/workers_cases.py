@@ -1,14 +1,16 @@
 """Code run in the processes of test_workers.py. They import only this file, so its imports are their start-up cost."""
 
-_value = 0
+import time
+from collections.abc import Callable
 
 
-def set_up(value: int, *_: object) -> None:
-    global _value
-    _value = value
+def multiplier(value: int, *_: object) -> Callable[[float], float]:
+    """A function that multiplies by a value; a number above 1,000 takes a minute."""
 
+    def times(factor: float) -> float:
+        if factor < 0:
+            raise ValueError("negative")
+        time.sleep(60 * (factor > 1000))
+        return value * factor
 
-def times(factor: int) -> int:
-    if factor < 0:
-        raise ValueError("negative")
-    return _value * factor
+    return times
