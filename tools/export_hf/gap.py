@@ -21,9 +21,9 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from data.batches.loader import IGNORED_LABEL
+from tools.export_hf.outputs import OutputErrors
 from tools.export_hf.rows import ROWS, Row
 from tools.export_hf.tensors import TensorsDiffer, untie
-from tools.parity.outputs import OutputErrors
 from training.checkpoint.partitions import SavedModel
 
 _CHUNK = 64

@@ -1,13 +1,12 @@
 """The backward pass of a step's first micro-batch recomputed module by module, and that of the loss.
 
-As soon as the pass is over each module of the reference is called on what the run's got, in FP64, in FP32 and in the
-dtype that the plan says, and differentiated with the gradients that came to the run's module. Compared are the
-gradients that it computes: of its inputs, of the outputs of modules inside it, and of its own parameters. Modules
-inside contribute what they did in the run: their outputs, and the gradients that they computed for their inputs.
+As soon as the pass is over each module of the reference is called as in `tools.parity.signature`, and differentiated
+with the gradients that came to the run's module. Compared are the gradients of its inputs, of the outputs of modules
+inside it, and of its own parameters. Modules inside contribute what they did in the run: their outputs, and the
+gradients that they computed for their inputs.
 
 The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
-engine computes it in chunks the embedding is part of it, since no logits are kept. The run's own model and loss are
-called again in FP32 (`tools.parity.own_code`).
+engine computes it in chunks the embedding is part of it, since no logits are kept.
 
 Gradients of parameters are those of the whole micro-batch, so that one that several modules share, or one module in
 several calls, is left out. Everything that was seen is kept until the pass is over: about as much memory as the

@@ -220,7 +220,13 @@ def _train(
         if folder.path.exists():
             shutil.rmtree(folder.path)
         log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
-        report, before = _progress(name, folder.events, config.run.steps, log), joules()
+        follower, steps = Follower(folder.events), [0]
+
+        def done() -> int:
+            steps.extend(event["step"] for event in follower.events("step"))
+            return max(steps)
+
+        report, before = _progress(f"{name}: step", done, config.run.steps, log), joules()
         launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
         energy = used(before, joules())
     events = read_events(folder.events) if folder.events.exists() else ()
@@ -242,16 +248,15 @@ def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
     return same and finished and there and read_inputs(folder)[2].get("git") == git
 
 
-def _progress(name: str, events: Path, steps: int, log: Log) -> Callable[[], object]:
-    """A function that logs how far a run is and about how long it will take, once it has taken a step."""
-    follower, began, at = Follower(events), time.monotonic(), 0
+def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Callable[[], object]:
+    """A function that logs how far a job is and about how long it will take, once it has done a step."""
+    began = time.monotonic()
 
     def report() -> None:
-        nonlocal at
-        at = max([at, *(event["step"] for event in follower.events("step"))])
+        at = done()
         if at:
             left = (time.monotonic() - began) / at * (steps - at)
-            log(f"{name}: step {at} of {steps}, about {duration(left)} left")
+            log(f"{what} {at} of {steps}, about {duration(left)} left")
 
     return report
 
@@ -260,16 +265,13 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
     """Single steps of the finished run, measured by a job of as many processes."""
     out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
-    points, began = ",".join(map(str, chosen.points)), time.monotonic()
+    points = ",".join(map(str, chosen.points))
     program = ["-m", "tools.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
 
-    def report() -> None:
-        done = output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
-        if done:
-            every = (time.monotonic() - began) / done
-            left = duration(every * (WALK * len(chosen.points) - done))
-            log(f"single steps: {done} of {WALK * len(chosen.points)} compared, about {left} left")
+    def done() -> int:
+        return output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
 
+    report = _progress("single steps:", done, WALK * len(chosen.points), log)
     program += ["--walk", str(WALK)]
     launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
     if not out.exists():

@@ -117,9 +117,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(taken, "gradient_excess", most_excess, _excess, note=note, floor=0.0),
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine", margin), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement", margin), at_least=True),
-        _over(
-            taken, "update_error", bounds.update_error, _figures("update_error"), note=_constants(taken, "constants")
-        ),
+        _over(taken, "update_error", bounds.update_error, _figures("update_error"), note=read_back),
         _over(taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), note=read_back, floor=0.0),
         _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _figures("drift"), floor=0.0),
@@ -353,11 +351,18 @@ def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """Each module's gradient error, less one rounding, in units of plain torch's in the run's dtype."""
     found = {}
     for name in more_than_noise(step):
-        plain = step.get("plain_error", {}).get(name)
-        if plain is not None and float(plain) <= PLAIN_MOST:
-            error = float(step["parameters"][name]["relative_error"]) - step["roundoff"]
-            found[name] = error if math.isnan(error) else relative(max(0.0, error), float(plain))
+        if name in step.get("plain_error", {}):
+            plain = {"relative_error": step["plain_error"][name]}
+            found[name] = excess_of(step["parameters"][name], plain, step["roundoff"])
     return _by_module(found).items()
+
+
+def excess_of(found: Mapping[str, Any], plain: Mapping[str, Any], roundoff: float) -> float:
+    """A gradient's error, less one rounding, in units of plain torch's; 0 where that one explains nothing."""
+    error, of_plain = float(found["relative_error"]) - roundoff, float(plain["relative_error"])
+    if not of_plain <= PLAIN_MOST:
+        return 0.0
+    return error if math.isnan(error) else relative(max(0.0, error), of_plain)
 
 
 def more_than_noise(step: Mapping[str, Any]) -> list[str]:
@@ -388,10 +393,7 @@ def _agreement(
     plain: Mapping[str, Any] | None,
     margin: float,
 ) -> float:
-    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more.
-
-    1 less a cosine, and so its margin, goes by the square of an error.
-    """
+    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more."""
     if plain is not None and _is_plain(what, found, plain, margin):
         return 0.0 if what == "relative_error" else 1.0
     value = float(found[what])

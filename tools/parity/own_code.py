@@ -33,7 +33,7 @@ def own_code(
 ) -> dict[str, Any] | None:
     """Results of the run's module in FP32, by part; None if it cannot compute there. leaves: filled, as by `again`."""
     module = candidate[call.name]
-    if plan.has_regions or plan.computes_in_fp32 or plan.kind(call.name) == "functional":
+    if not plan.in_16_bits or plan.kind(call.name) == "functional":
         return None
     if any(item._compiled_call_impl is not None for item in module.modules()):
         return None

@@ -38,6 +38,17 @@ class Apart:
         return relative(math.sqrt(self.off), math.sqrt(self.size))
 
     @property
+    def length(self) -> float:
+        """||found||."""
+        return math.sqrt(max(0.0, self.off - self.size + 2 * self.along))
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between both; 1 where either is zero."""
+        both = self.length * math.sqrt(self.size)
+        return self.along / both if both else 1.0
+
+    @property
     def factor(self) -> float:
         """The factor on what is expected that is nearest to what was found; 1 where nothing is expected."""
         return self.along / self.size if self.size else 1.0
@@ -63,7 +74,7 @@ def in_dtype(
     try:
         yield
     finally:
-        for tensor, data in whole:
+        for tensor, data in reversed(whole):  # models may share some
             tensor.data = data
 
 

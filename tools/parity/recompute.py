@@ -233,14 +233,9 @@ class Plan:
         return isinstance(self.modules[name], torch.nn.Linear)
 
     @property
-    def computes_in_fp32(self) -> bool:
-        """Whether the run itself is in FP32 throughout."""
-        return self._regions is None and self._compute == torch.float32
-
-    @property
-    def has_regions(self) -> bool:
-        """Whether modules have dtypes of their own: the manifest path."""
-        return self._regions is not None
+    def in_16_bits(self) -> bool:
+        """Whether the run computes in 16 bits throughout, without a manifest."""
+        return self._regions is None and self._compute != torch.float32
 
     def computes_as_default(self, name: str) -> bool:
         """Whether a module has no dtype of its own."""

@@ -90,7 +90,7 @@ class Reference:
             found[name], parameter.grad = self._world.sum(gradient.detach()), None  # the caller's alone, to free
         return loss, found
 
-    def gradients_in(self, dtype: str, batch: Batch, *, loss_scale: float) -> dict[str, torch.Tensor]:
+    def gradients_in(self, dtype: str, batch: Batch, loss_scale: float) -> dict[str, torch.Tensor]:
         """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
         Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights

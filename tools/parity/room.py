@@ -13,7 +13,7 @@ from launch.plan.model import read_shape
 from launch.plan.plan import PROCESS_BYTES
 from tools.parity.jobs import Plan
 
-REFERENCE, BESIDE, ORACLE = 8, 20, 40
+REFERENCE, BESIDE, ORACLE = 8, 20, 24
 """[bytes per trained parameter] What a rank of the single steps' job holds beside its engine at least, the FP32
 reference and its gradients, and at its peak; and what the oracle's process holds (docs/parity.md, "Limits")."""
 

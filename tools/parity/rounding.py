@@ -45,9 +45,6 @@ Below FP16's smallest normal number the spacing shrinks no further: what is roun
 (`floor`), once for each value; where the terms of a sum are rounded before they are added, once for each; and where a
 module multiplies what it was given, as a norm does by one over a small root mean square, times that.
 
-The backward pass is judged alike: of each module the gradients that it makes of those that came to it in the run. So is
-the loss, with the gradient of its logits.
-
 Sums are additive, over ranks and over steps, so that a verdict is on all that was measured.
 """
 

@@ -5,26 +5,20 @@ reference (`tools.parity.reference`: freshly built by transformers, never patche
 kernels) is called on the inputs of the run's module: in FP64, which counts as exact, in FP32, and in the dtype that the
 plan says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
 
-The run's own module and its loss are also called in FP32, where that is possible (`tools.parity.own_code`).
-
 A module with modules inside is compared without their errors: those inside return what they returned in the run, and
 what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
 the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
 
-The backward pass is compared the same way once it is over: each module gets the gradients that arrived at it in the
-run, and the gradients of its inputs, of the outputs of modules inside it and of its own parameters are recomputed three
-times. So is the loss, with the gradient of its logits, or in chunks with those of hidden states and head
-(`tools.parity.backward`).
-
-All three are independent of what was changed in the run's model. They are not independent of transformers' code: a
-constant that is wrong there is wrong in all. A narrowing there is left out of the FP64 computation, so that it shows in
-FP32's error (see `tools.parity.rounding`).
+`tools.parity.backward` does the same with the backward pass and the loss, once the pass is over, and
+`tools.parity.own_code` calls the run's own module in FP32. Nothing here depends on what was changed in the run's model,
+but all of it on transformers' code: a constant that is wrong there is wrong in all. A narrowing there is left out of
+the FP64 computation, so that it shows in FP32's error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -49,7 +43,7 @@ from tools.parity.recompute import (
     row_of,
     terms_of,
 )
-from tools.parity.rounding import findings, further_off, pooled, summed, sums_of
+from tools.parity.rounding import ROUNDOFF_FP8, findings, further_off, pooled, size_of, summed, sums_of
 from tools.parity.slices import Slices, cuts_of
 from training.distributed import World
 
@@ -187,3 +181,18 @@ class Signatures:
                 roundoff = self._plan.roundoff(call.name, values[1])
                 sums = sums_of(*values, roundoff=roundoff, width=self._plan.width(call.name), own=in_fp32)
                 self._rows += row_of(call.name, of_part, kind, roundoff, terms, sums)
+
+
+def own_errors(signature: Mapping[str, Any]) -> dict[str, Any]:
+    """{"order", "own_error", "planned_error"} of a step's parts: by module the relative error of its first output on
+    the inputs that it got, and of those that compute in FP8 that of their plan, both against FP64.
+
+    order: modules in the order of execution. inf where a value is not finite or only the exact ones are zero.
+    """
+    outputs = {part.module: part for part in pooled([signature]) if part.part == "output" and part.kind != "loss"}
+    in_fp8 = {name: part for name, part in outputs.items() if part.roundoff == ROUNDOFF_FP8}
+    return {
+        "order": list(outputs),
+        "own_error": {name: size_of(part, "run") for name, part in outputs.items()},
+        "planned_error": {name: size_of(part, "plan") for name, part in in_fp8.items()},
+    }

@@ -2,22 +2,10 @@
 
     python -m tools.parity.steps RUN --out FILE [--walk 2] --points 0,150,300 [--judge] [parity.key=value ...]
 
-Started by `tools.parity` on as many processes as the run had. At each point it restores the run's checkpoint and
-takes a few real steps. For every one of them it measures, module by module,
-- the *own error*: its output against the FP32 module's on the same inputs, without the error of earlier modules;
-- the *output error*: its output against FP32's on FP32's inputs, the error accumulated so far;
-- its gradients against FP32's: relative error, cosine, share of equal signs; of those beyond the bounds also what plain
-  torch in the run's dtype makes of them, since terms that cancel leave nothing but rounding;
-- the *update error*: the change of its masters against the optimizer in FP64 on the gradient that the engine reduced;
-- the share of its masters and moments that this update left further from FP64 than FP32's rounding explains;
-- at each point, whether two evaluations of a batch have the same loss, in evaluation mode and in the dtypes that
-  training computes in; the task's loss and its gradient against their definition in FP64 (`tools.parity.task_loss`);
-  the error of a sum of two gradients that are known; and how far a step's loss and gradients are
-  from those that its micro-batches' add up to, everything that counts in the global batch counting the same;
-- the *drift*: the distance of the weights it computes with from its rounded masters;
-- with FP8 in the plan, what its rounding alone does to outputs and gradients, and the three products of each FP8 layer
-  (`tools.parity.fp8_products`);
-- its *signature*: the parts of `tools.parity.signature`, from which is judged whether rounding explains its error.
+Started by `tools.parity` on as many processes as the run had. At each point it restores the run's checkpoint, takes a
+few real steps and measures, module by module, what docs/parity.md lists under "Single steps": outputs, gradients and
+updates against FP32's and FP64's, what the dtype alone makes of them, and the *signature* from which
+`tools.parity.rounding` judges whether rounding explains an error.
 
 With --judge, as `launch.canary` starts it, FILE gets the verdict by the bounds of `parity:` beside what was measured.
 Exit code 0: written, and within the bounds; 3: beyond them (1 for several processes under torchrun).
@@ -32,7 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,21 +49,21 @@ from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import (
     COMPARED,
     MOST_NAMED,
-    PLAIN_MOST,
     Walk,
     beyond_bounds,
     blamed,
+    excess_of,
     first_divergence,
     judge_steps,
     more_than_noise,
 )
 from tools.parity.oracle.comparison import checksum_at_start, checksum_in
 from tools.parity.oracle.optimizers import decay_and_factor, hidden_matrices
-from tools.parity.outputs import OutputErrors
 from tools.parity.plain import Apart, clip_coefficient
 from tools.parity.recompute import MOST_VALUES
 from tools.parity.reference import Reference, dropouts, tokens_by_expert
-from tools.parity.signature import Signatures
+from tools.parity.routing import Choices, choosing, differ
+from tools.parity.signature import Signatures, own_errors
 from tools.parity.slices import Slices, whole_state
 from tools.parity.task_loss import loss_errors
 from tracking.record import Record
@@ -113,6 +101,7 @@ class StepParity:
         self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
         self._hidden = hidden_matrices(reference.model, resolved.config.optimizer)
         self._alternatives_known = False
+        self._chosen: Choices | None = None
         self.speaks = engine.world.is_main
         self.no_dropout = bool(dropouts(engine.model))
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
@@ -135,21 +124,28 @@ class StepParity:
             model.train(not self.no_dropout)
         compute, regions, world = DTYPES[engine.compute], engine.regions, engine.world
         slices = Slices(world.tensor)
-        errors = OutputErrors(reference.model, engine.model, regions=regions, world=world, slices=slices)
-        with errors.of_reference(), slices.of_reference(reference.model):
+        expected: Choices = {}
+        chosen: Choices = {}
+        with slices.of_reference(reference.model), choosing(reference.model, expected):
             loss, gradients = reference.loss_and_gradients(batch)
-        planned = self._planned_agreement(batch, gradients)
         signatures = Signatures(
             reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
         )
         first = next(batch.micro_batches(world.device))
         watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score)
         products = Fp8Products(reference.model, engine.model, regions, world=world)
-        with errors.of_candidate(), signatures.of_candidate(), products.of_candidate():
+        with signatures.of_candidate(), products.of_candidate(), choosing(engine.model, chosen):
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = compared = engine.health(outcome)
+        routed_otherwise = float(world.sum(world.numbers([differ(chosen, expected)]))) > 0
+        self._chosen = chosen if routed_otherwise else None
+        if routed_otherwise:
+            del gradients
+            with self._routed():
+                loss, gradients = reference.loss_and_gradients(batch)
+        planned = self._planned_agreement(batch, gradients)
         found = self._reduced_gradients()
-        agreement = to_plain(compare_gradients(found.items(), gradients.items()))
+        agreement = _agreement(found, gradients)
         norms = {name: _norm({name: gradients[name]}) for name in found}
         reference_norm = _norm(gradients)
         del found  # which the engine still has
@@ -167,6 +163,7 @@ class StepParity:
         lr = scheduled_rate(self._resolved.config, applied) if lr is None else lr
         states = self._states()
         update = engine.step(health, lr, apply=apply)
+        signature = signatures.measured()
         measured: dict[str, Any] = {
             "loss": compared.loss,
             "reference_loss": loss,
@@ -186,8 +183,8 @@ class StepParity:
             "drift": drift,
             "update_error": {},
             "update_rounding": {},
-            **errors.measured(),
-            "signature": signatures.measured(),
+            **own_errors(signature),
+            "signature": signature,
         }
         if dropped and self.no_dropout:
             measured["loss_with_dropout"] = health.loss
@@ -270,9 +267,8 @@ class StepParity:
         names = regions.names_in("fp8") if regions else ()
         if regions is None or not names:
             return {}
-        with in_fp8(model, names, regions.fp8):
-            _, rounded = self._reference.loss_and_gradients(batch)
-        return to_plain(compare_gradients(rounded.items(), gradients.items()))
+        with in_fp8(model, names, regions.fp8), self._routed():
+            return _agreement(self._reference.loss_and_gradients(batch)[1], gradients)
 
     def _plain_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of plain torch's gradients in the run's dtype with FP32's, by parameter.
@@ -283,8 +279,13 @@ class StepParity:
         engine = self._engine
         if engine.regions is not None or engine.compute == "fp32":
             return {}
-        found = self._reference.gradients_in(engine.compute, batch, loss_scale=engine.loss_scale)
-        return to_plain(compare_gradients(found.items(), gradients.items()))
+        with self._routed():
+            return _agreement(self._reference.gradients_in(engine.compute, batch, engine.loss_scale), gradients)
+
+    def _routed(self) -> AbstractContextManager[None]:
+        """Context in which the reference's routers choose what the run's chose, where these chose other experts."""
+        chosen = self._chosen
+        return nullcontext() if chosen is None else choosing(self._reference.model, {}, chosen)
 
     def _alternatives(
         self, batch: Batch, gradients: dict[str, torch.Tensor], plain: dict[str, Any], judged: list[str]
@@ -295,16 +296,12 @@ class StepParity:
         """
         if not plain or self._alternatives_known or self._engine.world.sequence is not None:
             return {}
-        self._alternatives_known = True
-        dtype, scale, found = DTYPES[self._engine.compute], self._engine.loss_scale, {}
-        error = {name: float(plain[name]["relative_error"]) for name in judged}
+        self._alternatives_known, roundoff = True, unit_roundoff(DTYPES[self._engine.compute])
+        found = {}
         for what, context in alternatives(self._reference.model).items():
             with context:
-                other = self._reference.gradients_in(self._engine.compute, batch, loss_scale=scale)
-            agreement = to_plain(compare_gradients(other.items(), gradients.items()))
-            beyond = {name: max(0.0, agreement[name]["relative_error"] - unit_roundoff(dtype)) for name in error}
-            ratios = [relative(beyond[name], size) for name, size in error.items() if size <= PLAIN_MOST]
-            found[what] = max(ratios, default=0.0)
+                agreement = self._plain_agreement(batch, gradients)
+            found[what] = max((excess_of(agreement[name], plain[name], roundoff) for name in judged), default=0.0)
         return found
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
@@ -603,6 +600,11 @@ def _beyond_noise(
 ) -> dict[str, float]:
     """Errors less 4 times the distance between two passes over the same batch."""
     return {name: max(0.0, off - 4.0 * _distance(again[name], first[name])) for name, off in found.items()}
+
+
+def _agreement(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    agreement: dict[str, Any] = to_plain(compare_gradients(found.items(), expected.items()))
+    return agreement
 
 
 def _norm(gradients: dict[str, torch.Tensor]) -> float:

@@ -39,7 +39,7 @@ def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overr
         assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm"} <= names
         assert {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"} <= names
         chunked = {"lm_head"} if any("chunked" in text for text in overrides) else set()  # as on one rank
-        assert steps[0]["not_measured"].keys() == chunked
+        assert steps[0]["signature"]["not_measured"].keys() == chunked
         parts = {(row["module"], row["part"]) for row in steps[0]["signature"]["parts"]}
         assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
 
@@ -77,7 +77,7 @@ def test_a_manifest_is_the_plan(pair, tmp_path, stage):
     for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, stage)):
         checks = judged(steps)
         assert not failed(checks), {name: checks[name] for name in failed(checks)}
-        assert steps[0]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
+        assert steps[0]["signature"]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
 
 
 @pytest.mark.one_in(11)

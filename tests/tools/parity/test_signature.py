@@ -36,7 +36,6 @@ from tests.support.rows import labelled, seq2seq
 from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
-from tools.parity.outputs import OutputErrors
 from tools.parity.rounding import figures, findings, pooled, resolution
 from tools.parity.signature import Signatures
 
@@ -149,10 +148,7 @@ def test_what_a_model_collects_of_its_modules_is_the_runs_alone() -> None:
     """transformers' hooks are on the reference's modules, too, which are called in the midst of the run's pass."""
     reference, run = twins(lambda: trained("mixtral", "sdpa", 1))
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    signatures, errors = Signatures(reference, run, compute=torch.bfloat16), OutputErrors(reference, run)
-    with errors.of_reference():
-        reference(tokens, output_router_logits=True, use_cache=False)
-    with errors.of_candidate(), signatures.of_candidate():
+    with Signatures(reference, run, compute=torch.bfloat16).of_candidate():
         found = run(tokens, output_router_logits=True, use_cache=False)
     assert len(found.router_logits) == 2
 
@@ -163,10 +159,7 @@ def test_what_is_compared_is_no_part_of_the_blocks_that_are_recomputed(mode: Any
     reference, run, alone = (trained("llama", "sdpa", 1).train() for _ in range(3))
     apply_activation_checkpointing(run, mode, reentrant=False)
     tokens = torch.randint(VOCABULARY, (2, 16), generator=torch.Generator().manual_seed(1))
-    signatures, errors = Signatures(reference, run, compute=torch.float32), OutputErrors(reference, run)
-    with errors.of_reference():
-        reference(tokens, use_cache=False)
-    with errors.of_candidate(), signatures.of_candidate():
+    with Signatures(reference, run, compute=torch.float32).of_candidate():
         run(tokens, use_cache=False).logits.square().mean().backward()
     alone(tokens, use_cache=False).logits.square().mean().backward()
     for mine, expected in zip(run.parameters(), alone.parameters(), strict=True):

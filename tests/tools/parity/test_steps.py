@@ -38,7 +38,7 @@ def test_fp32_is_its_own_parity(pair, stage):
     for steps in pair.run(parity_cases.measured_steps, stage=stage, compute="fp32", steps=3, overrides=[CLIPPED]):
         checks = judged(steps)
         assert not failed(checks)
-        assert checks["module_error"].measured == 0.0
+        assert checks["module_error"].measured < 1e-6
         assert checks["gradient_error"].measured < 1e-6
         assert checks["update_error"].measured < 1e-5
 
@@ -80,7 +80,7 @@ def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute
         assert least < checks["gradient_error"].measured
         names = set(steps[0]["order"])
         assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm", "lm_head"} <= names
-        assert not steps[0]["not_measured"]
+        assert not steps[0]["signature"]["not_measured"]
 
 
 @pytest.mark.one_in(2)

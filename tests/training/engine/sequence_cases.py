@@ -28,7 +28,7 @@ from tests.support.models.small_run import (
     resolve,
     take,
 )
-from tools.parity.outputs import OutputErrors
+from tools.export_hf.outputs import OutputErrors
 from tools.parity.reference import Reference
 from training.attribution import attribute
 from training.distributed import World
@@ -157,7 +157,7 @@ def references(world: World, *, stage: int) -> dict[str, float]:
         shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=LENGTH)
         reference, plain = Reference(resolved, shape, world), plain_model(resolved, masters)
         reference.load(masters.items())
-        errors = OutputErrors(reference.model, engine.model, world=world)
+        errors = OutputErrors(reference.model, engine.model)
         with errors.of_reference():
             loss, gradients = reference.loss_and_gradients(batch)
         with errors.of_candidate():

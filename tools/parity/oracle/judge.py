@@ -35,10 +35,10 @@ from tools.dequantise import dequantise
 from tools.parity.oracle.comparison import START, Comparison, checksum_at_start, checksum_in, relative_difference
 from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
-from tools.parity.oracle.optimizers import optimizer_of
+from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.rules import loss_scale, schedule
 from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
-from tools.parity.plain import Apart
+from tools.parity.plain import clip_coefficient
 from tools.parity.rounding import ROUNDOFF_FP8
 from tracking.compare.surviving import read_run_events, surviving
 from tracking.pages.markdown import Table
@@ -54,8 +54,6 @@ STEPS = 10
 """Default number of steps that are recomputed."""
 _LAYERS = 4
 """Layers of the models whose 16-bit losses and norms the bounds were set by."""
-_NOTHING = 1e-7
-"""Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -116,6 +114,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         raise Unknown(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
     model = _model(run, config, shape)
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
+    movement = Movement(model, config.optimizer)
     at_start = Start("", {name: _checksum(item) for name, item in model.named_parameters() if item.requires_grad})
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
@@ -124,11 +123,12 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     teacher = None if held_out.frozen is None else held_out.frozen[1]
     compared = _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
-    oracle = _Oracle(config, corpus, task, model)
+    oracle = _Oracle(config, corpus, task, model, movement)
     if later and drops:
         notes.append("no later step recomputed: what was dropped there follows from all steps before")
         later = []
     notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
+    del oracle, movement
     of_steps = [row for what, row in compared.items() if first or what == START]
     if config.task in SAMPLING_TASKS:
         notes.append("evaluations not compared: what they sample is not recorded")
@@ -160,8 +160,8 @@ def _compare_steps(
     for event in first:
         oracle.step(event, compared, log)
         checkpoint = _checkpoint(run_dir, event["step"])
-        if checkpoint.is_dir():
-            oracle.compare_masters(checkpoint, compared, f"step {event['step']}")
+        if checkpoint.is_dir() and oracle.movement is not None:
+            oracle.movement.compare(open_saved_model(checkpoint).tensors, compared, f"step {event['step']}")
             notes.append(f"masters compared: step {event['step']}")
     if first and not notes:
         notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
@@ -249,7 +249,9 @@ def _comparisons(
     Those of 16 bits are multiples of the unit roundoff, and of a loss and a norm of each `_LAYERS` layers, whose
     roundings are handed on and add up at worst. The norm of the first update is of the same weights; later ones
     have twice its bound, since the weights have parted by the rounding of the steps before. Single masters are not
-    compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding.
+    compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding. Where a
+    gradient's error is a share e of normal values, e / pi of them have the other sign, and the movement, as long as
+    before, has a cosine of 1 - 2 e / pi. e is bounded like the norm.
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
     computed |= {teacher} if teacher is not None else set()
@@ -257,12 +259,12 @@ def _comparisons(
     if "fp16" in computed:
         bounds["loss scale"] = 0.0
     if computed == {"fp32"}:
-        bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, "distance moved": 1e-5}
+        bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, DISTANCE: 1e-5}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
         deep = roundoff * max(1.0, layers / _LAYERS)
         bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
-        bounds["distance moved"] = max(roundoff, 2.0**-10)
+        bounds[DISTANCE] = max(roundoff, 2.0**-10)
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
         bounds["loss"] *= 16
         bounds |= {what: 4 * bounds[what] for what in (FIRST_NORM, "norm") if what in bounds}
@@ -270,7 +272,7 @@ def _comparisons(
         bounds["loss"] *= 2
     if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
         bounds.pop("masters", None)
-        bounds["distance moved"] *= 8
+    bounds[DIRECTION] = 2 * bounds["norm"] / math.pi * (8 if config.optimizer.name == "lion" else 1)
     if config.data.sources:
         bounds |= {"labels by source": 0.0, "loss by source": 4 * bounds["loss"]}
     return {what: Comparison(what, bound) for what, bound in bounds.items()}
@@ -279,17 +281,13 @@ def _comparisons(
 class _Oracle:
     """The model, its optimizer and its data order, step by step."""
 
-    def __init__(self, config: Config, corpus: Corpus, task: Task, model: PreTrainedModel) -> None:
+    def __init__(self, config: Config, corpus: Corpus, task: Task, model: PreTrainedModel, movement: Movement) -> None:
         self._config, self._task, self._model, self._order = config, task, model, task.order
         self._names = corpus.mixture.names if corpus.mixture is not None else ()
-        self._optimizer = optimizer_of(model, config.optimizer)
+        self.movement: Movement | None = movement
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
         self._scale = loss_scale(config.precision.loss_scale)
-        self._trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        self._start = {name: parameter.detach().clone() for name, parameter in self._trained.items()}
-        self._weight = dict.fromkeys(self._trained, 0.0)
-        """The largest share that a parameter's gradient had of the whole's norm in any step."""
         self._applied = self._tokens = 0
 
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
@@ -297,10 +295,9 @@ class _Oracle:
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
         rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids, event["position"])
         self._tokens += self._task.tokens(ids)
-        norms = {name: float(p.grad.norm()) for name, p in self._trained.items() if p.grad is not None}
+        named = self._model.named_parameters()
+        norms = {name: float(item.grad.norm()) for name, item in named if item.grad is not None}
         norm = math.sqrt(sum(value**2 for value in norms.values()))
-        for name, value in norms.items():
-            self._weight[name] = max(self._weight[name], value / norm if norm else 0.0)
         digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
         compared["samples"].add(float(event["sample_ids_sha256"] != digest), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
@@ -323,13 +320,12 @@ class _Oracle:
             compared["norm"].add(relative_difference(event["grad_norm"], norm), where)
             if not self._applied and FIRST_NORM in compared:
                 compared[FIRST_NORM].add(relative_difference(event["grad_norm"], norm), where)
-            if self._config.optimizer.gradient_clipping:
-                torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.gradient_clipping)
-            for group in self._optimizer.param_groups:
-                group["lr"] = rate * group["factor"]
-            self._optimizer.step()
+            if self.movement is not None:
+                shares = {name: value / norm if norm else 0.0 for name, value in norms.items()}
+                factor = clip_coefficient(norm, self._config.optimizer.gradient_clipping)
+                self.movement.update(rate, shares=shares, factor=factor)
             self._applied += 1
-        self._optimizer.zero_grad()
+        self._model.zero_grad()
         log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
 
     def _gradients(self, ids: Sequence[int], position: int) -> tuple[float, dict[int, tuple[float, float]]]:
@@ -353,30 +349,9 @@ class _Oracle:
 
     @torch.no_grad()
     def restart(self, folder: Path, events: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the masters of a checkpoint, for one step: moments stay what they are."""
+        """Go on from the masters of a checkpoint, for the loss and the gradient of one step."""
         point = int(folder.parent.name.removeprefix("step-"))
         load_masters(self._model, folder)
         before = [event for event in events if event["event"] == "step" and event["step"] <= point]
         self._applied, self._tokens = sum(event["applied"] for event in before), before[-1]["tokens"]
-        self._scale = None  # which follows from all overflows before
-
-    @torch.no_grad()
-    def compare_masters(self, folder: Path, compared: Mapping[str, Comparison], where: str) -> None:
-        """The masters of a checkpoint with these, against how far they have moved from the start.
-
-        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference. Parameters
-        whose gradient is nothing but rounding, as a bias of keys, are left out: Adam goes by its sign all the same.
-        """
-        saved = open_saved_model(folder).tensors
-        whole = Apart()
-        for name, parameter in self._trained.items():
-            if 0 < self._weight[name] < _NOTHING:
-                continue
-            start, master = self._start[name], saved[name].read().double()
-            moved, found = parameter - start, master - start
-            whole.add(found, moved)
-            if "masters" in compared:
-                rounded = self._applied * 2.0**-24 * float(master.norm())
-                distance = max(float((found - moved).norm()) - rounded, 0.0)
-                compared["masters"].add(distance / float(moved.norm()) if distance else 0.0, f"{name}, {where}")
-        compared["distance moved"].add(abs(whole.factor - 1.0), where)
+        self._scale = self.movement = None  # which follow from all steps before

@@ -300,7 +300,7 @@ class Preferred(Task):
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
-        self._before = copy.deepcopy(model).requires_grad_(False)
+        self._before = _as_it_is(model)
         self.frozen = self._before, None
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
@@ -442,7 +442,7 @@ class Rewarded(_OnAnswers):
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
-        self._start = copy.deepcopy(model).eval().requires_grad_(False) if config.grpo.beta else None
+        self._start = _as_it_is(model).eval() if config.grpo.beta else None
         self._old: dict[str, list[torch.Tensor]] = {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
@@ -564,6 +564,12 @@ def undropped(config: Config, device: str) -> str | None:
     if config.parallel.sequence > 1 or config.parallel.tensor > 1:
         return "the oracle drops values only where each rank has whole sequences and matrices"
     return None
+
+
+def _as_it_is(model: Any) -> Any:
+    """A copy of a model, without gradients; weights that are not trained are shared."""
+    frozen = {id(item): item for item in model.parameters() if not item.requires_grad}
+    return copy.deepcopy(model, frozen).requires_grad_(False)
 
 
 def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
