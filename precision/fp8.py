@@ -23,6 +23,7 @@ from torch.nn import functional
 from config.errors import one_line
 from config.schema import Fp8Section
 from precision.fp8_reference import Product, off_by, operands
+from precision.shared_inputs import cast_once
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
@@ -36,7 +37,18 @@ Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 
 OPERANDS = ("input", "weight", "gradient")
 
+Narrow = tuple[torch.Tensor, torch.Tensor | None]
+"""FP8 values and their scales; or what they stand for, in FP32, and None."""
+RowRounding = Callable[[torch.Tensor, torch.dtype], Narrow]
+
 _multiplying = False
+_round_rows: RowRounding | None = None
+
+
+def round_rows_by(kernel: RowRounding | None) -> None:
+    """Round rows on GPUs by this kernel from now on, in place of torch's operators."""
+    global _round_rows
+    _round_rows = kernel
 
 
 def is_multiplying() -> bool:
@@ -131,7 +143,7 @@ def kernel_problem(
     ]
     inputs, weight, gradient = given[0].to(ambient).requires_grad_(), given[1].requires_grad_(), given[2].to(ambient)
     try:
-        output = _Linear.apply(inputs, weight, section, True, None)
+        output = _Linear.apply(inputs, weight, section, True, None, None)
         output.backward(gradient)
         found: dict[Product, Any] = {
             "output": output.detach(),
@@ -156,23 +168,39 @@ def linear_fp8(
     ambient: torch.dtype,
     section: Fp8Section,
     count: Count | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too."""
+    """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too.
+
+    kept: of `SharedInputs.at` for these inputs.
+    """
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
-    output = _Linear.apply(inputs.to(ambient), weight, section, kernel, count)
+    values, narrow = cast_once(kept, inputs, ambient), None
+    if kept is not None:
+        if kernel not in kept:
+            kept[kernel] = _narrow(values.detach().flatten(0, -2), FORMATS["e4m3"], section.scaling, kernel)
+        narrow = kept[kernel]
+    output = _Linear.apply(values, weight, section, kernel, count, narrow)
     return output if bias is None else output + bias.to(ambient)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, section: Fp8Section, kernel: bool, count: Count | None
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        section: Fp8Section,
+        kernel: bool,
+        count: Count | None,
+        narrow: Narrow | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.section, ctx.kernel, ctx.count = section, kernel, count
         rows, e4m3 = inputs.flatten(0, -2), FORMATS["e4m3"]
         operands = ("input", rows, e4m3), ("weight", weight, e4m3)
-        return _product(*operands, inputs.dtype, section, kernel, count).view(*inputs.shape[:-1], len(weight))
+        output = _product(*operands, inputs.dtype, section, kernel, count, narrow)
+        return output.view(*inputs.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
@@ -191,48 +219,53 @@ class _Linear(torch.autograd.Function):
             else:
                 of_weight = rows.t() @ columns.t()
             of_weight = of_weight.to(weight.dtype)
-        return of_inputs, of_weight, None, None, None
+        return of_inputs, of_weight, None, None, None, None
 
 
 _Operand = tuple[str, torch.Tensor, torch.dtype]
 
 
+def _narrow(values: torch.Tensor, dtype: torch.dtype, scaling: str, kernel: bool) -> Narrow:
+    """(rows, summed) rounded over the last dimension, and contiguous along it where a kernel multiplies it."""
+    if not kernel:
+        return rounded(values, -1, dtype, scaling), None
+    if _round_rows is not None and values.is_cuda and scaling == "row":
+        return _round_rows(values, dtype)
+    return quantise(values.contiguous(), None if scaling == "tensor" else -1, dtype)
+
+
 def _product(
-    left: _Operand, right: _Operand, ambient: torch.dtype, section: Fp8Section, kernel: bool, count: Count | None
+    left: _Operand,
+    right: _Operand,
+    ambient: torch.dtype,
+    section: Fp8Section,
+    kernel: bool,
+    count: Count | None,
+    left_narrow: Narrow | None = None,
 ) -> torch.Tensor:
-    """left right^T in `ambient`, of (rows, summed) and (columns, summed), each rounded over its last dimension."""
+    """left right^T in `ambient`, of (rows, summed) and (columns, summed), each rounded over its last dimension.
+
+    left_narrow: the left one, where it is rounded already.
+    """
     global _multiplying
-    if kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0):
-        return _scaled_product(left, right, ambient, section.scaling, count)
-    narrow = []
-    for name, values, dtype in (left, right):
-        narrow.append(rounded(values, -1, dtype, section.scaling))
-        if count is not None:
-            count(name, values, narrow[-1])
+    kernel = kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0)
+    rows, row_scales = left_narrow or _narrow(*left[1:], section.scaling, kernel)
+    columns, column_scales = _narrow(*right[1:], section.scaling, kernel)
+    if count is not None:
+        for (name, values, _), narrow in ((left, rows), (right, columns)):
+            count(name, values, narrow.float())
+    if column_scales is not None:
+        return torch._scaled_mm(
+            rows,
+            columns.t(),
+            scale_a=row_scales,
+            scale_b=column_scales.t(),
+            out_dtype=ambient,
+            use_fast_accum=False,  # which sums with fewer bits than FP32 on Hopper
+        )
     exact = torch.bfloat16 if ambient == torch.bfloat16 else torch.float32
     _multiplying = True
     try:
-        return functional.linear(narrow[0].to(exact), narrow[1].to(exact)).to(ambient)
+        return functional.linear(rows.to(exact), columns.to(exact)).to(ambient)
     finally:
         _multiplying = False
-
-
-def _scaled_product(
-    left: _Operand, right: _Operand, ambient: torch.dtype, scaling: str, count: Count | None
-) -> torch.Tensor:
-    """The product on the GPU's FP8 units, which need both operands contiguous along the summed dimension."""
-    dim = None if scaling == "tensor" else -1
-    (rows, row_scales), (columns, column_scales) = (
-        quantise(values.contiguous(), dim, dtype) for _, values, dtype in (left, right)
-    )
-    if count is not None:
-        for (name, values, _), narrow in zip((left, right), (rows, columns), strict=True):
-            count(name, values, narrow.float())
-    return torch._scaled_mm(
-        rows,
-        columns.t(),
-        scale_a=row_scales,
-        scale_b=column_scales if dim is None else column_scales.t(),
-        out_dtype=ambient,
-        use_fast_accum=False,  # which sums with fewer bits than FP32 on Hopper
-    )

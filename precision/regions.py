@@ -41,6 +41,7 @@ from precision.manifest import (
     is_slice,
     nearest,
 )
+from precision.shared_inputs import SharedInputs, cast_once
 
 _FLOATS = tuple(DTYPES.values())
 
@@ -67,6 +68,7 @@ class Regions:
         self.assignments: dict[str, Assignment] = assign(manifest, model)
         """The manifest's dtypes, with rule and reason; `dtypes` has the current ones."""
         self._model = model
+        self._shared = SharedInputs()
         self._kinds = find_regions(model)
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
         find_head: Any = getattr(model, "get_output_embeddings", None)
@@ -205,6 +207,9 @@ class Regions:
             ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
                 other = torch.float16 if compute == "bf16" else torch.bfloat16
                 args, kwargs = cast((args, kwargs), (other,), torch.float32)
+            elif kind == "matmul" and not is_slice(module) and args and args[0].dtype == torch.float32:
+                kept = self._shared.at(name, args[0], dtype)
+                args = args if kept is None else (cast_once(kept, args[0], dtype), *args[1:])
             own = nullcontext() if own_names is None else own_parameters_in(module, dtype, own_names)
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)
@@ -219,9 +224,9 @@ class Regions:
         """A linear layer's forward pass. input: by this name, as torch has it."""
         count = self.fp8_count(name) if self.fp8_count is not None else None
         with _autocast(device_type, "fp32"):
-            return linear_fp8(
-                input, module.weight, module.bias, ambient=DTYPES[self.ambient_of(name)], section=self.fp8, count=count
-            )
+            ambient = DTYPES[self.ambient_of(name)]
+            kept, weight = self._shared.at(name, input, ambient), module.weight
+            return linear_fp8(input, weight, module.bias, ambient=ambient, section=self.fp8, count=count, kept=kept)
 
     def _enclosing(self, name: str) -> str | None:
         """The nearest region around `name`, which consumes its output."""

@@ -146,7 +146,8 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
     found = Traffic(
         gradients=each * (whole - experts) * _leaving(ranks),
         parameters=_exchanged(shape, layout) + _teacher_traffic(shape, layout),
-        collectives=reductions * times + (layout.stage > 0),
+        # of gradients, of each group's parameters, and of what the ranks tell each other once a step
+        collectives=reductions * times + (len(shape.groups) if layout.stage else 0) + 1,
         of_experts=each * experts * _leaving(same),
     )
     if layout.stage == 0:

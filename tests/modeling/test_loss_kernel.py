@@ -1,38 +1,20 @@
 """The Triton kernel of the chunked loss: against FP64 in Triton's interpreter, and compiled ahead for three GPUs."""
 
-import functools
-
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed; make test-kernels has it")
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
-
 from modeling import loss_kernel
 from modeling.linear_cross_entropy import Head, linear_cross_entropy
 from tests.modeling.test_chunked_loss import ROUNDOFF, draw, in_fp64, relative
-
-interpret = functools.cache(interpreter.InterpretedFunction)
+from tests.support.models.triton_kernels import compiled, interpret
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
     """`modeling.loss_kernel` whose kernel numpy computes."""
-
-    def call(self, *arguments, **options):  # tl.max and tl.sum are functions of Triton's, too
-        patched = interpreter._patch_lang(self.fn)
-        try:
-            return interpret(self.fn).rewrite()(*arguments, **options)
-        finally:  # InterpretedFunction's own __call__ would leave Triton's language patched
-            patched.restore()
-
-    monkeypatch.setattr(JITFunction, "__call__", call)
-    monkeypatch.setattr(loss_kernel, "softmax_gradient", interpret(loss_kernel.softmax_gradient.fn))
+    interpret(loss_kernel, "softmax_gradient", monkeypatch)
     monkeypatch.setattr(loss_kernel, "_BLOCK", 16)
     return loss_kernel
 
@@ -106,7 +88,4 @@ def test_it_compiles_ahead_for(capability: int, dtype: str, tmp_path, monkeypatc
     signature = {"logits": f"*{dtype}", "labels": "*i64", "factors": "*fp32", "every": "i32"}
     signature |= {"losses": "*fp32", "columns": "i32", "stride": "i64", "scale": "fp32", "cap": "fp32"}
     constants = {"CAPPED": dtype == "bf16", "IGNORED": -100, "BLOCK": 4096}
-    source = ASTSource(loss_kernel.softmax_gradient, signature | dict.fromkeys(constants, "constexpr"), constants)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 8})
-    assert f".target sm_{capability}" in made.asm["ptx"] and made.asm["cubin"]
-    assert made.metadata.shared < 48 * 1024
+    compiled(loss_kernel.softmax_gradient, signature, constants, capability, num_warps=8)

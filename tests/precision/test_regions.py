@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from config.errors import UserError
 from modeling.activation_checkpointing import apply_activation_checkpointing
+from precision import fp8
 from precision.dtypes import DTYPES
 from precision.manifest import Manifest, Rule
 from precision.observe import ROOT, Observation, verify
@@ -341,3 +343,42 @@ def test_a_rule_lowers_a_norm_and_the_parameters_stay() -> None:
     assert 1e-4 < error < 5e-2, "computed in BF16, not in FP32"
     assert model[0].weight.grad.dtype == torch.float32
     assert "weight" not in model[0].__dict__ and isinstance(model[0].weight, torch.nn.Parameter)
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("recompute", ["none", "full", "ops"])
+def test_layers_with_one_input_cast_and_round_it_once(
+    compute: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the second pass on, with the same bits, and nothing is kept in between."""
+
+    class Casts(TorchDispatchMode):
+        """Of activations, which have as many rows as there are tokens."""
+
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.ops.aten._to_copy.default and args[0].dtype == torch.float32 and args[0].ndim == 3:
+                self.count += 1
+            return function(*args, **(kwargs or {}))
+
+    rounded: list[int] = []
+    own = fp8._narrow
+    monkeypatch.setattr(fp8, "_narrow", lambda *given: rounded.append(1) or own(*given))
+    model = build("llama")
+    apply_activation_checkpointing(model, recompute, reentrant=False)
+    default = "bf16" if compute == "fp8" else compute
+    with in_regions(model, manifest(default, ("*_proj", compute))) as regions:
+        found = []
+        for _ in range(3):
+            rounded.clear()
+            with Casts() as casts:
+                found.append((*gradients(model), casts.count, len(rounded)))
+            assert regions._shared._kept == {}
+    (_, _, casts_at_first, rounded_at_first), _, (_, _, *at_last) = found
+    shared = 3 * len(model.model.layers)  # those of keys, values and the MLP's second layer
+    # with recomputation, the first pass's blocks knew it already when they were computed again
+    assert at_last == [casts_at_first - shared, rounded_at_first - (shared if compute == "fp8" else 0)]
+    for loss, grads, *_ in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert all(torch.equal(grads[name], value) for name, value in found[0][1].items())

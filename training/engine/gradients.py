@@ -16,6 +16,8 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.utils import combine_grad_norm_groups, get_global_norm_of_tensors
@@ -78,11 +80,15 @@ class ReducedGradients:
             self._tensors_for_norm = optimizer.get_grads_for_norm
             optimizer.get_grads_for_norm = self._bf16_tensors
         elif stage == 3:
-            stream = optimizer.reduce_and_partition_stream
-            if stream is not None and not engine.zero_overlap_comm() and not optimizer.offload_optimizer:
-                # The host would wait for it after each backward pass. All else is queued on this stream, too.
-                stream.synchronize = lambda: None
             self._norm_groups = optimizer._get_norm_groups
+            offloaded = optimizer.offload_optimizer or optimizer.offload_param
+            if not offloaded:
+                self._norm_groups = self._norms_of_pieces
+                if not engine.zero_overlap_comm():
+                    # The device does everything in the order in which it is queued, so DeepSpeed's host need not wait
+                    # for what it has gathered or reduced, nor for what it has queued ahead.
+                    accelerator: Any = get_accelerator()
+                    accelerator.resolves_data_dependency = accelerator.handles_memory_backpressure = lambda: True
             optimizer._get_norm_groups = lambda: [self._given_norm]
         else:
             self._scaled_norm = optimizer.scaled_global_norm
@@ -114,6 +120,20 @@ class ReducedGradients:
         # DeepSpeed writes -1 for a norm that is not finite.
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
+
+    def _norms_of_pieces(self) -> list[torch.Tensor]:
+        """DeepSpeed's norms of ZeRO-3's groups, reduced together, and without a copy of -1.0 to the device for each."""
+        optimizer: Any = self._engine.optimizer
+        squares = []
+        for index, parameters in enumerate(optimizer.fp16_groups):
+            held = zip(optimizer.averaged_gradients[index], parameters, strict=True)
+            norms = [gradient.double().norm() for gradient, p in held if counts_here(p, self._tensor)]
+            zero = torch.zeros((), dtype=torch.float64, device=self._engine.device)
+            squares.append(torch.stack(norms or [zero]).square().sum())
+        of_all = torch.stack(squares)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(of_all)
+        return [*of_all.sqrt()]
 
     def give(self, norm: float) -> None:
         """Let the coming step clip by this norm, known on the host, in place of the one that `norm` measured."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +14,7 @@ from config.resolved import Resolved
 from config.rules import liger_conflicts
 from modeling.kernels import Plan, cannot_run_on, plan_liger
 from precision.dtypes import DTYPES
-from precision.fp8 import kernel_problem, no_kernel
+from precision.fp8 import kernel_problem, no_kernel, round_rows_by
 from precision.regions import Regions
 from training.distributed import World
 
@@ -58,24 +60,29 @@ def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torc
     None where torch's operators compute it: on a CPU, under `model.kernels = torch`, and on every rank where it cannot
     run on one. A collective.
     """
-    config, device, problem = resolved.config, world.device, None
-    if config.model.kernels == "torch" or cannot_run_on(device):
+    config = resolved.config
+    if config.model.kernels == "torch" or cannot_run_on(world.device):
         return None, []
-    if find_spec("triton") is None:
-        problem = "triton is not installed, which comes with torch for CUDA"
-    else:
-        from modeling import loss_kernel
+    compute = "bf16" if config.precision.path == "manifest" else resolved.compute
+    kernel, problem = _tried("modeling.loss_kernel", world, DTYPES[compute])
+    if kernel is None:
+        return None, [f"the chunked loss: torch's operators {problem}"]
+    return kernel.fused_softmax, ["the chunked loss: one kernel computes the softmax and its gradient"]
 
-        compute = "bf16" if config.precision.path == "manifest" else resolved.compute
-        problem = loss_kernel.kernel_problem(device, DTYPES[compute])
+
+def _tried(module: str, world: World, *given: Any) -> tuple[Any, str | None]:
+    """A module with a Triton kernel; None, and where and why, if a rank finds it missing or wrong. A collective."""
+    kernel, problem = None, "triton is not installed, which comes with torch for CUDA"
+    if find_spec("triton") is not None:
+        kernel = import_module(module)
+        problem = kernel.kernel_problem(world.device, *given)
     where, first = _first_problem(problem, world)
-    if first is None:
-        return loss_kernel.fused_softmax, ["the chunked loss: one kernel computes the softmax and its gradient"]
-    return None, [f"the chunked loss: torch's operators {FALLEN_BACK} {where}: {first}"]
+    return (kernel, None) if first is None else (None, f"{FALLEN_BACK} {where}: {first}")
 
 
 def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
-    """Try torch._scaled_mm on the shapes of the FP8 layers that can have it, before anything is computed with it.
+    """Try torch._scaled_mm on the shapes of the FP8 layers that can have it, before anything is computed with it, and
+    on a GPU the kernel that rounds for it.
 
     If it departs from FP8's definition on any rank, `auto` becomes `emulate` on all. Returns the decision, for the
     record; nothing where there is no choice, as with `auto` on a CPU. A collective. Raises UserError where `scaled_mm`
@@ -83,7 +90,11 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
     """
     if regions is None:
         return []
-    device, asked = world.device, regions.fp8.kernel == "scaled_mm"
+    device, asked, notes = world.device, regions.fp8.kernel == "scaled_mm", []
+    if device.type == "cuda" and regions.uses("fp8"):
+        kernel, without = _tried("precision.fp8_kernel", world)
+        round_rows_by(kernel and kernel.quantise_rows)
+        notes = [f"rounding to FP8: torch's operators {without}"] if kernel is None else []
     tried: set[tuple[tuple[int, ...], torch.dtype]] = set()
     problem: str | None = None
     for name in regions.names_in("fp8"):
@@ -98,7 +109,7 @@ def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
     where, first = _first_problem(problem, world)
     if first is None:
         shapes = f"it matches FP8's definition on {len(tried)} weight shapes"
-        return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}"] if tried else []
+        return [f"precision.fp8.kernel: torch._scaled_mm; {shapes}", *notes] if tried else []
     if asked:
         raise UserError(f"precision.fp8.kernel = scaled_mm: rank {where}: {first}; set it to auto or emulate")
     regions.fp8 = replace(regions.fp8, kernel="emulate")

@@ -1,5 +1,6 @@
 """The planner's bytes of the network: what real ranks send, counted on each of them, and what papers say."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +58,27 @@ def test_it_is_what_deepspeed_sends(pair, tmp_path, stage: int, compute: str) ->
         reduced = "reduce_scatter_tensor of 2" if stage == 3 else "all_reduce of 2"
         assert sent[reduced] == pytest.approx(said.gradients, rel=0.01)
         assert total(sent) == pytest.approx(said.sent, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_is_what_a_simulated_device_counts_on_many_ranks(stage: int) -> None:
+    """docs/performance.md has the table, which tests/training/engine/test_fake_cuda.py holds to the steps."""
+    recipe = ["--config", str(REPOSITORY / "config/recipes/benchmark_1b.yaml"), "model.config.num_hidden_layers=4"]
+    recipe += ["model.config.vocab_size=32768", "data.sequence_length=64", "batch={global_size: 16, micro_size: 1}"]
+    recipe += [f"deepspeed.stage={stage}", f"precision.compute={'bf16' if stage else 'fp32'}"]
+    shape, layout = planned(recipe, world=8, on_cpu=False)
+    page = (REPOSITORY / "docs/performance.md").read_text(encoding="utf-8")
+    rows = re.findall(rf"\| ZeRO-{stage}, ([\d,]+) ranks \| (.+) \| (.+) \| (.+) \|", page)
+    assert len(rows) == 3
+    for ranks, *cells in rows:
+        world = int(ranks.replace(",", ""))
+        found = [re.fullmatch(r"(\d+), ([\d.,]+) MB", cell) for cell in cells]
+        calls = sum(int(cell[1]) for cell in found if cell)
+        sizes = [1e6 * float(cell[2].replace(",", "")) if cell else 0.0 for cell in found]
+        said = traffic(shape, replace(layout, world=world))
+        sent = (world - 1) / world * (2 * sizes[0] + sizes[1] + sizes[2])
+        assert sent == pytest.approx(said.sent, rel=0.01)
+        assert said.collectives == pytest.approx(calls, rel=0.2)  # buckets are not filled to the last element
 
 
 @pytest.mark.slow

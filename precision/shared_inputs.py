@@ -1,0 +1,64 @@
+"""What layers make of an input that they share, such as those of queries, keys and values: made once, by the first.
+
+The first pass shows which layers have the same tensor one after another. Only between these is anything kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class SharedInputs:
+    """The last input of a model's layers, and what the next one may use of it."""
+
+    def __init__(self) -> None:
+        self._followed: set[str] = set()
+        self._layer = ""
+        self._inputs: Callable[[], torch.Tensor | None] = lambda: None
+        self._state: tuple[int, torch.dtype] | None = None
+        self._kept: dict[Any, Any] = {}
+
+    def at(self, layer: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any] | None:
+        """What the layer before has kept of the same tensor, unchanged since and to be computed with in `dtype`, to be
+        added to for the next one; None for an input of one layer."""
+        if inputs.is_inference():  # these do not know whether they were changed
+            return None
+        state = inputs._version, dtype
+        same = self._inputs() is inputs and self._state == state
+        if same:
+            self._followed.add(self._layer)
+        found = self._kept if same else {}
+        self._layer, self._inputs, self._state = layer, weakref.ref(inputs), state
+        self._kept = found if layer in self._followed else {}
+        return found if found or layer in self._followed else None
+
+
+def cast_once(kept: dict[Any, Any] | None, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`inputs` in `dtype`, one copy for all layers; their gradients are added in the dtype of `inputs`, as by casts.
+
+    kept: of `SharedInputs.at`.
+    """
+    if kept is None or inputs.dtype == dtype:
+        return inputs.to(dtype)
+    if "cast" not in kept:
+        kept.update(cast=inputs.detach().to(dtype), rest=inputs)
+    found, kept["rest"] = _Cast.apply(kept["rest"], kept["cast"])
+    return found
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, cast: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = inputs.dtype
+        return cast.detach(), inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx: Any, of_cast: torch.Tensor | None, of_rest: torch.Tensor | None) -> Any:
+        if of_cast is None:
+            return of_rest, None
+        return (of_cast.to(ctx.dtype) if of_rest is None else of_rest + of_cast), None
