@@ -132,11 +132,6 @@ _OTHER_BACKENDS = {
 }
 
 
-def deepspeed_config_file(environment: Mapping[str, str]) -> str | None:
-    """The DeepSpeed JSON that Accelerate's config names, as written there; None without one."""
-    return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
-
-
 def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a run whose config was resolved earlier, when Accelerate's settings were applied."""
     return {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_")}

@@ -149,22 +149,32 @@ def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
     }
 
 
-def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
-    given = document(fp16={"enabled": True}, bf16={"enabled": False})
-    scale = "precision.loss_scale={initial: 4096, window: 50, hysteresis: 1, minimum: 2}"
-    assert resolve_json(make(scale), HERE, given, world_size=2)["fp16"] == {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 12,
-        "loss_scale_window": 50,
-        "hysteresis": 1,
-        "min_loss_scale": 2,
-        "consecutive_hysteresis": False,
-    }
+def fp16(**given: Any) -> dict[str, Any]:
+    return document(fp16={"enabled": True, **given}, bf16={"enabled": False})
+
+
+DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "min_loss_scale": 1}
+DYNAMIC |= {"consecutive_hysteresis": False}
+SCALES = [
+    ("{initial: 4096, window: 50, hysteresis: 1, minimum: 2}", (12, 1), {"loss_scale_window": 50, "min_loss_scale": 2}),
+    ("{policy: deepspeed}", (16, 2), {}),
+    ("{policy: adaptive}", (12, 1), {}),
+]
+
+
+@pytest.mark.parametrize("given", [fp16(), read_document(FOLDER / "zero2_fp16.json")], ids=["own", "shipped"])
+def test_the_json_shows_the_loss_scale(make: Any, given: dict[str, Any]) -> None:
+    for settings, (power, hysteresis), more in SCALES:
+        config = make(f"precision.loss_scale={settings}")
+        found = resolve_json(config, HERE, given, world_size=2)["fp16"]
+        assert found == {**DYNAMIC, "initial_scale_power": power, "hysteresis": hysteresis, **more}
+        section = config.precision.loss_scale.resolved()
+        assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
+        assert section.resolved() == section
     static = make("precision.loss_scale={policy: static, initial: 1000}")
     resolved = resolve_json(static, HERE, given, world_size=2)
-    assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0}
-    assert "bf16" not in resolved
+    assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0} and "bf16" not in resolved
+    assert "auto" not in values(resolved)
 
 
 def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
@@ -177,28 +187,6 @@ def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_ke
     assert resolved["zero_optimization"]["overlap_comm"] is True
     assert resolved["zero_allow_untested_optimizer"] is False
     assert "zero_force_ds_cpu_optimizer" not in resolved
-
-
-def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> None:
-    static = make("precision.loss_scale={policy: static, initial: 1000}")
-    resolved = resolve_json(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
-    assert resolved["fp16"]["loss_scale"] == 1000.0
-    assert "auto" not in values(resolved)
-
-
-@pytest.mark.parametrize(("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)])
-def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
-    config = make(f"precision.loss_scale.policy={policy}")
-    fp16 = resolve_json(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
-    assert (fp16["initial_scale_power"], fp16["hysteresis"]) == (power, hysteresis)
-    section = config.precision.loss_scale.resolved()
-    assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
-    assert section.resolved() == section
-
-
-def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
-    given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
-    assert "fp16.consecutive_hysteresis = true disagrees" in error_of(make(), given)
 
 
 def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
@@ -217,6 +205,8 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16' disagrees"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow = false disagrees"),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}, "bf16": {}}, "fp16.initial_scale_power = 12 disagrees"),
+        (fp16(consecutive_hysteresis=True), "fp16.consecutive_hysteresis = true disagrees"),
+        (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients = true is refused at ZeRO-2: Deep"),
         ({"fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
         ({"zero_optimisation": {"stage": 2}}, f"zero_optimisation: {NO_SUCH_KEY}; did you mean zero_opt"),
@@ -294,14 +284,10 @@ def test_every_refused_key_is_refused_where_it_stands(make: Any, key: str) -> No
     assert error_of(make(), given) == f"{key} is refused: {REFUSED[key]}"
 
 
-def test_no_key_is_both_taken_and_refused() -> None:
-    taken = {f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys}
-    assert not taken & REFUSED.keys()
-
-
-def test_every_section_named_is_described() -> None:
-    keys = ((section, key) for section, kinds in SECTIONS.items() for key, kind in kinds.items() if kind == "section")
-    assert {f"{section}.{key}" if section else key for section, key in keys} == SECTIONS.keys() - {""}
+def test_the_sections_of_the_table_are_described_and_no_key_is_both_taken_and_refused() -> None:
+    taken = {(f"{name}.{key}" if name else key): kind for name, keys in SECTIONS.items() for key, kind in keys.items()}
+    assert not taken.keys() & REFUSED.keys()
+    assert {key for key, kind in taken.items() if kind == "section"} == SECTIONS.keys() - {""}
 
 
 @pytest.mark.parametrize(
