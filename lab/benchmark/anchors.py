@@ -22,10 +22,9 @@ from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from lab.benchmark.peers.titan_loop import add_missing_names
-from launch.plan.build import model_of
 from launch.plan.counted import count_operations
 from launch.plan.layout import Layout, layout_of
-from launch.plan.model import Shape, read_shape
+from launch.plan.model import Shape, model_of, read_shape
 from launch.plan.operations import Operation, fused
 from launch.plan.timed import SOFTMAX_BYTES, gradient_bytes, kernels_of, loss_operations, step_bytes
 from tracking import terminal

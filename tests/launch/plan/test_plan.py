@@ -16,7 +16,7 @@ from launch.plan import command as plan
 from launch.plan.devices import DEVICES, GIB, find_device
 from launch.plan.layout import layout_of
 from launch.plan.model import read_shape
-from launch.plan.search import Planner, communication_bound_from
+from launch.plan.plan import Planner, communication_bound_from
 from launch.plan.speed import ring_bandwidth, speed
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import encode
