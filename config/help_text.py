@@ -49,7 +49,7 @@ def render(about: str = "") -> str:
         names = [*all_keys(), *(item.key for item in known)]
         raise UserError(f"command line: --help {about}: no such section or key{suggest(about, names)}")
     width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
-    lines, section = ["key: type = default [unit]; null turns off what 0 turns off"], None
+    lines, section = ["key: type = default [unit]; null turns off a bound, and what 0 turns off"], None
     for item in found:
         if (head := item.key.rpartition(".")[0]) != section:
             section = head

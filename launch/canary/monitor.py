@@ -22,9 +22,8 @@ from pathlib import Path
 from types import FrameType
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
-from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import read_json
-from launch.canary.plan import Plan
+from launch.canary.plan import Plan, in_fp32, promoted
 from launch.canary.record import Journal, log
 from launch.job import error_line_of, kill, start, with_project
 
