@@ -718,6 +718,10 @@ def _guard(config: Config) -> Iterator[Problem]:
     if guard.spike_sigmas and 0 < config.run.steps <= (guard.spike_window + 1) // 2:
         problem = f"never takes effect in run.steps = {config.run.steps}: checks start after half of it"
         yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
+    known = [*(item.name for item in fields(config.warnings)), "self_check"]
+    for index, name in enumerate(guard.warnings):
+        if name not in known:
+            yield f"guard.warnings[{index}]", f"= '{name}' is not one of {', '.join(known)}; correct or remove it"
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
         fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
         yield "guard.reexecute", f"= '{guard.reexecute}' is not one of its values; {fix}"

@@ -368,8 +368,7 @@ class MlmSection:
     """Token masking of task mlm (docs/finetuning.md)."""
 
     probability: float = limit(0.15, above=0.0, at_most=1.0)
-    """[fraction] Probability that a token, or a word, is chosen for prediction. 80% of those become the mask token, 10%
-    another token and 10% stay (Devlin et al. 2019)."""
+    """[fraction] Share of tokens to predict: 80% masked, 10% another token, 10% unchanged (Devlin et al. 2019)."""
     whole_word: bool = True
     """[true or false] Choose whole words with all their tokens."""
 
@@ -679,8 +678,7 @@ class WarningsSection:
     attention_entropy: float | None = limit(0.01, above=0.0, below=1.0)
     """[fraction of uniform attention's] Smallest healthy entropy of a layer's attention, mean over heads."""
     adam_rms: float | None = limit(3.5, above=1.0)
-    """[factor] Largest healthy root mean square of gradient over the root of Adam's second moment, by module. It cannot
-    exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95."""
+    """[factor] Largest healthy RMS of gradient / sqrt(Adam's second moment); at most 1 / sqrt(1 - betas[1])."""
     gradient_jump: float | None = limit(2.3, above=1.0)
     """[factor] Largest healthy jump of the global gradient's clipped norm, in every step."""
     signal_share: float | None = limit(None, above=0.0, below=1.0)
@@ -744,26 +742,7 @@ class GuardSection:
     """[applied steps] Steps without an incident after which a promotion is undone; 0: never."""
     rollback_budget: int = limit(2, at_least=0)
     """[times per run] Rollbacks to the last good checkpoint allowed."""
-    warnings: tuple[
-        Literal[
-            "attention_logit",
-            "attention_entropy",
-            "adam_rms",
-            "gradient_jump",
-            "signal_share",
-            "embedding_share",
-            "kurtosis_growth",
-            "update_growth",
-            "overflow_steps",
-            "router_entropy",
-            "router_z",
-            "answer_entropy",
-            "no_signal",
-            "truncated",
-            "self_check",
-        ],
-        ...,
-    ] = ()
+    warnings: tuple[str, ...] = ()
     """[names of bounds in warnings, or self_check] Early warnings to which guard.reactions responds: to gradient_jump
     and findings of a self-check before the update, to others in the next step."""
     self_check_every: int = limit(500, at_least=0, null=0)
@@ -853,11 +832,9 @@ class ParitySection:
     nonfinite_events: int = limit(0, at_least=0)
     """[events] Non-finite values allowed, besides overflows handled by the loss scale."""
     lower_dtypes: int = limit(0, at_least=0)
-    """[modules] Modules that may compute a softmax, a norm's statistics, the loss, a rotary table, a router or the
-    residual stream in a lower dtype than promised."""
+    """[modules] Modules that may compute a softmax, norm, loss, rotary table, router or residual in a lower dtype."""
     unexplained: int = limit(0, at_least=0)
-    """[modules] Modules whose error may exceed what rounding in the planned dtype explains: a wrong constant, a missing
-    term, a sum in a lower dtype, however small."""
+    """[modules] Modules whose error, however small, may exceed what rounding in the planned dtype explains."""
     fp8_products: float = limit(1.0, above=0.0)
     """[factor] Largest distance of an FP8 layer's output, input gradient and weight gradient from FP8's definition on
     the same inputs, in units of the rounding of the sums and of the dtype around it."""
@@ -866,8 +843,7 @@ class ParitySection:
     module_error: float = limit(0.02, above=0.0)
     """[fraction] Largest relative error that a module adds itself: its output against FP32 on the same inputs."""
     accumulation_error: float = limit(2e-5, above=0.0)
-    """[fraction] Largest relative error of the engine's sum of two known gradients of a module: 1e-7 when it
-    accumulates in FP32, 1e-4 and 1e-3 in FP16 and BF16."""
+    """[fraction] Largest relative error of the engine's sum of two known gradients: 1e-7 in FP32, 1e-3 in BF16."""
     weighting_error: float = limit(1e-4, above=0.0)
     """[fraction] Largest relative distance of a module's reduced gradient from the sum over the step's micro-batches
     with equal weight for every label: 0 on a CPU, 0.02 for a mean of means of packed short documents."""

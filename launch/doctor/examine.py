@@ -74,7 +74,9 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     yield from cluster.check_cluster(facts, port=scope.options.port)
     yield from _wandb(scope, facts)
     if len(scope.hosts) > 1:
-        yield from _clocks(hosts)
+        for name, answer in on_all(hosts, lambda host: host.clock()).items():
+            if not isinstance(answer, Unreachable):
+                yield from cluster.check_clock(name, *answer)
         yield from _reach(hosts)
     if not scope.options.quick:
         yield from _with_torch(scope, hosts, facts)
@@ -116,12 +118,6 @@ def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
         yield amber("wandb", "tracking.wandb is online and there is no login: nothing will be uploaded", fix, first)
     else:
         yield green("wandb", f"{scope.wandb or 'offline'}, {'a' if one['wandb_login'] else 'no'} login", first)
-
-
-def _clocks(hosts: list[Host]) -> Iterator[Finding]:
-    for name, answer in on_all(hosts, lambda host: host.clock()).items():
-        if not isinstance(answer, Unreachable):
-            yield from cluster.check_clock(name, *answer)
 
 
 def _reach(hosts: list[Host]) -> Iterator[Finding]:

@@ -142,6 +142,10 @@ REFUSED = [
     (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
     (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
+    (
+        ["guard.warnings=[adam_rms, self_chek]"],
+        "guard.warnings[1] = 'self_chek' is not one of attention_logit, … check;",
+    ),
     (["guard.reactions=[abort, skip]"], "guard.reactions never reaches skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
     (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 exceeds the tokens of data.seq"),

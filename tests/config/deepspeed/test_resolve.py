@@ -22,6 +22,7 @@ HERE = Path("my.json")
 DISAGREES = "disagrees with the run config"
 NO_SUCH_KEY = "DeepSpeed 0.19.8 has no such key"
 MASTERS = "bf16_master_weights_and_grads"
+CPU = {"device": "cpu"}
 PARAM, NEEDS = "zero_optimization.offload_param", "needs zero_optimization.stage"
 
 
@@ -68,11 +69,6 @@ def test_ranks_that_share_matrices_are_told_to_deepspeed(make: Any) -> None:
     assert resolved["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 4)
     assert "set parallel.tensor in the run config" in error_of(make(), document(tensor_parallel={"autotp_size": 2}))
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    said = error_of(make("parallel.tensor=2"), document(zero_optimization=zero), world_size=4)
-    assert said.startswith("offloads optimizer, which is not verified with parallel.tensor = 2")
-    said = error_of(make("parallel.tensor=2"), document(zero_optimization={"stage": 2, "overlap_comm": True}))
-    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.tensor = 2; remove one")
 
 
 def test_ranks_share_experts_at_the_stages_that_are_right(make: Any) -> None:
@@ -84,12 +80,8 @@ def test_ranks_share_experts_at_the_stages_that_are_right(make: Any) -> None:
     assert "by the mean of the ranks' gradient norms" in said
     assert "(measured: an update of 0.062760, not 0.062279)" in said
     assert said.endswith("set deepspeed.stage=1, 2 or 3, or parallel.expert=1")
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    kept = resolve_json(make("parallel.expert=2"), HERE, document(zero_optimization=zero), world_size=4)
+    kept = resolve_json(make("parallel.expert=2"), HERE, document(**zero(offload_optimizer=CPU)), world_size=4)
     assert offload(kept) == "optimizer"
-    zero["overlap_comm"] = True
-    said = error_of(make("parallel.expert=2"), document(zero_optimization=zero), world_size=4)
-    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.expert = 2; remove one")
 
 
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:
@@ -178,8 +170,7 @@ def test_the_json_shows_the_loss_scale(make: Any, given: dict[str, Any]) -> None
 
 
 def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
-    cpu = {"device": "cpu"}
-    offloaded = resolve_json(make(), HERE, document(**zero(3, offload_optimizer=cpu)), world_size=2)
+    offloaded = resolve_json(make(), HERE, document(**zero(3, offload_optimizer=CPU)), world_size=2)
     assert offloaded["zero_optimization"]["overlap_comm"] is False
     assert offloaded["zero_force_ds_cpu_optimizer"] is False
     chosen = document(**zero(overlap_comm=True), zero_allow_untested_optimizer=False)
@@ -227,11 +218,8 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast is refused: with float16"),
         ({"amp": {"enabled": True}}, f"amp: {NO_SUCH_KEY}; the top level has"),
         ({"bf16": {"enabled": True, MASTERS: True}}, f"bf16.{MASTERS} is refu"),
-        (zero(offload_param={"device": "cpu"}), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
-        (
-            zero(0, offload_optimizer={"device": "cpu"}) | {"bf16": {}},
-            f"zero_optimization.offload_optimizer.device = 'cpu' {NEEDS} 1 or more, not 0",
-        ),
+        (zero(offload_param=CPU), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
+        (zero(0, offload_optimizer=CPU), f"zero_optimization.offload_optimizer.device = 'cpu' {NEEDS} 1 or more"),
         (zero(3, offload_param={"device": "nvme"}), f"{PARAM}.nvme_path is missing"),
         (zero(3, offload_param={"device": "disk"}), f"{PARAM}.device = 'disk' is not one of none, cpu, nvme"),
     ],
@@ -240,25 +228,34 @@ def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str
     assert error_of(make(), document(**changes)).startswith(expected)
 
 
-def test_a_second_partition_comes_out_even(make: Any) -> None:
-    for size in (0, 3):
-        error = error_of(make(), document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
-        assert error.startswith(f"zero_optimization.zero_hpz_partition_size = {size} does not divide 4 processes; set")
-    for size in (1, 2, 4, 8):
-        resolve_json(make(), HERE, document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
+HPZ = "zero_optimization.zero_hpz_partition_size"
+SPLIT, KEY = "precision.masters=split", "precision.masters = split in the run config"
+ALONE = "zero_optimization.overlap_comm = true is not verified with"
 
 
-def test_split_masters_need_bf16_weights_beside_them(make: Any) -> None:
-    split = make("precision.masters=split")
-    key = "precision.masters = split in the run config"
-    assert error_of(split, zero()).startswith(f"computes in fp32, but {key} holds an FP32 master as its 16-bit weight")
-    fp16 = zero() | {"fp16": {"enabled": True}}
-    assert error_of(split, fp16).endswith("set precision.compute to bf16, or remove precision.masters")
-    kept = document(**zero(offload_optimizer={"device": "cpu"}))
-    assert error_of(split, kept).startswith(f"keeps optimizer in host memory, but {key} holds masters and weights")
-    assert error_of(split, document(**zero(0))).startswith("BF16 with ZeRO-0 is refused")
-    for stage in (1, 2, 3):
-        resolve_json(split, HERE, document(**zero(stage)), world_size=2)
+@pytest.mark.parametrize(
+    ("setting", "changes", "expected"),
+    [
+        *(
+            ("run.seed=0", zero(3, zero_hpz_partition_size=n), f"{HPZ} = {n} does not divide 4 processes; set")
+            for n in (0, 3)
+        ),
+        *(("run.seed=0", zero(3, zero_hpz_partition_size=n), "") for n in (1, 2, 4, 8)),
+        (SPLIT, {"bf16": {}}, f"computes in fp32, but {KEY} holds an FP32 master as its 16-bit"),
+        (SPLIT, {"bf16": {}, "fp16": {"enabled": True}}, f"computes in fp16, but {KEY} holds an FP32 master"),
+        (SPLIT, zero(offload_optimizer=CPU), f"keeps optimizer in host memory, but {KEY} holds masters"),
+        (SPLIT, zero(0), "BF16 with ZeRO-0 is refused"),
+        *((SPLIT, zero(stage), "") for stage in (1, 2, 3)),
+        ("parallel.tensor=2", zero(offload_optimizer=CPU), "offloads optimizer, which is not verified with parallel"),
+        ("parallel.tensor=2", zero(overlap_comm=True), f"{ALONE} parallel.tensor = 2; remove one of them"),
+        ("parallel.expert=2", zero(overlap_comm=True), f"{ALONE} parallel.expert = 2; remove one of them"),
+    ],
+)
+def test_the_json_fits_what_shares_the_work(make: Any, setting: str, changes: dict[str, Any], expected: str) -> None:
+    if expected:
+        assert error_of(make(setting), document(**changes), world_size=4).startswith(expected)
+    else:
+        resolve_json(make(setting), HERE, document(**changes), world_size=4)
 
 
 def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
