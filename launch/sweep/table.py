@@ -15,10 +15,7 @@ from tracking.pages.markdown import Table, page, text
 
 _STATUS_ORDER = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
 """Finished trials rank before unfinished ones, whose losses are of other steps."""
-_LOSSES = {
-    "validation_loss": "validation loss",
-    "training_loss": f"training loss, mean of the last {LAST_STEPS} steps",
-}
+_LOSSES = {"validation_loss": "validation loss", "training_loss": f"training loss, mean of the last {LAST_STEPS} steps"}
 """Fields of a trial that it may be ranked by, in words."""
 
 

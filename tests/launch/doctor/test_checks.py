@@ -79,11 +79,7 @@ def test_a_compiler_is_missed_by_a_run_that_builds_with_it(facts):
     ("changes", "check", "level"),
     [
         ({"torch_cuda": "12.8", "programs": {"nvcc": [{"path": "/c/nvcc", "version": "13.0"}]}}, "nvcc", "red"),
-        (
-            {"torch_cuda": "12.8", "programs": {"nvcc": [{"path": "/c/nvcc", "version": "12.4"}]}},
-            "nvcc",
-            "green",
-        ),
+        ({"torch_cuda": "12.8", "programs": {"nvcc": [{"path": "/c/nvcc", "version": "12.4"}]}}, "nvcc", "green"),
         ({"torch_cuda": "12.8", "programs": {"nvcc": []}}, "nvcc", "amber"),
         ({"infiniband": True, "limits": {"memlock": 64 * 1024}}, "locked memory", "red"),
         ({"infiniband": True, "limits": {"memlock": None}}, "locked memory", None),
