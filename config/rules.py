@@ -56,8 +56,8 @@ Problem = tuple[str, str]
 def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
-        *(_run, _model, _routers, _activation_checkpointing, _compile, _task, _sections, _preference, _grpo),
-        *(_distill, _verified, _parallel, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
+        *(_run, _model, _routers, _activation_checkpointing, _task, _sections, _preference, _grpo),
+        *(_distill, _encoder, _seq2seq, _adapter, _verified, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
@@ -146,16 +146,6 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
         yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
 
-def _compile(config: Config) -> Iterator[Problem]:
-    if not config.model.compile:
-        return
-    if config.keeps_documents_apart:
-        other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
-        yield "model.compile", f"= true is not verified with {other}; remove one of them"
-    if config.task in ("dpo", "classify", "seq2seq"):
-        yield "model.compile", f"= true is not verified with task = {config.task}; remove it"
-
-
 _Values = dict[str, tuple[Any, ...]]
 _NOT_VERIFIED = "is not verified with"
 _WITHOUT_BUDGET = ("none", "full", "selective", "attention", "ops")
@@ -168,6 +158,14 @@ _SLICED: _Values = {
 }
 """Values that are verified where ranks have slices, whether of matrices or of experts."""
 _BESIDE: dict[str, dict[str, _Values]] = {
+    "adapter.base": {
+        _NOT_VERIFIED: {
+            "adapter.kind": ("lora",),
+            "model.compile": (False,),
+            "precision.path": ("cast",),
+            "deepspeed.offload": (None, "none"),
+        },
+    },
     "model.compile": {
         _NOT_VERIFIED: {
             "model.activation_checkpointing": ("none", "full", "selective"),
@@ -225,6 +223,17 @@ def _verified(config: Config) -> Iterator[Problem]:
         if attrgetter(key)(config) != attrgetter(key)(Config()):
             for problem, others in problems.items():
                 yield from _beside(config, key, others, problem)
+    if config.model.compile and config.keeps_documents_apart:
+        other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
+        yield "model.compile", f"= true is not verified with {other}; remove one of them"
+    if config.model.compile and config.task in ("dpo", "classify", "seq2seq"):
+        yield "model.compile", f"= true is not verified with task = {config.task}; remove it"
+    model, ranks, length = config.model, config.parallel.sequence, config.data.sequence_length
+    if ranks > length:
+        yield "parallel.sequence", f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
+    if (model.balance_loss or model.router_z_loss) and length % ranks:
+        problem = f"= {ranks}: routers would count the padding of data.sequence_length = {length}"
+        yield "parallel.sequence", f"{problem}; make it a multiple of {ranks}"
 
 
 def _beside(config: Config, key: str, others: _Values, problem: str = _NOT_VERIFIED) -> Iterator[Problem]:
@@ -398,16 +407,6 @@ def _distill(config: Config) -> Iterator[Problem]:
             yield f"data.validation[{index}].format", f"= {item.format}: one of it and the data are documents; {fix}"
 
 
-def _parallel(config: Config) -> Iterator[Problem]:
-    ranks, model, key = config.parallel.sequence, config.model, "parallel.sequence"
-    length = config.data.sequence_length
-    if ranks > length:
-        yield key, f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
-    if (model.balance_loss or model.router_z_loss) and length % ranks:
-        fix = f"make it a multiple of {ranks}"
-        yield key, f"= {ranks}: routers would count the padding of data.sequence_length = {length}; {fix}"
-
-
 def _encoder(config: Config) -> Iterator[Problem]:
     task, data = config.task, config.data
     if task not in ENCODER_TASKS:
@@ -462,25 +461,11 @@ def _adapter(config: Config) -> Iterator[Problem]:
         yield "adapter.target_modules", "is empty; name modules, or all-linear"
     if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
         yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
-    yield from _quantised_base(config)
-
-
-def _quantised_base(config: Config) -> Iterator[Problem]:
-    adapter, key = config.adapter, "adapter.base"
     if adapter.double_quant and adapter.base != "nf4":
         yield "adapter.double_quant", f"= true is only read by adapter.base = nf4, not {adapter.base}; remove it"
-    if adapter.base == "compute":
-        return
-    if model_class_of(config) != CAUSAL_LM:
+    if adapter.base != "compute" and model_class_of(config) != CAUSAL_LM:
         problem = f"is verified for causal language models, not task = {config.task}; remove it"
-        yield key, f"= {adapter.base} {problem}"
-    verified = {
-        "adapter.kind": ("lora",),
-        "model.compile": (False,),
-        "precision.path": ("cast",),
-        "deepspeed.offload": (None, "none"),
-    }
-    yield from _beside(config, key, verified)
+        yield "adapter.base", f"= {adapter.base} {problem}"
 
 
 def _mixture(config: Config) -> Iterator[Problem]:
@@ -632,12 +617,8 @@ def _precision(config: Config) -> Iterator[Problem]:
             yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
-    if precision.masters == "split":
-        yield from _split_masters(config)
-
-
-def _split_masters(config: Config) -> Iterator[Problem]:
-    """Check split masters within the run config; config/deepspeed/resolve.py checks them against the JSON."""
+    if precision.masters != "split":  # config/deepspeed/resolve.py checks them against the JSON
+        return
     key, keep = "precision.masters", "or remove precision.masters"
     if config.precision.path == "manifest":
         problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"

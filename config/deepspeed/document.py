@@ -41,7 +41,15 @@ def write_in_fp32(path: Path, copy: Path) -> None:
 def check_document(path: Path, document: dict[str, Any]) -> None:
     """Raises UserError for an unknown or refused key, a value of another kind, or an offload that the stage has not."""
     _check_keys(path, document)
-    _check_offload(path, document, zero_stage(document))
+    zero, stage = document.get("zero_optimization", {}), zero_stage(document)
+    for name, least in (("optimizer", 1), ("param", 3)):
+        key, section = f"zero_optimization.offload_{name}", zero.get(f"offload_{name}", {})
+        device = section.get("device", "none")
+        if device != "none" and stage < least:
+            needed = f"needs zero_optimization.stage {least} or more, not {stage}; remove it"
+            raise UserError(f"{path}: {key}.device = '{device}' {needed}")
+        if device == "nvme" and not section.get("nvme_path"):
+            raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
 
 
 def unknown_keys(path: Path, document: dict[str, Any]) -> list[str]:
@@ -70,18 +78,6 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _check_offload(path: Path, document: dict[str, Any], stage: int) -> None:
-    zero = document.get("zero_optimization", {})
-    for name, least in (("optimizer", 1), ("param", 3)):
-        key, section = f"zero_optimization.offload_{name}", zero.get(f"offload_{name}", {})
-        device = section.get("device", "none")
-        if device != "none" and stage < least:
-            needed = f"needs zero_optimization.stage {least} or more, not {stage}; remove it"
-            raise UserError(f"{path}: {key}.device = '{device}' {needed}")
-        if device == "nvme" and not section.get("nvme_path"):
-            raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
 
 
 def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknown: list[str] | None = None) -> None:
