@@ -86,10 +86,7 @@ def plan_batch(
 
 
 def refuse_sharing(batch: BatchPlan, *, but: Collection[str] = (), why: str = "") -> None:
-    """Raise UserError where ranks share sequences, matrices or experts.
-
-    but: of sequence, tensor and expert, those that may be shared. why: the command's own reason.
-    """
+    """Raise UserError where ranks share sequences, matrices or experts that are not in `but`. why: the reason."""
     for key, what in (("sequence", "whole sequences"), ("tensor", "whole matrices"), ("expert", "all experts")):
         ranks = getattr(batch, key)
         if ranks > 1 and key not in but:

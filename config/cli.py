@@ -1,5 +1,4 @@
-"""The common parts of every command line: exit codes, Mantissa's own folder, a parser whose mistakes are UserErrors,
-and how a UserError ends a tool."""
+"""The parts of every command line: exit codes, Mantissa's own folder, a parser, and how a UserError ends a tool."""
 
 from __future__ import annotations
 
@@ -22,10 +21,9 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
 DONE, CRASH, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED = 0, 1, 2, 3, 69, 71, 74, 75
-"""Exit codes: all steps done; an exception that nothing caught, as Python has it; the config or the command line is
-wrong, and nothing was started; stopped on numerics with a usable checkpoint; this rank stops because another one is
-lost; stopped because a rank's machine computes or remembers wrongly; checkpoints cannot be written; stopped on request,
-saved. docs/run-folder.md has them."""
+"""Exit codes (docs/run-folder.md): all steps done; an exception that nothing caught; the config or the command line is
+wrong; stopped on numerics; another rank is lost; a rank's machine computes wrongly; checkpoints cannot be written;
+stopped on request."""
 
 
 class Arguments(argparse.ArgumentParser):

@@ -49,7 +49,7 @@ def render(about: str = "") -> str:
         names = [*all_keys(), *(item.key for item in known)]
         raise UserError(f"command line: --help {about}: no such section or key{suggest(about, names)}")
     width = min(_WIDEST, shutil.get_terminal_size((_WIDEST, 0)).columns)
-    lines, section = ["key: type = default [unit]; null turns off what 0 turns off"], None
+    lines, section = ["key: type = default [unit]; null turns off a bound, and what 0 turns off"], None
     for item in found:
         if (head := item.key.rpartition(".")[0]) != section:
             section = head
@@ -71,7 +71,8 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             yield from keys(hint, f"{key}.")
             continue
-        unit, meaning = _split_unit(documents[item.name])
+        said = re.fullmatch(r"(?:\[([^]]*)\] ?)?(.*)", " ".join(documents[item.name].split()))
+        unit, meaning = said.groups("") if said else ("", "")
         bounds = describe_bounds(item.metadata)
         yield KeyHelp(key, _describe_type(hint) + (f", {bounds}" if bounds else ""), _default(item), unit, meaning)
         for element in typing.get_args(hint):
@@ -105,16 +106,6 @@ def _default(item: dataclasses.Field[Any]) -> str:
     else:
         return "(must be given)"
     return json.dumps(value)
-
-
-def _split_unit(document: str) -> tuple[str, str]:
-    """`[unit] meaning` as two parts."""
-    text = " ".join(document.split())
-    if not text.startswith("["):
-        return "", text
-    # Units such as `[fraction, fraction]` never nest brackets.
-    unit, _, meaning = text[1:].partition("]")
-    return unit, meaning.strip()
 
 
 @cache

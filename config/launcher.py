@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,11 +132,6 @@ _OTHER_BACKENDS = {
 }
 
 
-def deepspeed_config_file(environment: Mapping[str, str]) -> str | None:
-    """The DeepSpeed JSON that Accelerate's config names, as written there; None without one."""
-    return environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
-
-
 def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a run whose config was resolved earlier, when Accelerate's settings were applied."""
     return {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_")}
@@ -148,34 +143,24 @@ def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapp
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"
             raise UserError(f"accelerate: {what} {problem}; use a file of launch/accelerate/")
-    for key, given, resolved in _accelerate_settings(environment, deepspeed, precision):
-        if given != resolved and not _same_number(given, resolved):
-            raise UserError(
-                f"accelerate: {key} = {given}, but by {source} it is {resolved}; remove {key} from Accelerate's config "
-                "or make them agree"
-            )
-
-
-def _accelerate_settings(
-    environment: Mapping[str, str], deepspeed: Mapping[str, Any], precision: str
-) -> Iterator[tuple[str, str, str]]:
-    """Key, Accelerate's value and the run's value of every setting in Accelerate's config."""
-    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    # `no` is also the default; one from a config file is listed among the file's fields.
-    if given != "no" or "mixed_precision" in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","):
-        yield "mixed_precision", given, "no" if precision == "fp32" else precision
     zero = deepspeed.get("zero_optimization", {})
     resolved = {
+        "MIXED_PRECISION": "no" if precision == "fp32" else precision,
         "DEEPSPEED_ZERO_STAGE": zero.get("stage", 0),
         "DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": zero.get("offload_optimizer", {}).get("device", "none"),
         "DEEPSPEED_OFFLOAD_PARAM_DEVICE": zero.get("offload_param", {}).get("device", "none"),
         "GRADIENT_ACCUMULATION_STEPS": deepspeed["gradient_accumulation_steps"],
         "GRADIENT_CLIPPING": deepspeed["gradient_clipping"],
     }
+    given = {name: environment.get(f"ACCELERATE_{name}", "auto") for name in resolved}
+    listed = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    if given["MIXED_PRECISION"] == "no" and "mixed_precision" not in listed:
+        given["MIXED_PRECISION"] = "auto"  # `no` is also the default; one from a config file is listed among its fields
     for name, value in resolved.items():
-        given = environment.get(f"ACCELERATE_{name}", "auto")
-        if given != "auto":
-            yield name.removeprefix("DEEPSPEED_").lower(), given, str(value)
+        if given[name] not in ("auto", str(value)) and not _same_number(given[name], str(value)):
+            key = name.removeprefix("DEEPSPEED_").lower()
+            problem = f"{key} = {given[name]}, but by {source} it is {value}"
+            raise UserError(f"accelerate: {problem}; remove {key} from Accelerate's config or make them agree")
 
 
 def _same_number(one: str, other: str) -> bool:

@@ -276,7 +276,14 @@ class _Builder:
                 )
             return value
         if origin is tuple:
-            return self.items(arguments, value, key, limits)
+            if not isinstance(value, list):
+                raise self.wrong(key, value, "is not a list; write it as [...]")
+            if arguments[-1] is Ellipsis:
+                arguments = arguments[:1] * len(value)
+            if len(value) != len(arguments):
+                raise self.wrong(key, value, f"has {len(value)} elements; {key} takes {len(arguments)}")
+            pairs = enumerate(zip(arguments, value, strict=True))
+            return tuple(self.value(kind, item, f"{key}[{index}]", limits) for index, (kind, item) in pairs)
         if origin is dict:
             if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
                 raise self.wrong(key, value, "is not a mapping of names to values")
@@ -284,17 +291,6 @@ class _Builder:
                 raise self.wrong(key, value, "has a character that no file can hold (not UTF-8); leave it out")
             return value
         return self.scalar(hint, value, key, limits)
-
-    def items(self, arguments: tuple[Any, ...], value: Any, key: str, limits: Mapping[str, float]) -> tuple[Any, ...]:
-        """A tuple of a fixed length, or of any length when annotated with `...`."""
-        if not isinstance(value, list):
-            raise self.wrong(key, value, "is not a list; write it as [...]")
-        if arguments[-1] is Ellipsis:
-            arguments = arguments[:1] * len(value)
-        if len(value) != len(arguments):
-            raise self.wrong(key, value, f"has {len(value)} elements; {key} takes {len(arguments)}")
-        pairs = enumerate(zip(arguments, value, strict=True))
-        return tuple(self.value(hint, item, f"{key}[{index}]", limits) for index, (hint, item) in pairs)
 
     def scalar(self, hint: type, value: Any, key: str, limits: Mapping[str, float]) -> Any:
         """A bool, an integer, a number or text; nothing is converted but an integer to a float."""

@@ -4,7 +4,7 @@ Sharding and resharding, checksums, the precision ledger, the momentum norm, ste
 memory and the settings that a load leaves alone follow from a row of it. To add an optimizer:
 
 - its name and its settings: `OptimizerSection` of config/schema.py;
-- a row here, and for the planner in launch/plan/step.py and launch/plan/text.py;
+- a row here, and for the planner in launch/plan/step.py;
 - `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, and `update`, the same in FP64.
 
 Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the

@@ -84,6 +84,7 @@ _FILE = re.compile(r".+\.[a-z]{2,5}|.*/.*")
 _EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)*")
 _UUID = re.compile(r"(?i)[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _TIME = re.compile(r"\d{6,8}[tT]?\d{4,6}[zZ]?")
+_HUMP = re.compile(r"[a-z][A-Z]")
 _BASE64 = re.compile(r"[A-Za-z0-9/+]{40,}={0,2}")
 _LONGEST_WORD, _SHORTEST_KEY, _SHORTEST_PASSWORD = 24, 12, 8
 
@@ -211,10 +212,6 @@ def _is_ordinary(piece: str) -> bool:
     runs = re.findall(r"\d+|\D+", piece)
     if len(runs) > (3 if len(piece) >= _SHORTEST_KEY else 4):
         return False
-    return all(run.isdecimal() or (run.isalpha() and _has_natural_case(run)) for run in runs)
-
-
-def _has_natural_case(word: str) -> bool:
-    """Whether capitals are as in Llama, GPT or LlamaForCausalLM, rather than at random."""
-    humps = len(re.findall(r"[a-z][A-Z]", word))
-    return len(word) < _SHORTEST_PASSWORD or humps <= len(word) / 5
+    # capitals are as in Llama, GPT or LlamaForCausalLM, rather than at random
+    natural = all(len(run) < _SHORTEST_PASSWORD or len(_HUMP.findall(run)) <= len(run) / 5 for run in runs)
+    return natural and all(run.isdecimal() or run.isalpha() for run in runs)

@@ -18,7 +18,7 @@ from config.deepspeed.document import offload, read_document, zero_stage
 from config.deepspeed.resolve import Dtype, compute_dtype, resolve_json
 from config.errors import UserError
 from config.json_text import read_object
-from config.launcher import check_agreement, deepspeed_config_file, launch_command, read_rank_env
+from config.launcher import check_agreement, launch_command, read_rank_env
 from config.load import load_config
 from config.machine.processes import launchers
 from config.schema import CheckpointSection, Config, DeepSpeedSection
@@ -62,8 +62,8 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     """Load, merge and check everything. Raises UserError for the first thing that is wrong."""
     env = read_rank_env(environment, options.local_rank)
     path = Path(options.config)
-    accelerate_file = deepspeed_config_file(environment)
     # Accelerate's file wins over the run config, and the command line over both.
+    accelerate_file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
     overrides = [] if accelerate_file is None else [f"deepspeed.config={json.dumps(accelerate_file)}"]
     overrides += options.overrides
     config = load_config(path, overrides, options.deepspeed_config)
@@ -78,7 +78,11 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     section, parallel = config.batch, dataclasses.asdict(config.parallel)
     batch = plan_batch(section.global_size, section.micro_size, env.world_size, where=where, **parallel)
     resolved_json = resolve_json(config, json_path, document, world_size=env.world_size)
-    _check_fault_ranks(config, _where(path, options.overrides, "faults"), env.world_size)
+    for index, fault in enumerate(config.faults):
+        if fault.rank >= env.world_size:
+            problem = f"is not one of the {env.world_size} processes; ranks count from 0"
+            place = _where(path, options.overrides, "faults")
+            raise UserError(f"{place}: faults[{index}].rank = {fault.rank} {problem}")
     compute = compute_dtype(config, json_path, document)
     if config.precision.path == "manifest" and compute != "fp32":
         raise UserError(
@@ -162,10 +166,3 @@ def _where(path: Path, overrides: Sequence[str], *sections: str) -> str:
     """The run config's path, with the overrides of some sections."""
     given = [text for text in overrides if text.partition("=")[0].partition(".")[0] in sections]
     return f"{path} with {' '.join(given)}" if given else str(path)
-
-
-def _check_fault_ranks(config: Config, where: str, world_size: int) -> None:
-    for index, fault in enumerate(config.faults):
-        if fault.rank >= world_size:
-            problem = f"is not one of the {world_size} processes; ranks count from 0"
-            raise UserError(f"{where}: faults[{index}].rank = {fault.rank} {problem}")

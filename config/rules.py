@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -17,18 +17,7 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import (
-    SAMPLING_TASKS,
-    Config,
-    DataSection,
-    DistillSection,
-    Fault,
-    ModelSection,
-    OptimizerSection,
-    ParitySection,
-    SourceSection,
-    ValidationSection,
-)
+from config.schema import SAMPLING_TASKS, Config, DataSection, ParitySection, SourceSection, ValidationSection
 from config.secrets import ADVICE, WITH_PASSWORD
 from config.task import CAUSAL_LM, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
@@ -67,10 +56,9 @@ Problem = tuple[str, str]
 def check(config: Config, origin: Callable[[str], str]) -> None:
     """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
     for rule in (
-        *(_run, _model, _routers, _activation_checkpointing, _compile, _kernels, _task, _sections, _preference),
-        *(_grpo, _distill),
-        *(_parallel, _tensor, _expert, _encoder, _seq2seq, _adapter, _mixture, _validation, _data, _documents),
-        *(_optimizer, _schedule, _precision, _loss_scale, _evaluate, _tracking, _guard, _faults, _canary),
+        *(_run, _model, _routers, _activation_checkpointing, _task, _sections, _preference, _grpo),
+        *(_distill, _encoder, _seq2seq, _adapter, _verified, _mixture, _validation, _data, _documents),
+        *(_optimizer, _schedule, _precision, _loss_scale, _tracking, _guard, _faults, _canary),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -121,6 +109,8 @@ def _model(config: Config) -> Iterator[Problem]:
     for argument in _QUANTISING:
         if argument in model.config:
             yield f"model.config.{argument}", f"asks for a quantised base; remove it and {QUANTISED_BASES}"
+    for problem, fix in liger_conflicts(config) if model.kernels == "liger" else ():
+        yield "model.kernels", f"= liger {problem}; {fix}"
 
 
 def _routers(config: Config) -> Iterator[Problem]:
@@ -143,7 +133,7 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
     model = config.model
     mode, budget = model.activation_checkpointing, model.activation_memory_gib
     key = "model.activation_checkpointing"
-    if mode != "selective" and model.checkpointing_every != ModelSection.checkpointing_every:
+    if mode != "selective" and model.checkpointing_every != type(model).checkpointing_every:
         yield "model.checkpointing_every", f"= {model.checkpointing_every} is only read by {key} = selective; remove it"
     if mode == "budget" and budget is None:
         yield "model.activation_memory_gib", f"is missing for {key} = budget; set the GiB that activations may take"
@@ -156,28 +146,97 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
         yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
 
-def _compile(config: Config) -> Iterator[Problem]:
-    key = "model.compile"
-    if not config.model.compile:
-        return
-    verified = {
-        "model.activation_checkpointing": ("none", "full", "selective"),
-        "model.checkpointing_reentrant": (False,),
-        "model.attention": ("auto", "sdpa", "eager"),
-        "precision.path": ("cast",),
-    }
-    yield from _beside(config, key, verified)
-    if config.keeps_documents_apart:
+_Values = dict[str, tuple[Any, ...]]
+_NOT_VERIFIED = "is not verified with"
+_WITHOUT_BUDGET = ("none", "full", "selective", "attention", "ops")
+_SLICED: _Values = {
+    "adapter.kind": ("none",),
+    "precision.masters": ("fp32",),
+    "model.compile": (False,),
+    "model.kernels": ("auto", "torch"),
+    "model.activation_checkpointing": _WITHOUT_BUDGET,
+}
+"""Values that are verified where ranks have slices, whether of matrices or of experts."""
+_BESIDE: dict[str, dict[str, _Values]] = {
+    "adapter.base": {
+        _NOT_VERIFIED: {
+            "adapter.kind": ("lora",),
+            "model.compile": (False,),
+            "precision.path": ("cast",),
+            "deepspeed.offload": (None, "none"),
+        },
+    },
+    "model.compile": {
+        _NOT_VERIFIED: {
+            "model.activation_checkpointing": ("none", "full", "selective"),
+            "model.checkpointing_reentrant": (False,),
+            "model.attention": ("auto", "sdpa", "eager"),
+            "precision.path": ("cast",),
+        },
+        "cannot compile blocks whose modules are marked for": {"profile.steps": (0,)},
+    },
+    "parallel.sequence": {
+        _NOT_VERIFIED: {
+            "task": ("pretrain", "sft"),
+            "sft.neftune_alpha": (0.0,),
+            "model.attention": ("auto", "sdpa"),
+            "model.compile": (False,),
+        },
+        "cuts rows, whose labels are counted by": {"sft.loss": ("token",)},
+        "cuts sequences, which are counted whole by": {"model.activation_checkpointing": _WITHOUT_BUDGET},
+        "gives ranks slices of micro-batches, which are exchanged whole by": {"guard.reexecute": ("never",)},
+    },
+    "parallel.tensor": {
+        _NOT_VERIFIED: {
+            "parallel.sequence": (1,),
+            "task": ("pretrain",),
+            "model.attention": ("auto", "sdpa", "eager"),
+            **_SLICED,
+        },
+        "gives ranks slices of matrices, which have to be whole for": {
+            "optimizer.name": ("adamw", "lion", "sgd"),  # which update each value by its own gradient alone
+            **dict.fromkeys(("guard.replica_checks", "guard.update_checks", "guard.gradient_checks"), (0,)),
+            "guard.reexecute": ("never",),
+            **dict.fromkeys(("guard.min_update_ratio", "guard.max_update_ratio"), (None,)),
+            "telemetry.probe": (False,),
+        },
+    },
+    "parallel.expert": {
+        _NOT_VERIFIED: {
+            **dict.fromkeys(("parallel.sequence", "parallel.tensor"), (1,)),
+            "task": ("pretrain", "sft", "dpo", "distill"),  # compared with one rank, on mixtures with shared experts
+            "model.checkpointing_reentrant": (False,),
+            **_SLICED,
+        },
+        "puts other experts on the rank that repeats a suspicious step for": {
+            "guard.replica_checks": (0,),
+            "guard.reexecute": ("never",),
+        },
+        "gives a rank some experts, which are compared with all of them by": {"telemetry.probe": (False,)},
+    },
+}
+"""A key that is not at its default, to a problem, to other keys and the values that they may have beside it."""
+
+
+def _verified(config: Config) -> Iterator[Problem]:
+    for key, problems in _BESIDE.items():
+        if attrgetter(key)(config) != attrgetter(key)(Config()):
+            for problem, others in problems.items():
+                yield from _beside(config, key, others, problem)
+    if config.model.compile and config.keeps_documents_apart:
         other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
-        yield key, f"= true is not verified with {other}; remove one of them"
-    yield from _beside(config, key, {"profile.steps": (0,)}, "cannot compile blocks whose modules are marked for")
-    if config.task in ("dpo", "classify", "seq2seq"):
-        yield key, f"= true is not verified with task = {config.task}; remove it"
+        yield "model.compile", f"= true is not verified with {other}; remove one of them"
+    if config.model.compile and config.task in ("dpo", "classify", "seq2seq"):
+        yield "model.compile", f"= true is not verified with task = {config.task}; remove it"
+    model, ranks, length = config.model, config.parallel.sequence, config.data.sequence_length
+    if ranks > length:
+        yield "parallel.sequence", f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
+    if (model.balance_loss or model.router_z_loss) and length % ranks:
+        problem = f"= {ranks}: routers would count the padding of data.sequence_length = {length}"
+        yield "parallel.sequence", f"{problem}; make it a multiple of {ranks}"
 
 
-def _beside(
-    config: Config, key: str, others: Mapping[str, tuple[Any, ...]], problem: str = "is not verified with"
-) -> Iterator[Problem]:
+def _beside(config: Config, key: str, others: _Values, problem: str = _NOT_VERIFIED) -> Iterator[Problem]:
     """Refuse `key` where one of `others` has none of the values that it may have beside it."""
     for other, allowed in others.items():
         value = attrgetter(other)(config)
@@ -197,12 +256,6 @@ def liger_conflicts(config: Config) -> Iterator[tuple[str, str]]:
         yield "is not verified with model.compile = true", "remove one of them"
     if config.precision.path == "manifest":
         yield "cannot be combined with precision.path = manifest", f"use the cast path, or remove {key}"
-
-
-def _kernels(config: Config) -> Iterator[Problem]:
-    if config.model.kernels == "liger":
-        for problem, fix in liger_conflicts(config):
-            yield "model.kernels", f"= liger {problem}; {fix}"
 
 
 _READ_BY = {
@@ -337,7 +390,7 @@ def _distill(config: Config) -> Iterator[Problem]:
         return
     if name is None:
         yield "distill.teacher", f"is missing for task = {config.task}; name a model folder or a hub id"
-    if section.loss != "jsd" and section.beta != DistillSection.beta:
+    if section.loss != "jsd" and section.beta != type(section).beta:
         yield "distill.beta", f"= {section.beta:g} is only read by distill.loss = jsd; remove it, or set that"
     for key, used in (
         ("model.activation_checkpointing", config.model.activation_checkpointing == "budget"),
@@ -352,77 +405,6 @@ def _distill(config: Config) -> Iterator[Problem]:
         if (item.format == "auto") == config.learns_rows:
             fix = "name a format here and there, or in neither"
             yield f"data.validation[{index}].format", f"= {item.format}: one of it and the data are documents; {fix}"
-
-
-def _parallel(config: Config) -> Iterator[Problem]:
-    ranks, model, key = config.parallel.sequence, config.model, "parallel.sequence"
-    if ranks == 1:
-        return
-    verified = {
-        "task": ("pretrain", "sft"),
-        "sft.neftune_alpha": (0.0,),
-        "model.attention": ("auto", "sdpa"),
-        "model.compile": (False,),
-    }
-    yield from _beside(config, key, verified)
-    yield from _beside(config, key, {"sft.loss": ("token",)}, "cuts rows, whose labels are counted by")
-    whole = {"model.activation_checkpointing": ("none", "full", "selective", "attention", "ops")}
-    yield from _beside(config, key, whole, "cuts sequences, which are counted whole by")
-    slices = {"guard.reexecute": ("never",)}
-    yield from _beside(config, key, slices, "gives ranks slices of micro-batches, which are exchanged whole by")
-    length = config.data.sequence_length
-    if length < ranks:
-        yield key, f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
-    if (model.balance_loss or model.router_z_loss) and length % ranks:
-        fix = f"make it a multiple of {ranks}"
-        yield key, f"= {ranks}: routers would count the padding of data.sequence_length = {length}; {fix}"
-
-
-_WITH_SLICES: dict[str, tuple[Any, ...]] = {
-    "adapter.kind": ("none",),
-    "precision.masters": ("fp32",),
-    "model.compile": (False,),
-    "model.kernels": ("auto", "torch"),
-    "model.activation_checkpointing": ("none", "full", "selective", "attention", "ops"),
-}
-"""Keys to the values that are verified where ranks have slices, whether of matrices or of experts."""
-
-
-def _tensor(config: Config) -> Iterator[Problem]:
-    key = "parallel.tensor"
-    if config.parallel.tensor == 1:
-        return
-    verified = {"parallel.sequence": (1,), "task": ("pretrain",), "model.attention": ("auto", "sdpa", "eager")}
-    yield from _beside(config, key, verified | _WITH_SLICES)
-    whole: dict[str, tuple[Any, ...]] = {
-        "optimizer.name": ("adamw", "lion", "sgd"),  # which update each value by its own gradient alone
-        "guard.replica_checks": (0,),
-        "guard.update_checks": (0,),
-        "guard.gradient_checks": (0,),
-        "guard.reexecute": ("never",),
-        "guard.min_update_ratio": (None,),
-        "guard.max_update_ratio": (None,),
-        "telemetry.probe": (False,),
-    }
-    yield from _beside(config, key, whole, "gives ranks slices of matrices, which have to be whole for")
-
-
-def _expert(config: Config) -> Iterator[Problem]:
-    key = "parallel.expert"
-    if config.parallel.expert == 1:
-        return
-    # The tasks are those with which mixtures whose experts ranks share were compared with one rank.
-    verified = {
-        "parallel.sequence": (1,),
-        "parallel.tensor": (1,),
-        "task": ("pretrain", "sft", "dpo", "distill"),
-        "model.checkpointing_reentrant": (False,),
-    }
-    yield from _beside(config, key, verified | _WITH_SLICES)
-    repeated = {"guard.replica_checks": (0,), "guard.reexecute": ("never",)}
-    yield from _beside(config, key, repeated, "puts other experts on the rank that repeats a suspicious step for")
-    compared = {"telemetry.probe": (False,)}
-    yield from _beside(config, key, compared, "gives a rank some experts, which are compared with all of them by")
 
 
 def _encoder(config: Config) -> Iterator[Problem]:
@@ -479,25 +461,11 @@ def _adapter(config: Config) -> Iterator[Problem]:
         yield "adapter.target_modules", "is empty; name modules, or all-linear"
     if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
         yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
-    yield from _quantised_base(config)
-
-
-def _quantised_base(config: Config) -> Iterator[Problem]:
-    adapter, key = config.adapter, "adapter.base"
     if adapter.double_quant and adapter.base != "nf4":
         yield "adapter.double_quant", f"= true is only read by adapter.base = nf4, not {adapter.base}; remove it"
-    if adapter.base == "compute":
-        return
-    if model_class_of(config) != CAUSAL_LM:
+    if adapter.base != "compute" and model_class_of(config) != CAUSAL_LM:
         problem = f"is verified for causal language models, not task = {config.task}; remove it"
-        yield key, f"= {adapter.base} {problem}"
-    verified = {
-        "adapter.kind": ("lora",),
-        "model.compile": (False,),
-        "precision.path": ("cast",),
-        "deepspeed.offload": (None, "none"),
-    }
-    yield from _beside(config, key, verified)
+        yield "adapter.base", f"= {adapter.base} {problem}"
 
 
 def _mixture(config: Config) -> Iterator[Problem]:
@@ -526,6 +494,9 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield "data.validation", f"names a set '{OWN}', the name of the data's own held-out set; choose another"
     for index, item in enumerate(sets):
         yield from _item(config, f"data.validation[{index}]", item)
+    if config.evaluate.every_steps and config.data.validation_fraction == 0 and not sets:
+        fix = "set data.validation_fraction above 0, or name data.validation"
+        yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
 
 
 def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
@@ -613,7 +584,7 @@ def _optimizer(config: Config) -> Iterator[Problem]:
         for key in spec.settings:
             readers.setdefault(key, []).append(name)
     for key, names in readers.items():
-        if section.name not in names and getattr(section, key) != getattr(OptimizerSection, key):
+        if section.name not in names and getattr(section, key) != getattr(type(section), key):
             yield f"optimizer.{key}", f"is only read by optimizer.name = {' or '.join(names)}; remove it"
     if section.learning_rate == 0 and any(group.learning_rate for group in section.groups):
         yield "optimizer.groups", "gives a learning rate while optimizer.learning_rate = 0; set the latter"
@@ -646,12 +617,8 @@ def _precision(config: Config) -> Iterator[Problem]:
             yield "precision.compute", f"{problem}; remove it, or set precision.manifest=null"
     elif precision.manifest is not None:
         yield "precision.manifest", "is only read by precision.path = manifest; remove it, or precision.path = cast"
-    if precision.masters == "split":
-        yield from _split_masters(config)
-
-
-def _split_masters(config: Config) -> Iterator[Problem]:
-    """Check split masters within the run config; config/deepspeed/resolve.py checks them against the JSON."""
+    if precision.masters != "split":  # config/deepspeed/resolve.py checks them against the JSON
+        return
     key, keep = "precision.masters", "or remove precision.masters"
     if config.precision.path == "manifest":
         problem = "= split needs 16-bit parameters; on the manifest path the parameters are the FP32 masters"
@@ -707,12 +674,6 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
         yield f"{key}.escalate_after", f"= {scale.escalate_after} {problem}"
 
 
-def _evaluate(config: Config) -> Iterator[Problem]:
-    if config.evaluate.every_steps and config.data.validation_fraction == 0 and not config.data.validation:
-        fix = "set data.validation_fraction above 0, or name data.validation"
-        yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
-
-
 def _tracking(config: Config) -> Iterator[Problem]:
     endpoint = config.tracking.otlp_endpoint
     if endpoint is not None and WITH_PASSWORD.search(endpoint):
@@ -738,6 +699,10 @@ def _guard(config: Config) -> Iterator[Problem]:
     if guard.spike_sigmas and 0 < config.run.steps <= (guard.spike_window + 1) // 2:
         problem = f"never takes effect in run.steps = {config.run.steps}: checks start after half of it"
         yield "guard.spike_window", f"= {guard.spike_window} {problem}; make it smaller or set guard.spike_sigmas=0"
+    known = [*(item.name for item in fields(config.warnings)), "self_check"]
+    for index, name in enumerate(guard.warnings):
+        if name not in known:
+            yield f"guard.warnings[{index}]", f"= '{name}' is not one of {', '.join(known)}; correct or remove it"
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
         fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
         yield "guard.reexecute", f"= '{guard.reexecute}' is not one of its values; {fix}"
@@ -775,5 +740,5 @@ def _faults(config: Config) -> Iterator[Problem]:
             yield f"{key}.step", f"= {fault.step} {problem}"
         for name, kinds in _FAULTS_READ.items():
             value = getattr(fault, name)
-            if fault.kind not in kinds and value != getattr(Fault, name):
+            if fault.kind not in kinds and value != getattr(type(fault), name):
                 yield f"{key}.{name}", f"= {scalar(value)} is not read by kind: {fault.kind}; remove it"

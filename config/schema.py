@@ -32,8 +32,7 @@ class RunSection:
     """[epochs] Alternative to run.steps: passes over the training samples. The number of steps, rounded up to whole
     batches, is known once the data are prepared, and recorded as run.steps (docs/data.md). null: run.steps."""
     max_minutes: float | None = limit(None, above=0.0)
-    """[minutes] Time limit of a session, from its first step: the run then saves and ends with exit code 75, ready to
-    resume, as on SIGTERM. null: no limit."""
+    """[minutes] Time limit of a session, from its first step: the run then saves and ends as on SIGTERM. null: none."""
     timeout_minutes: float = limit(30.0, above=0.0)
     """[minutes] Longest wait of a collective for a rank; then the run ends and names that rank."""
     seed: int = limit(0, at_least=0)
@@ -65,18 +64,15 @@ class ModelSection:
     trust_remote_code: bool = False
     """[true or false] Run model code from a hub repository. Off unless set here."""
     attention: str = "auto"
-    """[implementation] Hugging Face attention implementation: sdpa, eager, flash_attention_2, flex_attention. auto:
-    sdpa if the model supports it, else eager."""
+    """[name] sdpa, eager, flash_attention_2 or flex_attention. auto: sdpa if the model supports it, else eager."""
     activation_checkpointing: Literal["none", "full", "selective", "attention", "ops", "budget"] = "none"
     """[choice] Activations recomputed in backward. full: every transformer block. selective: every
     model.checkpointing_every-th block. attention: the attention of every block. ops: all but the results of matmuls and
     fused attention. budget: as few blocks as fit in model.activation_memory_gib."""
     checkpointing_every: int = limit(2, at_least=1)
-    """[blocks] selective recomputes one block in this many: 2 is every second block, with about half the saving and
-    half the recomputation of full."""
+    """[blocks] selective recomputes one block in this many; 2 has about half the saving of full and half its cost."""
     activation_memory_gib: float | None = limit(None, above=0.0)
-    """[GiB per rank] For budget: memory limit for one micro-batch's activations, logits included; counted in forward
-    passes at startup."""
+    """[GiB per rank] For budget: limit for a micro-batch's activations, logits included; counted at startup."""
     checkpointing_reentrant: bool = False
     """[true or false] Use torch's reentrant checkpointing (the older of its two implementations)."""
     compile: bool = False
@@ -86,16 +82,14 @@ class ModelSection:
     liger-kernel, if installed. auto: liger where available (docs/kernels.md)."""
     loss: Literal["auto", "full", "chunked"] = "auto"
     """[choice] full: all logits of a micro-batch at once. chunked: logits and their gradients for some tokens at a
-    time, so that they are never all in memory. auto: chunked if a micro-batch has many logits and the model supports it
-    (docs/loss.md)."""
+    time. auto: chunked if a micro-batch has many logits and the model supports it (docs/loss.md)."""
     loss_chunk_tokens: int = limit(0, at_least=0, null=0)
     """[tokens] Size of one chunk; 0: chosen by vocabulary size."""
     balance_loss: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Coefficient of the MoE load-balancing loss, computed over all tokens of the step, however it is split
     into ranks and micro-batches (docs/moe.md). 0: none, even if the model's config has one."""
     router_z_loss: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Coefficient of the router z-loss, mean squared logsumexp of router logits (Zoph et al. 2022). 0:
-    none."""
+    """[factor] Coefficient of the router z-loss, mean squared logsumexp of router logits (Zoph et al. 2022)."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +97,7 @@ class AdapterSection:
     """Low-rank adapters on a frozen model, by the library peft (docs/finetuning.md)."""
 
     kind: Literal["none", "lora", "dora"] = "none"
-    """[choice] none: trains all weights. lora: freezes W and trains B and A in W + (alpha / r) B A. dora: lora with a
-    trained magnitude of every row."""
+    """[choice] lora: freezes W and trains B and A in W + (alpha / r) B A. dora: also a magnitude of every row."""
     r: int = limit(16, at_least=1)
     """[rows] Rank: rows of A, columns of B."""
     alpha: int = limit(32, at_least=1)
@@ -114,16 +107,15 @@ class AdapterSection:
     rslora: bool = False
     """[true or false] Divide alpha by the root of r instead of r (Kalajdzievski 2023)."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """[names] Modules that get an adapter, by the end of their names, such as [q_proj, v_proj]. all-linear: every
-    linear layer but the output embedding."""
+    """[names] Ends of names of modules with an adapter, such as [q_proj, v_proj]; all-linear: all but the head."""
     modules_to_save: tuple[str, ...] = ()
     """[names] Modules trained in full and saved with the adapter, such as [lm_head]."""
     init: Literal["default", "gaussian"] = "default"
     """[choice] Initialisation of A. default: uniform, as torch's linear layers. gaussian: normal. B starts at zero."""
     base: Literal["compute", "nf4", "int8"] = "compute"
     """[choice] Storage of the frozen linear layers. compute: precision.compute. nf4: 4 bits per weight and a scale per
-    64 weights, as load_in_4bit with bnb_4bit_quant_type nf4. int8: 8 bits and a scale per row. Both need the package
-    bitsandbytes and compute in precision.compute (docs/finetuning.md)."""
+    64 weights. int8: 8 bits and a scale per row. Both need bitsandbytes and compute in precision.compute
+    (docs/finetuning.md)."""
     double_quant: bool = False
     """[true or false] With nf4: store scales in 8 bits, as bnb_4bit_use_double_quant: 4.13 bits per weight, not 4.5."""
 
@@ -133,11 +125,9 @@ class SftSection:
     """Label weighting of task sft, and noise on embeddings (docs/finetuning.md)."""
 
     loss: Literal["token", "row"] = "token"
-    """[choice] token: mean over all labels of the global batch, so long answers weigh more. row: mean over rows of each
-    row's mean, so all rows weigh the same."""
+    """[choice] token: mean over all labels of the global batch. row: mean over rows of each row's mean."""
     neftune_alpha: float = limit(0.0, at_least=0.0, null=0.0)
-    """[factor] Scale of uniform noise on embeddings in training, divided by sqrt(tokens in the row x embedding width)
-    (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
+    """[factor] Scale of uniform noise on embeddings (NEFTune, Jain et al. 2023, who use 5 to 15). 0: none."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +135,8 @@ class PreferenceSection:
     """The loss of task dpo over pairs of answers (docs/finetuning.md)."""
 
     loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """[choice] Loss of beta x margin; the margin is how much more than the reference the model prefers the chosen
-    answer. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al. 2023). ipo: IPO (Azar et al. 2023), on sums of
-    log-probabilities as in the paper."""
+    """[choice] Loss of beta x margin over the reference. sigmoid: DPO (Rafailov et al. 2023). hinge: SLiC (Zhao et al.
+    2023). ipo: IPO (Azar et al. 2023), on sums of log-probabilities."""
     beta: float = limit(0.1, above=0.0)
     """[per nat] Strength of the pull towards the reference model."""
     label_smoothing: float = limit(0.0, at_least=0.0, below=0.5)
@@ -155,9 +144,8 @@ class PreferenceSection:
     sft_weight: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Weight of the chosen answer's mean per-token cross-entropy, added to the loss (Pang et al. 2024)."""
     reference: Literal["auto", "adapter_off", "precomputed"] = "auto"
-    """[choice] Where reference log-probabilities come from. adapter_off: the base model, in every step. precomputed:
-    the initial weights, once before the first step, stored beside the prepared data. auto: adapter_off with an adapter,
-    else precomputed."""
+    """[choice] Source of reference log-probabilities. adapter_off: the base model, in every step. precomputed: the
+    initial weights, once, stored beside the prepared data. auto: adapter_off with an adapter, else precomputed."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +162,7 @@ class DistillSection:
     temperature: float = limit(1.0, above=0.0)
     """[factor] Both models' logits are divided by it, and the divergence is multiplied by its square."""
     ce_weight: float = limit(0.0, at_least=0.0, at_most=1.0)
-    """[fraction] Weight of the cross-entropy with the labels; the divergence has the rest. 1: labels only, as a
-    baseline."""
+    """[fraction] Weight of the cross-entropy with the labels; the divergence has the rest. 1: labels only."""
     top_k: int = limit(0, at_least=0, null=0)
     """[tokens] 0: the teacher runs in every step, with all logits. k: its k most likely tokens, and the rest as one,
     are computed before training, once per sequence, and stored beside the prepared data."""
@@ -271,8 +258,7 @@ class SourceSection(ValidationSection):
     weight: float | None = limit(None, above=0.0)
     """[ratio] Share of the samples, relative to the other weights. null: by data.sources.epochs."""
     epochs: float | None = limit(None, above=0.0)
-    """[passes] Alternative to a weight: passes over this source per pass over a source with epochs 1. null: 1, unless a
-    weight is set."""
+    """[passes] Alternative to a weight: passes per pass over a source with epochs 1. null: 1, or by weight."""
 
 
 @dataclass(frozen=True)
@@ -280,12 +266,11 @@ class DataSection:
     """The training text and its way to token sequences."""
 
     source: SourceKind = "stdlib"
-    """[choice] stdlib: the .py files of the running Python, on every machine; for tasks sft and seq2seq its functions
-    with the first sentence of their docstrings, for dpo that sentence and a longer text, for classify their package.
-    text, jsonl, parquet: files at data.path (text: one document a file, or several by data.document_separator). hub:
-    the dataset data.path of the Hugging Face hub, or a local dataset folder. megatron: documents that Megatron-LM
-    tokenized, .bin files with their .idx. auto: stdlib without a data.path, else by its extension: .jsonl and .json,
-    .parquet, .txt, .idx, and hub for the rest."""
+    """[choice] stdlib: the .py files of the running Python; for tasks with rows its functions, their docstrings and
+    packages. text, jsonl, parquet: files at data.path (text: one document a file, or several by
+    data.document_separator). hub: the dataset data.path of the Hugging Face hub, or a local dataset folder. megatron:
+    documents that Megatron-LM tokenized, .bin files with their .idx. auto: stdlib without a data.path, else by its
+    extension: .jsonl and .json, .parquet, .txt, .idx, and hub for the rest."""
     path: str | None = None
     """[path, glob, URL or hub id] File, folder or glob; for text, jsonl and parquet also a URL that fsspec supports,
     such as s3://bucket/*.jsonl. For megatron also the common prefix of .bin and .idx; for hub the dataset's id."""
@@ -297,8 +282,7 @@ class DataSection:
     split by itself; samples are drawn by share (docs/data.md)."""
     validation: tuple[ValidationSection, ...] = ()
     """[list] Validation sets in files of their own, each {path, name, format}, besides the text held out by
-    data.validation_fraction. Each is evaluated, up to evaluate.batches, and never trained on; its loss is recorded
-    under its name."""
+    data.validation_fraction. Each is evaluated, up to evaluate.batches, under its name."""
     name: str | None = None
     """[text] Configuration name of a hub dataset."""
     split: str = "train"
@@ -317,12 +301,9 @@ class DataSection:
     tags_field: str = "tags"
     """[text] For classify.kind = token: field with the list of their labels."""
     format: RowFormat = "auto"
-    """[choice] Form of the rows of tasks sft and seq2seq. messages: a list of role and content. sharegpt: from and
-    value in `conversations`. alpaca: instruction, input, output. prompt_completion: two texts, or two lists of
-    messages. text: the field data.text_field. auto: by the fields of the first row; for task distill: documents, not
-    rows. preference, for task dpo: `chosen` and `rejected`, each text or a list of messages, and `prompt`, or their
-    common beginning. For task classify it follows from classify.kind: labelled, one or two texts and a label; tagged,
-    words with a label each; scored, texts and a number."""
+    """[choice] Form of the rows; docs/data.md has the fields of each. auto: by the fields of the first row; for task
+    distill: documents, not rows. text: the field data.text_field. preference is for task dpo; labelled, tagged and
+    scored are for task classify and follow from classify.kind."""
     on_bad_row: Literal["error", "skip"] = "error"
     """[choice] A row that does not match its format: error ends the preparation, skip leaves it out and counts it."""
     chat_template: str | None = None
@@ -334,22 +315,18 @@ class DataSection:
     """[choice] best_fit: several whole rows per sequence, which do not attend to each other. none: one row per
     sequence, padded to the longest of its batch of similar rows. auto: best_fit, but none for dpo and seq2seq."""
     too_long: Literal["drop", "truncate_left", "truncate_right"] = "drop"
-    """[choice] Handling of rows longer than data.sequence_length + 1 tokens. truncate_left cuts off the start. For task
-    seq2seq: of sources longer than data.sequence_length, whose special tokens stay; targets longer than
-    data.target_length are dropped or lose their end."""
+    """[choice] Handling of rows longer than data.sequence_length + 1 tokens; truncate_left cuts off the start. For task
+    seq2seq: of sources; targets longer than data.target_length are dropped or lose their end."""
     target_length: int | None = limit(None, at_least=2)
     """[tokens] For task seq2seq: length of the longest target, its end included. null: data.sequence_length."""
     tokenizer: str = "bpe:4096"
     """[bytes | bpe:<vocab> | model | path | hub id] bytes: 256 byte tokens and the end of a document. bpe:<vocab>: a
-    byte-level BPE of that vocabulary size, trained on this data. model: the tokenizer of model.name_or_path. Otherwise
-    a Hugging Face tokenizer."""
+    byte-level BPE of that size, trained on this data. model: that of model.name_or_path. Else a Hugging Face one."""
     sequence_length: int = limit(512, at_least=2)
-    """[tokens] Length of one training sequence; documents are packed end to end to fill it. For task seq2seq: length of
-    the longest source, its special tokens included."""
+    """[tokens] Length of a sequence, which documents fill end to end. For task seq2seq: of the longest source."""
     document_masking: bool = False
-    """[true or false] Mask packed documents from each other: attention stays within a document, positions restart at 0,
-    and its last token does not predict the next document. false: attention spans the whole sequence, as for GPT-3.
-    Packed rows are always masked."""
+    """[true or false] Attention stays within a document, positions restart at 0, and its last token does not predict
+    the next document. false: attention spans the whole sequence, as for GPT-3. Packed rows are always masked."""
     validation_fraction: float = limit(0.01, at_least=0.0, below=1.0)
     """[fraction] Share of documents held out for evaluation, drawn by a hash of their text."""
     hold_out: Literal["auto", "documents"] = "auto"
@@ -359,8 +336,7 @@ class DataSection:
     """[path] Folder of prepared tokens, reused by fingerprint of source, tokenizer and split. If the default is not
     writable: mantissa-<user id> in the folder of temporary files."""
     workers: int = limit(2, at_least=1)
-    """[processes] Processes that tokenize, on every machine that shares data.cache_dir. Their number does not change
-    the tokens."""
+    """[processes] Processes that tokenize, on every machine that shares data.cache_dir."""
     wait_minutes: float = limit(60.0, above=0.0)
     """[minutes] Longest wait for another process that is preparing the same data and makes no progress."""
     verify: bool = True
@@ -392,8 +368,7 @@ class MlmSection:
     """Token masking of task mlm (docs/finetuning.md)."""
 
     probability: float = limit(0.15, above=0.0, at_most=1.0)
-    """[fraction] Probability that a token, or a word, is chosen for prediction. 80% of those become the mask token, 10%
-    another token and 10% stay (Devlin et al. 2019)."""
+    """[fraction] Share of tokens to predict: 80% masked, 10% another token, 10% unchanged (Devlin et al. 2019)."""
     whole_word: bool = True
     """[true or false] Choose whole words with all their tokens."""
 
@@ -403,8 +378,7 @@ class BatchSection:
     """The number of sequences in an optimizer step, and how they are cut into micro-batches."""
 
     global_size: int = limit(8, at_least=1)
-    """[sequences] Sequences in one optimizer step over all ranks (pairs for task dpo), whatever the number of
-    processes."""
+    """[sequences] Sequences (pairs for task dpo) in one optimizer step, over all ranks."""
     micro_size: int = limit(1, at_least=1)
     """[sequences] Sequences in one forward pass on one rank. Accumulation is global_size / (micro_size x ranks)."""
 
@@ -443,23 +417,20 @@ class OptimizerSection:
     name: Literal["adamw", "muon", "stable_adamw", "lamb", "lion", "sgd"] = "adamw"
     """[choice] adamw: decoupled weight decay (Loshchilov and Hutter 2019), fused where torch has it. muon:
     orthogonalized updates of hidden matrices (Jordan et al. 2024, Liu et al. 2025), adamw for the rest. stable_adamw:
-    smaller steps where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's direction, scaled by each
-    parameter's norm (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: with momentum and coupled
-    weight decay (docs/optimizers.md)."""
+    smaller steps where gradients outgrow their average (Wortsman et al. 2023). lamb: Adam's, scaled by each parameter's
+    norm (You et al. 2020). lion: the sign of an average (Chen et al. 2023). sgd: coupled decay (docs/optimizers.md)."""
     learning_rate: float = limit(3e-4, at_least=0.0)
     """[per step] Peak learning rate."""
     betas: tuple[float, float] = limit((0.9, 0.95), at_least=0.0, below=1.0)
     """[fraction, fraction] Decay of the first and second moments; for lion, of the update's mix and of the average."""
     momentum: float | None = limit(None, at_least=0.0, below=1.0)
-    """[fraction] Decay of sgd's velocity, and of muon's average, per step. null: 0.9 for sgd, 0.95 for
-    muon."""
+    """[fraction] Decay of sgd's velocity, and of muon's average. null: 0.9 for sgd, 0.95 for muon."""
     orthogonalization: Literal["auto", "fp32", "bf16"] = "auto"
     """[choice] Precision of the Newton-Schulz iteration of muon. auto: bf16 in a 16-bit run on GPUs, else fp32."""
     eps: float = limit(1e-8, above=0.0)
     """[gradient units] Added to the root of the second moment."""
     weight_decay: float = limit(0.1, at_least=0.0)
-    """[per step and learning rate] Decoupled weight decay of layers' weight matrices; not of norms, biases and
-    embeddings."""
+    """[per step and learning rate] Decoupled decay of weight matrices; not of norms, biases and embeddings."""
     gradient_clipping: float = limit(1.0, at_least=0.0, null=0.0)
     """[gradient units] Largest global gradient norm; 0: no clipping."""
     groups: tuple[ParameterGroupSection, ...] = ()
@@ -473,8 +444,7 @@ class ScheduleSection:
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """[choice] Shape after the warm-up. wsd: constant, then a linear decay over the last schedule.decay_fraction."""
     warmup_steps: int = limit(0, at_least=0)
-    """[applied steps] Linear warm-up: step n (from 1) runs at peak x n / warmup_steps. The next step is at the peak
-    too; the decay starts there."""
+    """[applied steps] Linear warm-up: step n (from 1) runs at peak x n / warmup_steps."""
     final_ratio: float = limit(0.1, at_least=0.0, at_most=1.0)
     """[fraction of the peak] Learning rate at the last step."""
     decay_fraction: float = limit(0.2, above=0.0, at_most=1.0)
@@ -503,8 +473,7 @@ class LossScaleSection:
     hysteresis: int | None = limit(None, at_least=1)
     """[overflows] Overflows since the last growth needed to lower the scale. null: 2, or 1 for adaptive."""
     escalate_after: int = limit(3, at_least=1)
-    """[overflows] Overflows within escalate_within steps that square the backoff and double the window; adaptive
-    only."""
+    """[overflows] Overflows within escalate_within steps that square backoff and double the window; adaptive."""
     escalate_within: int = limit(100, at_least=1)
     """[steps] Attempted steps over which escalate_after counts; adaptive only."""
 
@@ -540,12 +509,10 @@ class Fp8Section:
     """[choice] Values that share a scale: a row along the summed dimension, 32 values of it, or the whole tensor, where
     one outlier costs all others precision. There is no delayed scaling: it hides inf and nan."""
     weight_gradient: Literal["ambient", "fp8"] = "ambient"
-    """[choice] Dtype in which the weight gradient is computed: the dtype around the module, or fp8, with scales over
-    the tokens of a micro-batch."""
+    """[choice] Dtype of the weight gradient: that around the module, or fp8, scaled over a micro-batch's tokens."""
     kernel: Literal["auto", "emulate", "scaled_mm"] = "auto"
-    """[choice] scaled_mm: FP8 matmuls on CPUs and on GPUs of compute capability 9.0 and higher. emulate: rounding to
-    FP8 and back, anywhere. auto: scaled_mm on such a GPU for modules that support it, if it matches FP8's definition at
-    startup; else emulate."""
+    """[choice] scaled_mm: FP8 matmuls on CPUs and GPUs of compute capability 9.0 or more. emulate: rounding to FP8 and
+    back. auto: scaled_mm on such a GPU for modules that support it, if it matches FP8's definition."""
 
 
 @dataclass(frozen=True)
@@ -556,8 +523,7 @@ class PrecisionSection:
     """[choice] cast: the weights are 16-bit and ZeRO holds FP32 masters (DeepSpeed's bf16 and fp16 sections). manifest:
     parameters stay FP32 and precision.manifest sets each module's dtype; implied by precision.manifest."""
     compute: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """[choice] Dtype of forward and backward; selects the JSON in ds_configs/. auto: that of deepspeed.config, or bf16
-    without one."""
+    """[choice] Dtype of forward and backward; selects the JSON in ds_configs/. auto: deepspeed.config's, or bf16."""
     manifest: str | None = None
     """[path] JSON precision manifest. Implies path: manifest and a DeepSpeed JSON in FP32."""
     verify_every_steps: int = limit(1000, at_least=0, null=0)
@@ -571,9 +537,8 @@ class PrecisionSection:
     fp8: Fp8Section = field(default_factory=Fp8Section)
     """[section] FP8 settings of a manifest's modules."""
     masters: Literal["fp32", "split"] = "fp32"
-    """[choice] split: stores an FP32 master as its BF16 weight and the bits lost in rounding, which saves 1.9 bytes per
-    value of a rank's part and trains bit for bit as fp32. For BF16 on the cast path, AdamW, ZeRO-1, 2 and 3 without
-    offload."""
+    """[choice] split: stores an FP32 master as its BF16 weight and the bits lost in rounding: 1.9 bytes less per value,
+    and bit for bit as fp32. For BF16 on the cast path, AdamW, ZeRO-1, 2 and 3 without offload."""
     accumulate: Literal["fp32"] = "fp32"
     """[choice] Dtype in which gradients of micro-batches are summed."""
     reduce: Literal["fp32", "compute"] = "fp32"
@@ -582,20 +547,17 @@ class PrecisionSection:
 
 @dataclass(frozen=True)
 class DeepSpeedSection:
-    """The DeepSpeed JSON this run starts from: your own, or the one in ds_configs/ for precision.compute, this stage
-    and this offload."""
+    """The DeepSpeed JSON: your own, or the one in ds_configs/ for precision.compute, this stage and this offload."""
 
     config: str | None = None
     """[path] DeepSpeed JSON; a relative path is looked up beside the run config, then in the working folder and in
-    Mantissa's own folder. `--deepspeed_config` on the command line overrides it. null: chosen. On the command line
-    precision.compute, precision.manifest, deepspeed.stage and deepspeed.offload select another one if the run config
-    names one in ds_configs/; they must agree with any other JSON."""
+    Mantissa's own folder. `--deepspeed_config` on the command line overrides it. null: chosen. Where the run config
+    names one in ds_configs/, keys on the command line that choose one select another; they must agree with any other
+    JSON."""
     stage: int | None = limit(None, at_least=0, at_most=3)
-    """[ZeRO stage] State partitioned over the ranks: 1 optimizer states, 2 gradients too, 3 parameters too. null: as in
-    deepspeed.config, or 2."""
+    """[ZeRO stage] Partitioned: 1 optimizer states, 2 gradients too, 3 all. null: deepspeed.config's, or 2."""
     offload: Literal["none", "cpu"] | None = None
-    """[choice] cpu: masters and moments, and at stage 3 parameters, are kept in host memory. null: as in
-    deepspeed.config, or none."""
+    """[choice] cpu: optimizer states, and at stage 3 parameters, in host memory. null: deepspeed.config's, or none."""
 
 
 @dataclass(frozen=True)
@@ -605,8 +567,7 @@ class EvaluateSection:
     every_steps: int = limit(0, at_least=0, null=0)
     """[steps] Interval of evaluations; there is one more at the end. 0: never."""
     batches: int | Literal["auto"] | None = limit("auto", at_least=1)
-    """[batches] Most global batches in one evaluation, evenly spaced over the set. null: all. auto: all for classify,
-    else 8."""
+    """[batches] Most global batches in an evaluation, evenly spaced. null: all. auto: all for classify, else 8."""
     also_after: tuple[int, ...] = limit((), at_least=1)
     """[steps] Further steps after which to evaluate, such as [900, 1350], unless every_steps is 0."""
     at_start: bool = False
@@ -629,8 +590,7 @@ class CheckpointSection:
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Options of fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None
-    """[env:NAME or file:PATH] Location of a 256-bit key: weights, masters, moments and random states are encrypted with
-    AES-256-GCM before they are written. null: no encryption."""
+    """[env:NAME or file:PATH] Location of a 256-bit key, which encrypts checkpoints by AES-256-GCM. null: none."""
     accept_plain: bool = False
     """[true or false] Allow resuming from an unencrypted checkpoint although a key is set, to turn encryption on."""
     every_steps: int = limit(0, at_least=0, null=0)
@@ -645,18 +605,15 @@ class CheckpointSection:
     keep_every: int = limit(0, at_least=0, null=0)
     """[steps] Also keep checkpoints whose step is a multiple of this; 0: off."""
     keep_best: int = limit(0, at_least=0, null=0)
-    """[checkpoints] Also keep this many with the lowest validation loss, of those saved at a step with an evaluation
-    due by evaluate.every_steps."""
+    """[checkpoints] Also keep this many with the lowest validation loss, of those at steps of evaluate.every_steps."""
     background: Literal["auto", "always", "never"] = "auto"
-    """[choice] always: training waits only for a copy to host memory, as large as the rank's files, which is then
-    written in the background. never: training waits until the checkpoint is on disk. auto: never with offload, which
-    already fills host memory, else always."""
+    """[choice] always: training waits only for a copy to host memory, as large as the rank's files. never: training
+    waits until the checkpoint is on disk. auto: never with offload, which already fills host memory, else always."""
     max_failures: int = limit(3, at_least=1)
     """[saves] Failed saves in a row (a full disk, say) after which training stops with exit code 74; until then it goes
     on and retries at the next save. If the last save of a run fails, the run ends with that code too."""
     verify_after_save: bool = False
-    """[true or false] Read each checkpoint back from disk and compare hashes before it counts as saved; one that
-    differs is set aside. Background saves included."""
+    """[true or false] Read each checkpoint back and compare hashes before it counts as saved, else set it aside."""
 
 
 @dataclass(frozen=True)
@@ -679,8 +636,7 @@ class TrackingSection:
     log_every_steps: int = limit(1, at_least=1)
     """[steps] Interval of steps in the trackers and the plain console; events.jsonl has every step."""
     prometheus_port: int | None = limit(None, at_least=0, at_most=65535)
-    """[port] Port where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged at startup; null:
-    none."""
+    """[port] Port where rank 0 answers `GET /metrics` for Prometheus; 0: any free one, logged; null: none."""
     prometheus_address: str = "127.0.0.1"
     """[address] Interface to listen on. There is no authentication: open it to trusted networks only."""
     otlp_endpoint: str | None = None
@@ -714,43 +670,37 @@ class TelemetrySection:
 
 @dataclass(frozen=True)
 class WarningsSection:
-    """Bounds of figures that leave their healthy range before the loss shows it, which a `warning` event then reports.
-    gradient_jump, router_... and those of answers are checked in every step, the others with telemetry
-    (docs/early-warnings.md)."""
+    """Healthy ranges of figures, reported as `warning` events where left (docs/early-warnings.md); null disables one.
+    gradient_jump, router_... and those of answers are checked in every step, others with telemetry."""
 
     attention_logit: float | None = limit(100.0, above=0.0)
-    """[logit] Largest healthy attention logit; Kimi K2 clips there. null disables it."""
+    """[logit] Largest healthy attention logit; Kimi K2 clips there."""
     attention_entropy: float | None = limit(0.01, above=0.0, below=1.0)
-    """[fraction of uniform attention's] Smallest healthy entropy of a layer's attention, mean over heads. null disables
-    it."""
+    """[fraction of uniform attention's] Smallest healthy entropy of a layer's attention, mean over heads."""
     adam_rms: float | None = limit(3.5, above=1.0)
-    """[factor] Largest healthy root mean square of gradient over the root of Adam's second moment, by module. It cannot
-    exceed 1 / sqrt(1 - betas[1]), 4.5 at 0.95. null disables it."""
+    """[factor] Largest healthy RMS of gradient / sqrt(Adam's second moment); at most 1 / sqrt(1 - betas[1])."""
     gradient_jump: float | None = limit(2.3, above=1.0)
-    """[factor] Largest healthy jump of the global gradient's clipped norm, in every step. null disables it."""
+    """[factor] Largest healthy jump of the global gradient's clipped norm, in every step."""
     signal_share: float | None = limit(None, above=0.0, below=1.0)
-    """[fraction] Largest healthy share of signal in a module's gradients. null disables it, as sound runs start close
-    to 1."""
+    """[fraction] Largest healthy share of signal in a module's gradients. Sound runs start close to 1."""
     embedding_share: float | None = limit(0.99, above=0.0, below=1.0)
-    """[fraction] Largest healthy share of the embedding in the squared gradient norm; 0.99 is ten times the norm of
-    everything else. null disables it."""
+    """[fraction] Largest healthy share of the embedding in the squared gradient norm."""
     kurtosis_growth: float | None = limit(2.0, above=1.0)
-    """[factor] Largest healthy ratio of a block's channel kurtosis to its recent median. null disables it."""
+    """[factor] Largest healthy ratio of a block's channel kurtosis to its recent median."""
     update_growth: float | None = limit(2.0, above=1.0)
-    """[factor] Largest healthy ratio of the update-to-weight norm to its recent median; a learning rate that rises
-    after the warm-up crosses it. null disables it."""
+    """[factor] Largest healthy ratio of the update-to-weight norm to its recent median."""
     overflow_steps: int | None = limit(200, at_least=1)
-    """[steps] Warn when an FP16 activation grows so fast that it will overflow within this many steps. null: never."""
+    """[steps] Warn when an FP16 activation grows so fast that it will overflow within this many steps."""
     router_entropy: float | None = limit(0.5, above=0.0, below=1.0)
-    """[fraction of even use] Smallest healthy entropy of expert load, with router losses. null disables it."""
+    """[fraction of even use] Smallest healthy entropy of expert load, with router losses."""
     router_z: float | None = limit(1000.0, above=0.0)
-    """[squared logit] Largest healthy z-loss of routers: BF16 steps are 0.25 at its root, 32. null disables it."""
+    """[squared logit] Largest healthy z-loss of routers: BF16 steps are 0.25 at its root, 32."""
     answer_entropy: float | None = limit(0.01, above=0.0)
-    """[nats per token] Smallest healthy entropy of sampled answers. null disables it."""
+    """[nats per token] Smallest healthy entropy of sampled answers."""
     no_signal: float | None = limit(0.95, above=0.0, at_most=1.0)
-    """[fraction] Largest healthy share of prompts whose answers all have the same reward. null disables it."""
+    """[fraction] Largest healthy share of prompts whose answers all have the same reward."""
     truncated: float | None = limit(0.9, above=0.0, at_most=1.0)
-    """[fraction] Largest healthy share of answers cut off at grpo.max_new_tokens. null disables it."""
+    """[fraction] Largest healthy share of answers cut off at grpo.max_new_tokens."""
 
 
 Reaction = Literal["skip", "cut_lr", "correct", "promote", "rollback", "abort"]
@@ -792,48 +742,26 @@ class GuardSection:
     """[applied steps] Steps without an incident after which a promotion is undone; 0: never."""
     rollback_budget: int = limit(2, at_least=0)
     """[times per run] Rollbacks to the last good checkpoint allowed."""
-    warnings: tuple[
-        Literal[
-            "attention_logit",
-            "attention_entropy",
-            "adam_rms",
-            "gradient_jump",
-            "signal_share",
-            "embedding_share",
-            "kurtosis_growth",
-            "update_growth",
-            "overflow_steps",
-            "router_entropy",
-            "router_z",
-            "answer_entropy",
-            "no_signal",
-            "truncated",
-            "self_check",
-        ],
-        ...,
-    ] = ()
+    warnings: tuple[str, ...] = ()
     """[names of bounds in warnings, or self_check] Early warnings to which guard.reactions responds: to gradient_jump
-    and findings of a self-check before the update in the same step, to others in the next one. Empty: warnings are only
-    recorded."""
+    and findings of a self-check before the update, to others in the next step."""
     self_check_every: int = limit(500, at_least=0, null=0)
-    """[steps] One randomly chosen step in this many is compared with plain torch in the run's dtype, and the first step
-    of each session: module outputs, reduced gradients, loss, update, and copies of weights. Differences are named by
-    module or parameter and rank. The step itself does not change by a bit. 0: never."""
+    """[steps] One randomly chosen step in this many, and the first of each session, is compared with plain torch in the
+    run's dtype, without changing a bit of it; differences are named by module or parameter and rank
+    (docs/self-check.md). 0: never."""
     gradient_checks: int = limit(0, at_least=0, null=0)
-    """[steps] Interval of the gradient comparison alone: the norm, and each linear layer's reduced gradient, all of its
-    values in a few random sums. 0: only with self-checks."""
+    """[steps] Interval of comparing the norm and each linear layer's reduced gradient. 0: only with self-checks."""
     replica_checks: int = limit(0, at_least=0, null=0)
     """[steps] Period in which every value that several ranks hold, or that is a rounded master, is compared once, some
-    in each step: weights, buffers, at ZeRO-0 also optimizer state. A value that differs is named by rank, host,
-    parameter and bit, repaired where the right value is known, and the step is repeated. 0: never."""
+    in each step. A value that differs is named by rank, host, parameter and bit, repaired where the right value is
+    known, and the step is repeated. 0: never."""
     update_checks: int = limit(0, at_least=0, null=0)
     """[values] Size of the random slice of each rank's masters and optimizer state, drawn each step, whose update is
     recomputed in FP64; a difference beyond rounding is named as above. For adamw. 0: none."""
     reexecute: str = "never"
-    """[never, suspicious, or every N] Repeat a step, with the same random numbers and with micro-batches swapped
-    between ranks. suspicious: after a non-finite loss or norm, or a spike. A transient fault is corrected, a persistent
-    one ends the run with exit code 71 and names the rank and host to drain, a true numeric event goes to
-    guard.reactions. every N also repeats every N-th step."""
+    """[never, suspicious, or every N] Repeat a step with micro-batches swapped between ranks. suspicious: after a
+    non-finite loss or norm, or a spike; every N: also every N-th step. A transient fault is corrected, a persistent one
+    ends the run with exit code 71 and names the rank and host, a true numeric event goes to guard.reactions."""
     attribute_overflows: bool = True
     """[true or false] Also name the module behind a routine FP16 overflow, at the cost of one more forward and backward
     of the micro-batch each time; incidents are always attributed."""
@@ -866,9 +794,8 @@ class Fault:
     factor: float = limit(1000.0, above=0.0)
     """[factor] loss_spike and gradient_spike multiply by it."""
     place: Literal["weight", "master", "moment", "second_moment", "gradient", "activation", "collective"] = "weight"
-    """[choice] Target of flipped_bit, in the module's first parameter: the weight computed with, its master, the
-    optimizer's first or second state tensor, the gradient of this rank, the module's output, the gradient reduced over
-    ranks."""
+    """[choice] Target of flipped_bit, in the module's first parameter: its weight, its master, the optimizer's first or
+    second state tensor, this rank's gradient, the module's output, the reduced gradient."""
     bit: int = limit(0, at_least=0, at_most=31)
     """[bit] Bit that flipped_bit flips; 0 is the lowest of the mantissa."""
     persists: bool = False
@@ -880,23 +807,20 @@ class ParitySection:
     """Bounds for agreement with the FP32 twin run; read by `python -m tools.parity`."""
 
     seeds: int = limit(1, at_least=1)
-    """[runs] Pairs of runs, at run.seed, run.seed + 1 and so on. With 2 or more, a validation delta within the
-    seed-to-seed spread of FP32 passes."""
+    """[runs] Pairs of runs, at run.seed, run.seed + 1 ... From 2 on a delta within FP32's spread passes."""
     controls: int = limit(0, at_least=0, null=0)
     """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They diverge from the twin
     by chaos alone, so up to twice their root mean square distance passes."""
     points: int = limit(3, at_least=1)
-    """[points] Points of the trajectory at which single steps are compared: the start, then one drawn at random from
-    each of the other equal parts of the run."""
+    """[points] Points at which single steps are compared: the start, then a random one of each other part."""
     draw: int = limit(0, at_least=0)
     """[number] Seed of the random points; another seed compares other steps."""
     oracle_steps: int = limit(2, at_least=0, null=0)
     """[steps] First steps of the FP32 run to recompute outside the engine, with the step after each drawn point: an
     error that both runs share, such as a lost label, exceeds FP32's bounds there. 0: none."""
     whole_steps: int = limit(8, at_least=0, null=0)
-    """[steps] One randomly chosen step in this many of the trained runs is compared in full with plain torch; every
-    step's linear gradients, their norm, copies of weights and a slice of the update are compared (docs/self-check.md).
-    0: none."""
+    """[steps] One randomly chosen step in this many of the trained runs is compared in full with plain torch, besides
+    the smaller checks of every step (docs/self-check.md). 0: none."""
     validation_delta: float = limit(0.005, above=0.0)
     """[fraction] Largest difference of the final validation loss from FP32's."""
     loss_gap: float = limit(0.02, above=0.0)
@@ -908,22 +832,18 @@ class ParitySection:
     nonfinite_events: int = limit(0, at_least=0)
     """[events] Non-finite values allowed, besides overflows handled by the loss scale."""
     lower_dtypes: int = limit(0, at_least=0)
-    """[modules] Modules that may compute a softmax, a norm's statistics, the loss, a rotary table, a router or the
-    residual stream in a lower dtype than promised."""
+    """[modules] Modules that may compute a softmax, norm, loss, rotary table, router or residual in a lower dtype."""
     unexplained: int = limit(0, at_least=0)
-    """[modules] Modules whose error may exceed what rounding in the planned dtype explains: a wrong constant, a missing
-    term, a sum in a lower dtype, however small."""
+    """[modules] Modules whose error, however small, may exceed what rounding in the planned dtype explains."""
     fp8_products: float = limit(1.0, above=0.0)
     """[factor] Largest distance of an FP8 layer's output, input gradient and weight gradient from FP8's definition on
     the same inputs, in units of the rounding of the sums and of the dtype around it."""
     restored_share: float = limit(1.0, at_least=0.0, at_most=1.0)
-    """[fraction] Share of the compared points that must restore from their checkpoint and reproduce the recorded
-    loss."""
+    """[fraction] Share of the compared points that must resume and reproduce the recorded loss."""
     module_error: float = limit(0.02, above=0.0)
     """[fraction] Largest relative error that a module adds itself: its output against FP32 on the same inputs."""
     accumulation_error: float = limit(2e-5, above=0.0)
-    """[fraction] Largest relative error of the engine's sum of two known gradients of a module: 1e-7 when it
-    accumulates in FP32, 1e-4 and 1e-3 in FP16 and BF16."""
+    """[fraction] Largest relative error of the engine's sum of two known gradients: 1e-7 in FP32, 1e-3 in BF16."""
     weighting_error: float = limit(1e-4, above=0.0)
     """[fraction] Largest relative distance of a module's reduced gradient from the sum over the step's micro-batches
     with equal weight for every label: 0 on a CPU, 0.02 for a mean of means of packed short documents."""
@@ -957,8 +877,7 @@ class CanarySection:
     """[steps] Length of the canary: the whole run's first steps, on the same data, schedule and seed. The whole run
     continues from the canary's state. null: 50, or given by data_share."""
     data_share: float | None = limit(None, above=0.0, below=1.0)
-    """[fraction] Share of the whole run's data, from its start, that the canary trains on: this share of run.steps,
-    rounded, at least one step. null: given by canary.steps."""
+    """[fraction] The same as a share of the whole run's steps, and so of its data. null: given by canary.steps."""
     ranks: int | None = limit(None, at_least=1)
     """[processes] Processes of the canary, of its FP32 twin and of the checks. null: as many as the whole run has."""
     check_every: int = limit(0, at_least=0)
@@ -970,9 +889,8 @@ class CanarySection:
     """[device hours] Budget of canary, twin and checks: time x canary.ranks. A canary that exceeds it is stopped, and
     the whole run not started; checks that would exceed it are left out. null: no limit."""
     fallback: tuple[Literal["promote", "fp32"], ...] = ("promote", "fp32")
-    """[ordered plan] Reactions to a failed check, after the run went back to the last checkpoint that passed. promote:
-    the named modules compute in FP32 from there on. fp32: all modules do. Each is tried once; if none is left, the run
-    stops with exit code 3."""
+    """[ordered plan] Reactions to a failed check, after going back to the last checkpoint that passed, each once.
+    promote: the named modules compute in FP32 from there on. fp32: all do. Then the run stops with exit code 3."""
 
 
 SAMPLING_TASKS = ("grpo", "opd")

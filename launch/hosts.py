@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from config.errors import UserError
 
@@ -58,10 +59,7 @@ class Hosts:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Hosts | None:
-        """The machines of a command line; None when it is not `deepspeed` with a hostfile.
-
-        Raises UserError: the hostfile cannot be read.
-        """
+        """The machines of `deepspeed` with a hostfile; None for other commands. Raises UserError."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
         path = option_value(launcher, *_HOSTFILE_OPTIONS)
@@ -71,12 +69,6 @@ class Hosts:
         ssh = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *(("-p", port) if port else ()))
         slots = read_hostfile(Path(path).expanduser())
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
-
-    def require_no_selection(self) -> None:
-        """Refuse, by UserError, a command line that itself selects machines, which --min-nodes has to do."""
-        for word in self.launcher:
-            if word.partition("=")[0] in _SELECTION_OPTIONS:
-                raise UserError(f"--min-nodes: {word} selects the machines already; use only one of the two")
 
     def reachable(self) -> list[str]:
         """Names of the machines on which ssh runs a command, in the hostfile's order. Takes up to 20 s."""
@@ -103,29 +95,20 @@ class Hosts:
     def end_processes(self, names: Sequence[str]) -> None:
         """End the job's processes on these machines. Unreachable machines are skipped."""
         script = _END_PROCESSES.replace("TENTHS", str(10 * KILL_AFTER_SECONDS))
-        self._run_on(names, self._with_find(script), CONNECT_SECONDS + KILL_AFTER_SECONDS + 10)
+        self._run_on(names, script, CONNECT_SECONDS + KILL_AFTER_SECONDS + 10)
 
     def signal_rank_0(self, names: Sequence[str]) -> bool:
         """Send SIGUSR1 to rank 0, on whichever machine it runs. False when it is on none."""
-        return 0 in self._run_on(names, self._with_find(_SIGNAL_RANK_0)).values()
-
-    def _with_find(self, script: str) -> str:
-        return _FIND_PROCESSES.replace("JOB_ID", f"{JOB_ID_VARIABLE}={self.job_id}") + script
+        return 0 in self._run_on(names, _SIGNAL_RANK_0).values()
 
     def _run_on(self, names: Sequence[str], script: str, seconds: float = 2 * CONNECT_SECONDS) -> dict[str, int]:
-        """The exit code of `script` on each machine; 255 where it did not run."""
+        """The exit code of `script`, which may call `p`, on each machine; 255 where it did not run."""
+        script = _FIND_PROCESSES.replace("JOB_ID", f"{JOB_ID_VARIABLE}={self.job_id}") + script
 
         def one(name: str) -> int:
             with suppress(subprocess.TimeoutExpired, OSError):
-                done = subprocess.run(
-                    [*self.ssh, name, script],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    timeout=seconds,
-                    check=False,
-                )
-                return done.returncode
+                quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                return subprocess.run([*self.ssh, name, script], timeout=seconds, check=False, **quiet).returncode
             return 255
 
         with ThreadPoolExecutor(64) as pool:
@@ -151,7 +134,9 @@ class HostSelection:
             count = len(self.hosts.slots)
             if not 1 <= self.min_nodes <= count:
                 raise UserError(f"--min-nodes {self.min_nodes}: the hostfile has {count} machines; give 1 to that")
-            self.hosts.require_no_selection()
+            for word in self.hosts.launcher:
+                if word.partition("=")[0] in _SELECTION_OPTIONS:
+                    raise UserError(f"--min-nodes: {word} selects the machines already; use only one of the two")
 
     def for_first_start(self) -> list[str]:
         """The machines of the first start. Raises UserError: too few are reachable."""

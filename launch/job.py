@@ -187,24 +187,26 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 def _note_signal(log: Path, code: int) -> None:
     """Append to the log which signal ended the job, if one did: the program itself could not."""
-    reported = _TORCHRUN_CAUSE.findall(log.read_text(errors="replace", encoding="utf-8"))
-    who = "it"
-    if reported and int(reported[-1][1]) < 0:
-        who, code = f"rank {reported[-1][0]}", int(reported[-1][1])
+    reported, who = _torchrun_report(log.read_text(errors="replace", encoding="utf-8")), "it"
+    if reported and reported[1] < 0:
+        who, code = f"rank {reported[0]}", reported[1]
     if code < 0:
         memory = ", as the kernel does when memory runs out (see dmesg)" if code == -signal.SIGKILL else ""
         with log.open("a", encoding="utf-8") as file:
             file.write(f"error: {who} {describe_exit(code)}{memory}\n")
 
 
+def _torchrun_report(output: str) -> tuple[int, int] | None:
+    """Rank and exit code of the first failure, where torchrun reports it."""
+    found = _TORCHRUN_CAUSE.findall(output)
+    return (int(found[-1][0]), int(found[-1][1])) if found else None
+
+
 def start(
     program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), own_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start `program` and return at once.
-
-    program, launcher: as `job_command` takes them. Standard output and error go to `log`. own_session: the terminal's
-    signals do not reach it. Raises UserError when the launcher does not exist.
-    """
+    """Start `program` and return at once. program, launcher: as `job_command` takes them. Standard output and error go
+    to `log`. own_session: the terminal's signals do not reach it. Raises UserError when the launcher does not exist."""
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -228,10 +230,7 @@ def first_line(command: Sequence[str]) -> str:
 
 
 def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-    """Send a signal to a job and to all that it started, in any session, and wait for the job.
-
-    Launchers put ranks into sessions of their own.
-    """
+    """Send a signal to a job and to all that it started, in any session, and wait for the job."""
     others = _descendants(job.pid)
     job.send_signal(number)  # the launcher first: it would report and restart its ranks
     for pid in others:
@@ -258,9 +257,7 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
 
 def with_steps(resolved: Resolved) -> list[str]:
     """The override for as many steps as run.epochs makes of the data, which are prepared for that; none without epochs.
-
-    Raises UserError: the data cannot be prepared, or the two contradict each other.
-    """
+    Raises UserError: the data cannot be prepared, or the two contradict each other."""
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare
 
@@ -350,9 +347,7 @@ class Job:
 
     def request_stop(self) -> bool:
         """Have the run save and end: SIGUSR1 to one rank, which all ranks follow. False when no rank runs here (yet).
-
-        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one.
-        """
+        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one."""
         if self._hosts is not None:
             return self._hosts.signal_rank_0(self._names)
         ranks = self._single_process() or dict(self._ranks())
@@ -370,21 +365,15 @@ class Job:
 
     def failure_cause(self) -> str | None:
         """The output's account of the rank that was lost: train.py's own line, else torchrun's report."""
-        ours = _LOST_LINE.search("".join(self._lines))
+        ours, reported = _LOST_LINE.search("".join(self._lines)), _torchrun_report("".join(self._lines))
         if ours:
             return ours[1]
-        reported = self._torchrun_report()
         return f"rank {reported[0]} {describe_exit(reported[1])}" if reported else None
 
     def failed_code(self) -> int | None:
         """The exit code of the rank that failed first, where torchrun reports it."""
-        reported = self._torchrun_report()
+        reported = _torchrun_report("".join(self._lines))
         return reported[1] if reported else None
-
-    def _torchrun_report(self) -> tuple[int, int] | None:
-        """Rank and exit code of the first failure."""
-        found = _TORCHRUN_CAUSE.findall("".join(self._lines))
-        return (int(found[-1][0]), int(found[-1][1])) if found else None
 
     def _read(self) -> None:
         assert self._launcher.stdout is not None
@@ -408,10 +397,8 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """Rank 0 when the command is `python train.py`, without a launcher; else empty.
-
-        It names itself RANK 0 once it runs, which its environment here does not show, but that of its helpers does.
-        """
+        """Rank 0 when the command is `python train.py`, without a launcher; else empty. It names itself RANK 0 once it
+        runs, which its environment here does not show, but that of its helpers does."""
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}

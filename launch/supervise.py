@@ -108,10 +108,8 @@ class Run:
 def final_exit_code(
     session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
 ) -> int | None:
-    """The exit code to end with; None when a restart may help.
-
-    codes: the launcher's exit code, and that of the rank that failed first where the launcher reports it.
-    """
+    """The exit code to end with; None when a restart may help. codes: the launcher's exit code, and that of the rank
+    that failed first where the launcher reports it."""
     if session.exit_code == PREEMPTED:
         time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
@@ -127,10 +125,7 @@ class Supervisor:
     """Starts one job again until it has ended, its restarts are used up, or it makes no progress."""
 
     def __init__(self, command: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-        """options: those of the command line. folder: for the hostfile of a restart.
-
-        Raises UserError: `options` do not fit the command, or its config or hostfile cannot be read.
-        """
+        """options: those of the command line. folder: for the hostfile of a restart. Raises UserError."""
         self._command, self._options, self._folder = command, options, folder
         self._run = Run.of_command(command)
         self._job: Job | None = None

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from config.errors import UserError
 
 COMPUTES = {"cast": ("fp32", "bf16", "fp16"), "manifest": ("bf16", "fp16", "mixed", "fp8", "fp8_bf16")}
-"""Path to its dtypes. mixed: a manifest that names both BF16 and FP16; fp8: FP8 with FP32 around it; fp8_bf16: with
-BF16."""
+"""Path to its dtypes. mixed: a manifest with BF16 and FP16; fp8: FP8 with FP32 around it; fp8_bf16: with BF16."""
 FP8 = ("fp8", "fp8_bf16")
 """Compared with plain torch whose products are those of FP8, too."""
 OFFLOADS = {
@@ -257,9 +256,7 @@ def refuse_combination(where: str, combination: Combination) -> None:
 
 
 def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
-    """Raises UserError for a setting of a JSON that the matrix does not verify. values: by dotted key of the whole
-    JSON.
-    """
+    """Raises UserError for a setting of a JSON that the matrix does not verify. values: by dotted key."""
     for row in SETTINGS:
         if row.in_json and row.key in values and row.refuses(values[row.key], stage):
             setting = f"{row.key} = {scalar(values[row.key])}"

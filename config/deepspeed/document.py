@@ -27,8 +27,7 @@ def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
 
 def initializable(resolved: dict[str, Any]) -> dict[str, Any]:
     """A resolved JSON as `deepspeed.initialize` takes it: where ranks share matrices, without train_batch_size, which
-    DeepSpeed 0.19.8 checks against another number of ranks.
-    """
+    DeepSpeed 0.19.8 checks against another number of ranks."""
     shared = resolved.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     return {key: value for key, value in resolved.items() if not shared or key != "train_batch_size"}
 
@@ -42,7 +41,15 @@ def write_in_fp32(path: Path, copy: Path) -> None:
 def check_document(path: Path, document: dict[str, Any]) -> None:
     """Raises UserError for an unknown or refused key, a value of another kind, or an offload that the stage has not."""
     _check_keys(path, document)
-    _check_offload(path, document, zero_stage(document))
+    zero, stage = document.get("zero_optimization", {}), zero_stage(document)
+    for name, least in (("optimizer", 1), ("param", 3)):
+        key, section = f"zero_optimization.offload_{name}", zero.get(f"offload_{name}", {})
+        device = section.get("device", "none")
+        if device != "none" and stage < least:
+            needed = f"needs zero_optimization.stage {least} or more, not {stage}; remove it"
+            raise UserError(f"{path}: {key}.device = '{device}' {needed}")
+        if device == "nvme" and not section.get("nvme_path"):
+            raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
 
 
 def unknown_keys(path: Path, document: dict[str, Any]) -> list[str]:
@@ -71,18 +78,6 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _check_offload(path: Path, document: dict[str, Any], stage: int) -> None:
-    zero = document.get("zero_optimization", {})
-    for name, least in (("optimizer", 1), ("param", 3)):
-        key, section = f"zero_optimization.offload_{name}", zero.get(f"offload_{name}", {})
-        device = section.get("device", "none")
-        if device != "none" and stage < least:
-            needed = f"needs zero_optimization.stage {least} or more, not {stage}; remove it"
-            raise UserError(f"{path}: {key}.device = '{device}' {needed}")
-        if device == "nvme" and not section.get("nvme_path"):
-            raise UserError(f"{path}: {key}.nvme_path is missing; device = 'nvme' needs it")
 
 
 def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknown: list[str] | None = None) -> None:
@@ -115,21 +110,16 @@ def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknow
 
 def check_value(path: Path, key: str, value: Any, kind: str) -> None:
     """Raises UserError unless `value` is of the kind that keys.SECTIONS names."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind == "section":
-        right, expected = False, "an object; write {...}"
-    elif kind == "bool":
-        right, expected = isinstance(value, bool), "true or false"
-    elif kind == "int":
+    positive = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    kinds = {
+        "section": (False, "an object; write {...}"),
+        "bool": (isinstance(value, bool), "true or false"),
         # DeepSpeed's own documentation writes bucket sizes as 5e8, which JSON reads as a float.
-        right, expected = number and float(value).is_integer() and value >= 0, "a whole number of 0 or more"
-    elif kind == "float":
-        right, expected = number and math.isfinite(value) and value >= 0, "a number of 0 or more"
-    elif kind == "str":
-        right, expected = isinstance(value, str), "text"
-    elif kind == "list":
-        right, expected = isinstance(value, list), "a list"
-    else:
-        right, expected = value in kind.split("|"), f"one of {', '.join(kind.split('|'))}"
+        "int": (positive and float(value).is_integer(), "a whole number of 0 or more"),
+        "float": (positive, "a number of 0 or more"),
+        "str": (isinstance(value, str), "text"),
+        "list": (isinstance(value, list), "a list"),
+    }
+    right, expected = kinds.get(kind, (value in kind.split("|"), f"one of {', '.join(kind.split('|'))}"))
     if not right:
         raise UserError(f"{path}: {key} = {show(value)} is not {expected}")

@@ -1,8 +1,7 @@
 """The keys of a DeepSpeed 0.19.8 JSON: those that Mantissa accepts, with their kinds, and those that it refuses.
 
-DeepSpeed silently ignores an unknown top-level key, so `zero_optimisation` trains without ZeRO. This table catches that
-before any process starts, without the seconds that importing DeepSpeed costs; tests/config/deepspeed/test_keys.py
-compares it with the installed DeepSpeed.
+DeepSpeed silently ignores an unknown top-level key: `zero_optimisation` trains without ZeRO.
+tests/config/deepspeed/test_keys.py compares this table with the installed DeepSpeed, whose import takes seconds.
 """
 
 from __future__ import annotations

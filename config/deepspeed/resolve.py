@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from config.batch import BatchPlan, plan_batch
 from config.deepspeed.combinations import SETTINGS, Combination, refuse_combination, refuse_settings
@@ -31,13 +31,6 @@ _DYNAMIC_ONLY = frozenset(
 )
 
 
-class _Owned(NamedTuple):
-    """A value of the JSON that the run config decides, and the key that decides it."""
-
-    value: Any
-    owner: str
-
-
 def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_size: int) -> dict[str, Any]:
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
@@ -50,32 +43,20 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
-    if config.precision.masters == "split":
-        _check_split_masters(path, compute, offload(document))
-    _check_secondary_partition(path, document, world_size)
+    if config.precision.masters == "split":  # config/rules.py checks them against the run config alone
+        kept, key = offload(document), "precision.masters = split in the run config"
+        if compute != "bf16":
+            problem = f"computes in {compute}, but {key} {needs_bf16(compute)}"
+            raise UserError(f"{path}: {problem}; set precision.compute to bf16, or remove precision.masters")
+        if kept != "none":
+            problem = f"keeps {kept} in host memory, but {key} holds masters and weights together on the device"
+            raise UserError(f"{path}: {problem}; set deepspeed.offload to none, or remove precision.masters")
+    size = document.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if size < 1 or world_size % min(size, world_size):  # DeepSpeed stops with an AssertionError in every process
+        problem = f"zero_optimization.zero_hpz_partition_size = {size} does not divide {world_size} processes"
+        raise UserError(f"{path}: {problem}; set it to the processes of one node")
     _check_slices(config, path, document)
     return resolve_unverified(config, path, document, world_size=world_size)
-
-
-def _check_split_masters(path: Path, compute: Dtype, kept: str) -> None:
-    """Check split masters against the JSON; config/rules.py checks them against the run config alone."""
-    key = "precision.masters = split in the run config"
-    if compute != "bf16":
-        problem = f"computes in {compute}, but {key} {needs_bf16(compute)}"
-        raise UserError(f"{path}: {problem}; set precision.compute to bf16, or remove precision.masters")
-    if kept != "none":
-        problem = f"keeps {kept} in host memory, but {key} holds masters and weights together on the device"
-        raise UserError(f"{path}: {problem}; set deepspeed.offload to none, or remove precision.masters")
-
-
-def _check_secondary_partition(path: Path, document: dict[str, Any], world_size: int) -> None:
-    """DeepSpeed stops with an AssertionError in every process where the processes do not come out even."""
-    size = document.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    if size < 1 or world_size % min(size, world_size):
-        raise UserError(
-            f"{path}: zero_optimization.zero_hpz_partition_size = {size} does not divide {world_size} processes; set it"
-            " to the processes of one node"
-        )
 
 
 def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
@@ -109,10 +90,16 @@ def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, 
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
-    if config.precision.loss_scale.policy == "static":
-        _drop_auto(resolved.get("fp16", {}), _DYNAMIC_ONLY)
-    for key, owned in _owned_values(config, compute, batch).items():
-        _set_owned(resolved, key, owned, path)
+    if config.precision.loss_scale.policy == "static" and "fp16" in resolved:
+        kept = ((key, value) for key, value in resolved["fp16"].items() if key not in _DYNAMIC_ONLY or value != "auto")
+        resolved["fp16"] = dict(kept)
+    for key, (value, owner) in _owned_values(config, compute, batch).items():
+        given = _fill(resolved, key, value)
+        if given != value:
+            raise UserError(
+                f"{path}: {key} = {show(given)} disagrees with the run config, where {owner} gives {show(value)}; "
+                'write "auto" in the JSON, or make them the same'
+            )
     for key, default in _defaults(resolved, stage).items():
         _fill(resolved, key, default)
     if batch.tensor > 1:
@@ -162,51 +149,39 @@ def check_choices(config: Config, path: Path, document: dict[str, Any]) -> None:
         )
 
 
-def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, _Owned]:
-    """Dotted key of the JSON to the value that the run config gives it."""
+def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, tuple[Any, str]]:
+    """Dotted key of the JSON to the value that the run config gives it, and the key that decides it."""
     reduce = "fp32" if config.precision.reduce == "fp32" else compute
-    shared = batch.sequence > 1
     ranks = f"{batch.data_ranks} {'groups of ' * (batch.sharing > 1)}processes"
-    values = {
+    values: dict[str, tuple[Any, str]] = {
         # To DeepSpeed a rank with a slice of a sequence is one with a sequence.
-        "train_batch_size": _Owned(
-            batch.global_size * batch.sequence, "batch.global_size" + " x parallel.sequence" * shared
+        "train_batch_size": (
+            batch.global_size * batch.sequence,
+            "batch.global_size" + " x parallel.sequence" * (batch.sequence > 1),
         ),
-        "train_micro_batch_size_per_gpu": _Owned(batch.micro_size, "batch.micro_size"),
-        "gradient_accumulation_steps": _Owned(batch.accumulation, f"batch.global_size / (batch.micro_size x {ranks})"),
-        "gradient_clipping": _Owned(config.optimizer.gradient_clipping, "optimizer.gradient_clipping"),
-        "communication_data_type": _Owned(reduce, "precision.reduce"),
-        "data_types.grad_accum_dtype": _Owned(config.precision.accumulate, "precision.accumulate"),
+        "train_micro_batch_size_per_gpu": (batch.micro_size, "batch.micro_size"),
+        "gradient_accumulation_steps": (batch.accumulation, f"batch.global_size / (batch.micro_size x {ranks})"),
+        "gradient_clipping": (config.optimizer.gradient_clipping, "optimizer.gradient_clipping"),
+        "communication_data_type": (reduce, "precision.reduce"),
+        "data_types.grad_accum_dtype": (config.precision.accumulate, "precision.accumulate"),
     }
-    if compute != "fp32":
-        values[f"{compute}.enabled"] = _Owned(True, "precision.compute")
-    if compute == "bf16":
-        values["bf16.check_grad_overflow"] = _Owned(True, "every skipped step must be seen")
-    if compute == "fp16":
-        values |= _loss_scale_values(config)
-    return values
-
-
-def _loss_scale_values(config: Config) -> dict[str, _Owned]:
-    """The fp16 section's scale keys, which only document the run; DeepSpeed reads loss_scale 0 as dynamic."""
     scale, owner = config.precision.loss_scale, "precision.loss_scale"
-    if scale.policy == "static":
-        return {"fp16.loss_scale": _Owned(scale.initial_scale, f"{owner}.initial")}
-    return {
-        "fp16.loss_scale": _Owned(0, f"{owner}.policy"),
-        "fp16.initial_scale_power": _Owned(int(math.log2(scale.initial_scale)), f"log2 of {owner}.initial"),
-        "fp16.loss_scale_window": _Owned(scale.window, f"{owner}.window"),
-        "fp16.hysteresis": _Owned(scale.tolerated_overflows, f"{owner}.hysteresis"),
-        "fp16.min_loss_scale": _Owned(int(scale.minimum), f"{owner}.minimum"),
-        "fp16.consecutive_hysteresis": _Owned(False, "every loss-scale policy"),
-    }
-
-
-def _drop_auto(section: dict[str, Any], keys: frozenset[str]) -> None:
-    """Remove those of `keys` that are "auto"."""
-    for key in keys & section.keys():
-        if section[key] == "auto":
-            del section[key]
+    if compute != "fp32":
+        values[f"{compute}.enabled"] = True, "precision.compute"
+    if compute == "bf16":
+        values["bf16.check_grad_overflow"] = True, "every skipped step must be seen"
+    elif compute == "fp16" and scale.policy == "static":
+        values["fp16.loss_scale"] = scale.initial_scale, f"{owner}.initial"
+    elif compute == "fp16":  # these only document the run; DeepSpeed reads loss_scale 0 as dynamic
+        values |= {
+            "fp16.loss_scale": (0, f"{owner}.policy"),
+            "fp16.initial_scale_power": (int(math.log2(scale.initial_scale)), f"log2 of {owner}.initial"),
+            "fp16.loss_scale_window": (scale.window, f"{owner}.window"),
+            "fp16.hysteresis": (scale.tolerated_overflows, f"{owner}.hysteresis"),
+            "fp16.min_loss_scale": (int(scale.minimum), f"{owner}.minimum"),
+            "fp16.consecutive_hysteresis": (False, "every loss-scale policy"),
+        }
+    return values
 
 
 def _defaults(resolved: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -233,13 +208,3 @@ def _fill(resolved: dict[str, Any], key: str, default: Any) -> Any:
     if section.get(name, "auto") == "auto":
         section[name] = default
     return section[name]
-
-
-def _set_owned(resolved: dict[str, Any], key: str, owned: _Owned, path: Path) -> None:
-    """Fill in one owned value. Raises UserError when the JSON has a different one."""
-    given = _fill(resolved, key, owned.value)
-    if given != owned.value:
-        raise UserError(
-            f"{path}: {key} = {show(given)} disagrees with the run config, where {owned.owner} gives "
-            f'{show(owned.value)}; write "auto" in the JSON, or make them the same'
-        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,25 +85,17 @@ def read(path: str) -> str:
 
 def launchers() -> list[Launcher]:
     """The launchers that this process stands under, the nearest first; none when its parent is not one."""
-    return list(_launchers_above(os.getppid()))
-
-
-def _launchers_above(pid: int) -> Iterator[Launcher]:
+    found, pid = list[Launcher](), os.getppid()
     while pid > 1:
-        found = _launcher(pid)
-        if found is None:
-            return
-        yield found
+        started, line = start_ticks(pid), read(f"/proc/{pid}/cmdline")
+        words = as_written(line.split("\0")[:-1])
+        program = words[2] if words[1:2] == ["-m"] and len(words) > 2 else "".join(words[:1])
+        if program not in _NAME_OF:
+            break
+        found.append(Launcher(_NAME_OF[program], program, pid, started, tuple(words)))
         fields = stat_fields(pid)
         pid = int(fields[1]) if fields else 0
-
-
-def _launcher(pid: int) -> Launcher | None:
-    started, line = start_ticks(pid), read(f"/proc/{pid}/cmdline")
-    words = as_written(line.split("\0")[:-1])
-    program = words[2] if words[1:2] == ["-m"] and len(words) > 2 else "".join(words[:1])
-    name = _NAME_OF.get(program)
-    return Launcher(name, program, pid, started, tuple(words)) if name else None
+    return found
 
 
 def as_written(command: Sequence[str]) -> list[str]:

@@ -1,5 +1,4 @@
 """Try a run on its first steps beside FP32 before the whole of it is started, and watch it: `python -m launch.canary`.
 
-Read command.py, gate.py (the canary), whole.py (the run, the checks of its checkpoints, and what follows one that
-fails), fallback.py, then record.py.
+Read command.py, plan.py, gate.py (the canary), monitor.py (the run and the checks of its checkpoints), then record.py.
 """

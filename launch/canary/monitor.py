@@ -22,9 +22,8 @@ from pathlib import Path
 from types import FrameType
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
-from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import read_json
-from launch.canary.plan import Plan
+from launch.canary.plan import Plan, in_fp32, promoted
 from launch.canary.record import Journal, log
 from launch.job import error_line_of, kill, start, with_project
 
@@ -118,7 +117,13 @@ class RunMonitor:
         every = 0 if last else self._plan.section.check_every
         after = self._good_step + max(every, 1)
         due = [step for step in self._published() if step >= after and step not in self._unchecked]
-        return max(due, default=None) if not self._over_budget() else None
+        limit = self._plan.section.device_hours
+        if limit is None or self._journal.spent() < limit:
+            return max(due, default=None)
+        if self._journal.last("budget") is None:
+            text = f"canary.device_hours = {limit:g} is used up: the run goes on without further checks"
+            self._journal.add("budget", self._good_step, text)
+        return None
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
         """(step, path) of the folders in the run's checkpoints; none of those that were set aside."""
@@ -128,15 +133,6 @@ class RunMonitor:
     def _published(self) -> list[int]:
         """Steps of the checkpoints that are complete."""
         return [step for step, path in self._checkpoints() if (path / "manifest.json").is_file()]
-
-    def _over_budget(self) -> bool:
-        limit = self._plan.section.device_hours
-        if limit is None or self._journal.spent() < limit:
-            return False
-        if self._journal.last("budget") is None:
-            text = f"canary.device_hours = {limit:g} is used up: the run goes on without further checks"
-            self._journal.add("budget", self._good_step, text)
-        return True
 
     def _start_check(self, *, last: bool) -> Check | None:
         step = self._newest(last=last)

@@ -1,15 +1,19 @@
-"""The canary and the whole run, resolved and checked before anything runs."""
+"""The canary and the whole run, resolved and checked before anything runs, and the overrides of its fallbacks."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from config.batch import refuse_sharing
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
+from config.files import write_atomically
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
@@ -111,3 +115,29 @@ def read_plan(
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back only within the run folder; leave it out")
     return plan
+
+
+def in_fp32(resolved: Resolved, folder: Path) -> list[str]:
+    """All modules in FP32. Writes the run's DeepSpeed JSON without its 16-bit sections into `folder`."""
+    own = ["precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"]
+    return [_json(resolved, folder), *own]
+
+
+def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[str]:
+    """These modules in FP32, all others as they were: a manifest in `folder`, of the run's own or of its one dtype."""
+    section = resolved.config.precision
+    manifest: dict[str, Any] = {"default": resolved.compute, "rules": []}
+    if section.manifest is not None:
+        manifest = json.loads(Path(section.manifest).read_text(encoding="utf-8"))
+        manifest.pop("$schema", None)  # a path beside the other file
+    rules = [{"match": name, "compute": "fp32", "reason": "its check against FP32 failed"} for name in modules]
+    path = folder / "promoted.json"
+    content = {**manifest, "rules": [*manifest.get("rules", []), *rules]}
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    own = ["precision.path=manifest", f"precision.manifest={path.resolve()}", "precision.compute=auto"]
+    return [_json(resolved, folder), *own, "precision.masters=fp32"]
+
+
+def _json(resolved: Resolved, folder: Path) -> str:
+    write_in_fp32(resolved.deepspeed_path, folder / "fp32.json")
+    return f"deepspeed.config={(folder / 'fp32.json').resolve()}"

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from launch.doctor.report import Finding, amber, green, red
+from launch.doctor.report import AMBER, RED, Finding, amber, green, judged, red
 
 Facts = dict[str, Any]
 RED_SKEW, AMBER_SKEW = 30.0, 1.0
@@ -22,11 +22,9 @@ def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]
     yield from _names(facts)
     first = next(iter(facts))
     problem = facts[first]["port"]
-    if problem:
-        fix = f"give the launcher another one (--master_port), or end what listens there: ss -ltnp 'sport = :{port}'"
-        yield red("port", f"{port} cannot be listened on: {problem}", fix, first)
-    else:
-        yield green("port", f"{port} is free", first)
+    fix = f"give the launcher another one (--master_port), or end what listens there: ss -ltnp 'sport = :{port}'"
+    what = f"{port} cannot be listened on: {problem}" if problem else f"{port} is free"
+    yield judged("port", what, first, (problem, RED, "", fix))
     if len(facts) > 1:
         yield from _shared(facts)
 
@@ -109,30 +107,22 @@ def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]
 def check_clock(host: str, ahead: float, error: float) -> Iterator[Finding]:
     """ahead: seconds its clock is ahead of ours, to within `error`."""
     what = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} this machine (within {error:.3f} s)"
-    if abs(ahead) - error > AMBER_SKEW:
-        level = red if abs(ahead) - error > RED_SKEW else amber
-        yield level("clock", what, "run chrony or systemd-timesyncd there: timedatectl set-ntp true", host)
-    else:
-        yield green("clock", what, host)
+    skew, fix = abs(ahead) - error, "run chrony or systemd-timesyncd there: timedatectl set-ntp true"
+    yield judged("clock", what, host, (skew > RED_SKEW, RED, "", fix), (skew > AMBER_SKEW, AMBER, "", fix))
 
 
 def _shared(facts: Mapping[str, Facts]) -> Iterator[Finding]:
     for host, one in facts.items():
         path = one["folders"]["run"]["path"]
         missing = [name for name in facts if not any(mark.endswith(f"@{name}") for mark in one["shared"])]
-        if missing:
-            what = f"{path}: what {', '.join(missing[:4])} wrote is not seen here"
-            fix = "put run.dir on a folder that all hosts mount (NFS, Lustre, FSx), at the same path"
-            yield red("shared folder", what, fix, host)
-        else:
-            yield green("shared folder", f"{path}: sees what all {len(facts)} hosts wrote", host)
+        what = f"what {', '.join(missing[:4])} wrote is not seen here"
+        fix = "put run.dir on a folder that all hosts mount (NFS, Lustre, FSx), at the same path"
+        what = f"{path}: {what if missing else f'sees what all {len(facts)} hosts wrote'}"
+        yield judged("shared folder", what, host, (missing, RED, "", fix))
 
 
 def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> Iterator[Finding]:
-    """answer: that of `programs.DEVICE`. compute: the run's dtype; None without a config.
-
-    gpus: how many the driver lists.
-    """
+    """answer: that of `programs.DEVICE`. compute: the run's dtype, if any. gpus: how many the driver lists."""
     if answer["devices"] != gpus:
         what = f"the driver has {gpus} GPUs, torch {answer['torch']} sees {answer['devices']}"
         fix = "install torch for the driver's CUDA or older; check CUDA_VISIBLE_DEVICES"
@@ -153,18 +143,14 @@ def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> It
         else:
             yield green(kind, what, host)
     for op, fine in answer["ops"].items():
-        if fine is True:
-            yield green("op compatibility", op, host)
-        else:
-            what = f"{op} cannot be built{'' if fine is False else ': ' + fine}"
-            yield red("op compatibility", what, "ds_report shows what is missing", host)
+        problem = f" cannot be built{': ' + fine if isinstance(fine, str) else ''}"
+        broken = (fine is not True, RED, problem, "ds_report shows what is missing")
+        yield judged("op compatibility", op, host, broken)
 
 
 def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
-    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth.
-
-    Bus bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md.
-    """
+    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth. Bus
+    bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md."""
     if answer is None:
         fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"
         yield red("all-reduce", failure, fix)
@@ -175,10 +161,15 @@ def check_all_reduce(answer: Facts | None, failure: str, expected: float | None)
         f"{answer['bytes'] / 2**20:.0f} MiB over {world} processes by {answer['backend']} "
         f"in {1e3 * answer['seconds']:.1f} ms: {speed / 1e9:.2f} GB/s, {bus / 1e9:.2f} GB/s of bus"
     )
-    if answer["wrong"]:
-        yield red("all-reduce", f"{what}; {answer['wrong']} sums are wrong", "take hosts out until the sums are right")
-    elif expected is not None and bus < expected:
-        fix = "NCCL_DEBUG=INFO shows whether it went over InfiniBand, NVLink or plain sockets"
-        yield amber("all-reduce", f"{what}; {expected / 1e9:g} GB/s of bus were expected", fix)
-    else:
-        yield green("all-reduce", what)
+    yield judged(
+        "all-reduce",
+        what,
+        "",
+        (answer["wrong"], RED, f"; {answer['wrong']} sums are wrong", "take hosts out until the sums are right"),
+        (
+            bus < (expected or 0.0),
+            AMBER,
+            f"; {(expected or 0.0) / 1e9:g} GB/s of bus were expected",
+            "NCCL_DEBUG=INFO shows whether it went over InfiniBand, NVLink or plain sockets",
+        ),
+    )

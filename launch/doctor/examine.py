@@ -14,14 +14,7 @@ from typing import Any
 
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.schema import OptimizerSection
-from launch.doctor.cluster_checks import (
-    check_all_reduce,
-    check_clock,
-    check_cluster,
-    check_device,
-    check_pdsh,
-    check_reach,
-)
+from launch.doctor import cluster_checks as cluster
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
 from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
@@ -65,7 +58,7 @@ def _examine(scope: Scope) -> Iterator[Finding]:
         if not host.local:
             yield _connection(host, connected[host.name], scope.options.ssh)
     if len(scope.hosts) > 1:
-        yield from check_pdsh(shutil.which("pdsh"), str(Path.cwd()), sys.executable)
+        yield from cluster.check_pdsh(shutil.which("pdsh"), str(Path.cwd()), sys.executable)
     if not hosts:
         return
     facts, lost = _facts(scope, hosts)
@@ -78,10 +71,12 @@ def _examine(scope: Scope) -> Iterator[Finding]:
         one["builds"] = bool(_ops(scope) and gpus)
         one["processes"] = scope.options.processes or host.slots or len(gpus) or 2
         yield from check_host(host.name, one)
-    yield from check_cluster(facts, port=scope.options.port)
+    yield from cluster.check_cluster(facts, port=scope.options.port)
     yield from _wandb(scope, facts)
     if len(scope.hosts) > 1:
-        yield from _clocks(hosts)
+        for name, answer in on_all(hosts, lambda host: host.clock()).items():
+            if not isinstance(answer, Unreachable):
+                yield from cluster.check_clock(name, *answer)
         yield from _reach(hosts)
     if not scope.options.quick:
         yield from _with_torch(scope, hosts, facts)
@@ -125,12 +120,6 @@ def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
         yield green("wandb", f"{scope.wandb or 'offline'}, {'a' if one['wandb_login'] else 'no'} login", first)
 
 
-def _clocks(hosts: list[Host]) -> Iterator[Finding]:
-    for name, answer in on_all(hosts, lambda host: host.clock()).items():
-        if not isinstance(answer, Unreachable):
-            yield from check_clock(name, *answer)
-
-
 def _reach(hosts: list[Host]) -> Iterator[Finding]:
     ports = on_all(hosts, lambda host: host.ask("listen", 10.0))
     ports = {name: port for name, port in ports.items() if isinstance(port, int)}
@@ -143,7 +132,7 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
 
     for name, answer in on_all(hosts, tried).items():
         if not isinstance(answer, Unreachable):
-            yield from check_reach(name, answer)
+            yield from cluster.check_reach(name, answer)
 
 
 def _ops(scope: Scope) -> list[str]:
@@ -157,7 +146,7 @@ def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
             fix = "run `python -m deepspeed.env_report` there"
             yield red("device", f"torch or deepspeed does not work: {answer}", fix, name)
         else:
-            yield from check_device(name, answer, scope.compute, len(facts[name]["gpus"]["list"]))
+            yield from cluster.check_device(name, answer, scope.compute, len(facts[name]["gpus"]["list"]))
     if scope.run:
         yield from _run(scope, hosts, facts)
     yield from _all_reduce(scope, hosts, facts)
@@ -225,4 +214,4 @@ def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
         if isinstance(item, Unreachable) or item["code"]
     ]
     expected = None if scope.options.expect is None else 1e9 * scope.options.expect
-    yield from check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", expected)
+    yield from cluster.check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", expected)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 from config.optimizers import OptimizerSpec
-from launch.doctor.report import Finding, amber, format_bytes, green, red
+from launch.doctor.report import AMBER, RED, Finding, amber, format_bytes, green, judged, red
 
 Facts = dict[str, Any]
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096
@@ -45,10 +46,8 @@ def _compilers(host: str, facts: Facts) -> Iterator[Finding]:
             yield red("c++ compiler", f"{what}, and DeepSpeed builds its op for offload with it", fix, host)
         return
     first = facts["programs"]["c++"][0]
-    if first["version"] is None:
-        yield red("c++ compiler", f"{first['path']} does not run", "repair or replace it, or set CXX", host)
-    else:
-        yield green("c++ compiler", f"{first['path']} {first['version']}", host)
+    broken = (first["version"] is None, RED, "does not run", "repair or replace it, or set CXX")
+    yield judged("c++ compiler", f"{first['path']} {first['version'] or ''}", host, broken)
 
 
 def _ninjas(host: str, facts: Facts) -> Iterator[Finding]:
@@ -60,8 +59,7 @@ def _ninjas(host: str, facts: Facts) -> Iterator[Finding]:
         else:
             yield amber("ninja", "none runs; offload from a GPU needs one", fix, host)
         return
-    first = ninjas[0]
-    own = ninjas[-1]
+    first, own = ninjas[0], ninjas[-1]
     if first["version"] != own["version"]:
         what = f"{first['path']} {first['version']} comes before {own['path']} {own['version']} on the PATH: "
         fix = f"put {own['path'].rpartition('/')[0]} first on the PATH, over ssh in .deepspeed_env"
@@ -78,13 +76,10 @@ def _nvcc(host: str, facts: Facts) -> Iterator[Finding]:
         fix = f"install the CUDA {cuda} toolkit, or set CUDA_HOME; ops that are not needed need none"
         yield amber("nvcc", f"none runs, and torch is built for CUDA {cuda}: no CUDA op can be built", fix, host)
         return
-    version = found[0]["version"]
+    version, major = found[0]["version"], cuda.split(".")[0]
     what = f"{found[0]['path']} {version}, torch is built for CUDA {cuda}"
-    if version.split(".")[0] != cuda.split(".")[0]:
-        fix = f"point CUDA_HOME to a CUDA {cuda.split('.')[0]} toolkit"
-        yield red("nvcc", f"{what}: DeepSpeed refuses to build ops with another major version", fix, host)
-    else:
-        yield green("nvcc", what, host)
+    other, problem = version.split(".")[0] != major, ": DeepSpeed refuses to build ops with another major version"
+    yield judged("nvcc", what, host, (other, RED, problem, f"point CUDA_HOME to a CUDA {major} toolkit"))
 
 
 def _locks(host: str, facts: Facts) -> Iterator[Finding]:
@@ -106,12 +101,12 @@ def _locks(host: str, facts: Facts) -> Iterator[Finding]:
 def _limits(host: str, facts: Facts) -> Iterator[Finding]:
     limits = facts["limits"]
     files, processes, locked = limits["nofile"], limits["nproc"], limits["memlock"]
-    if files is not None and files < GOOD_OPEN_FILES:
-        what = f"ulimit -n is {files}: sockets, shards and workers need more"
-        fix = "ulimit -n 65536, or LimitNOFILE= of the service, or /etc/security/limits.conf"
-        yield (red if files < MIN_OPEN_FILES else amber)("open files", what, fix, host)
-    else:
-        yield green("open files", f"ulimit -n is {files or 'unlimited'}", host)
+    what, few = f"ulimit -n is {files or 'unlimited'}", ": sockets, shards and workers need more"
+    fix = "ulimit -n 65536, or LimitNOFILE= of the service, or /etc/security/limits.conf"
+    most = math.inf if files is None else files
+    yield judged(
+        "open files", what, host, (most < MIN_OPEN_FILES, RED, few, fix), (most < GOOD_OPEN_FILES, AMBER, few, fix)
+    )
     if processes is not None and processes < MIN_PROCESSES:
         what = f"ulimit -u is {processes}: threads of torch and of the data workers count too"
         yield amber("processes", what, "ulimit -u unlimited", host)
@@ -131,12 +126,8 @@ def _memory(host: str, facts: Facts) -> Iterator[Finding]:
         return
     what = f"{format_bytes(shm['bytes'])}, {format_bytes(shm['free'])} free"
     fix = "docker run --shm-size=16g; Kubernetes: an emptyDir with medium Memory at /dev/shm; remove what is left there"
-    if min(shm["bytes"] - 1, shm["free"]) < SMALL_SHM:
-        yield red("/dev/shm", f"{what}: NCCL and data workers die with a bus error", fix, host)
-    elif min(shm["bytes"], shm["free"]) < GOOD_SHM:
-        yield amber("/dev/shm", what, fix, host)
-    else:
-        yield green("/dev/shm", what, host)
+    small = (min(shm["bytes"] - 1, shm["free"]) < SMALL_SHM, RED, ": NCCL and data workers die with a bus error", fix)
+    yield judged("/dev/shm", what, host, small, (min(shm["bytes"], shm["free"]) < GOOD_SHM, AMBER, "", fix))
 
 
 def _threads(host: str, facts: Facts) -> Iterator[Finding]:
@@ -164,19 +155,20 @@ def _folder(host: str, role: str, folder: Facts) -> Iterator[Finding]:
     what = f"{path}: {format_bytes(folder['free'])} free on {folder['filesystem']}"
     if folder["write"]:
         what += f", writes {folder['write'] / 1e6:.0f} MB/s, reads {folder['read'] / 1e6:.0f} MB/s"
-    if folder["noexec"] and role == "op builds":
-        yield red(name, f"{what}; mounted noexec, so no op can be loaded", "set TORCH_EXTENSIONS_DIR elsewhere", host)
-    elif folder["free"] < MIN_FREE or folder["free_files"] == 0:
-        short = "no inode is free" if folder["free_files"] == 0 else f"less than {format_bytes(MIN_FREE)}"
-        yield red(name, f"{what}; {short}", f"make room on {folder['mount']}, or name another folder", host)
-    elif folder["free"] < GOOD_FREE and role == "run":
-        yield amber(name, f"{what}; a few checkpoints fill it", "make room, or lower checkpoint.keep", host)
-    elif folder["write"] and folder["write"] < GOOD_SPEED:
-        yield amber(name, f"{what}; saves are long", "use a faster folder, or checkpoint.background=always", host)
-    elif folder["filesystem"] == "tmpfs" and role == "run":
-        yield amber(name, f"{what}; gone after a reboot, and taken from memory", "name a folder on a disk", host)
-    else:
-        yield green(name, what, host)
+    free, room = folder["free"], f"make room on {folder['mount']}, or name another folder"
+    built, of_run, slow = role == "op builds", role == "run", folder["write"] and folder["write"] < GOOD_SPEED
+    noexec, lost = "; mounted noexec, so no op can be loaded", "; gone after a reboot, and taken from memory"
+    yield judged(
+        name,
+        what,
+        host,
+        (folder["noexec"] and built, RED, noexec, "set TORCH_EXTENSIONS_DIR elsewhere"),
+        (folder["free_files"] == 0, RED, "; no inode is free", room),
+        (free < MIN_FREE, RED, f"; less than {format_bytes(MIN_FREE)}", room),
+        (free < GOOD_FREE and of_run, AMBER, "; a few checkpoints fill it", "make room, or lower checkpoint.keep"),
+        (slow, AMBER, "; saves are long", "use a faster folder, or checkpoint.background=always"),
+        (folder["filesystem"] == "tmpfs" and of_run, AMBER, lost, "name a folder on a disk"),
+    )
 
 
 def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
@@ -191,14 +183,14 @@ def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
         errors, slowed = gpu["ecc.errors.uncorrected.volatile.total"], gpu.get("clocks_event_reasons.hw_slowdown")
         heat, used, total = (_number(gpu[key]) for key in ("temperature.gpu", "memory.used", "memory.total"))
         what = f"{index} {gpu['name']}, driver {gpu['driver_version']}, {used:.0f} of {total:.0f} MiB, {heat:.0f} C"
-        if _number(errors) > 0:
-            yield red("gpu", f"{what}: {errors} uncorrected memory errors", "drain the node and reset the GPU", host)
-        elif slowed == "Active":
-            yield red("gpu", f"{what}: the hardware slows it down", "check power and cooling", host)
-        elif used > 0.1 * total:
-            yield amber("gpu", f"{what}: another process has memory there", "nvidia-smi shows which", host)
-        else:
-            yield green("gpu", what, host)
+        yield judged(
+            "gpu",
+            what,
+            host,
+            (_number(errors), RED, f": {errors} uncorrected memory errors", "drain the node and reset the GPU"),
+            (slowed == "Active", RED, ": the hardware slows it down", "check power and cooling"),
+            (used > 0.1 * total, AMBER, ": another process has memory there", "nvidia-smi shows which"),
+        )
 
 
 def _number(text: str) -> float:
@@ -210,9 +202,7 @@ def check_offload(
     host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
 ) -> Iterator[Finding]:
     """Whether host memory holds what ZeRO offloads: FP32 masters, gradients and state tensors; 16-bit parameters.
-
-    offload: as `config.deepspeed.document.offload` returns it.
-    """
+    offload: as `config.deepspeed.document.offload` returns it."""
     if offload == "none" or parameters is None:
         return
     each = sum({"optimizer": 8 + optimizer.state_bytes(matrix=False), "param": 2}[part] for part in offload.split("+"))
@@ -220,9 +210,6 @@ def check_offload(
     room = min(memory["available"], memory["cgroup_limit"] or memory["available"])
     total = f"{parameters:,} parameters x {each} bytes / {hosts} = {format_bytes(needed)}"
     what = f"{offload}: {total}; {format_bytes(room)} there"
-    if needed > room:
-        yield red("offload memory", what, "more hosts, less offload, or a larger memory limit", host)
-    elif needed > 0.8 * room:
-        yield amber("offload memory", what, "leave room for the data and for saves in the background", host)
-    else:
-        yield green("offload memory", what, host)
+    little = (needed > room, RED, "", "more hosts, less offload, or a larger memory limit")
+    tight = (needed > 0.8 * room, AMBER, "", "leave room for the data and for saves in the background")
+    yield judged("offload memory", what, host, little, tight)

@@ -120,7 +120,7 @@ except UserError as error:
     answer["config"] = str(error)
 if given["count"] and not answer["config"] and config.model.architecture is not None:
     from dataclasses import replace
-    from launch.plan.build import model_of
+    from launch.plan.model import model_of
     from modeling.build import count_parameters
 
     shape = {"vocab_size": 32000, **config.model.config}  # a tokenizer, like a model of a name, may have to be fetched

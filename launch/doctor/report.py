@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal, TextIO
+from functools import partial
+from typing import TextIO
 
 from config.printable import shown
 
@@ -19,7 +20,7 @@ _RANK = {RED: 0, AMBER: 1, GREEN: 2}
 class Finding:
     """One line."""
 
-    level: Literal["green", "amber", "red"]
+    level: str
     """red: a job fails or computes wrong numbers. amber: it may fail, or is slow. green: checked and fine."""
     check: str
     """Subject of the check, such as `c++ compiler`."""
@@ -31,19 +32,21 @@ class Finding:
     """Name of the host; empty when it concerns all of them together."""
 
 
+amber, red = partial(Finding, AMBER), partial(Finding, RED)
+"""Findings by check, what, fix and host."""
+
+
 def green(check: str, what: str, host: str = "") -> Finding:
-    """Checked and fine."""
-    return Finding(GREEN, check, what, "", host)  # type: ignore[arg-type]
+    """A finding that needs no fix."""
+    return Finding(GREEN, check, what, "", host)
 
 
-def amber(check: str, what: str, fix: str, host: str = "") -> Finding:
-    """May fail, or is slow."""
-    return Finding(AMBER, check, what, fix, host)  # type: ignore[arg-type]
-
-
-def red(check: str, what: str, fix: str, host: str = "") -> Finding:
-    """A job fails or computes wrong numbers."""
-    return Finding(RED, check, what, fix, host)  # type: ignore[arg-type]
+def judged(check: str, what: str, host: str, *problems: tuple[object, str, str, str]) -> Finding:
+    """The first problem that is there, else green. A problem: whether it is, its level, what it adds, and the fix."""
+    for there, level, more, fix in problems:
+        if there:
+            return Finding(level, check, what + more, fix, host)
+    return green(check, what, host)
 
 
 def worst(findings: Sequence[Finding]) -> str:

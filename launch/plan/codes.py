@@ -31,10 +31,7 @@ class Codes:
 
 
 def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
-    """The layers of a model without its adapter that hold codes: linear, but for the output and what is trained whole.
-
-    A base in floats has none.
-    """
+    """The layers of a model without its adapter that hold codes: linear, not the output nor trained whole."""
     head = model.get_output_embeddings()
     return [
         module

@@ -19,8 +19,7 @@ from config.options import positive_int, positive_number, share
 from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS, Reached
 
 if TYPE_CHECKING:
-    from launch.plan.plan import Plan
-    from launch.plan.search import Option
+    from launch.plan.plan import Option, Plan
     from launch.plan.timed import Timed
 
 NOTHING_FITS = 3
@@ -30,7 +29,7 @@ REACHED = Reached()
 def as_json(plan: Plan) -> dict[str, Any]:
     """The plan in plain types, in bytes, seconds, tokens and the currency of --price."""
     from launch.plan.memory import checkpoint_bytes
-    from launch.plan.search import communication_bound_from
+    from launch.plan.plan import communication_bound_from
     from launch.plan.speed import traffic
 
     layout, memory = plan.configured.layout, plan.configured.memory

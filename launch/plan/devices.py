@@ -61,56 +61,27 @@ class Device:
         return self.name == "cpu"
 
 
+_80 = 80 * GIB
 _NIC = 1e9 / 8  # bytes/s of 1 Gbit/s
 _DGX = 8 * 400 * _NIC, 8  # network and accelerators of a node with Hopper or Blackwell
 _DGX_A100 = 8 * 200 * _NIC, 8
 
-DEVICES = {
-    device.name: device
-    for device in (
-        Device("b200", 180e9, 2250e12, 75e12, 8e12, 900e9, *_DGX, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
-        Device("h200", 141e9, 989.4e12, 66.9e12, 4.8e12, 450e9, *_DGX, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"),
-        Device(
-            "h100", 80 * GIB, 989.4e12, 66.9e12, 3.35e12, 450e9, *_DGX, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"
-        ),
-        Device(
-            "h100-pcie",
-            80 * GIB,
-            756e12,
-            51.2e12,
-            2e12,
-            64e9,
-            400 * _NIC,
-            8,
-            "H100 PCIe, H100 whitepaper; PCIe 5.0 x16",
-        ),
-        Device(
-            "a100",
-            80 * GIB,
-            312e12,
-            19.5e12,
-            2.039e12,
-            300e9,
-            *_DGX_A100,
-            "A100 80 GB SXM data sheet; DGX A100, 8 x 200 Gb",
-        ),
-        Device(
-            "a100-40", 40 * GIB, 312e12, 19.5e12, 1.555e12, 300e9, *_DGX_A100, "A100 40 GB SXM data sheet; DGX A100"
-        ),
-        Device("l40s", 48e9, 362e12, 91.6e12, 864e9, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
-        Device(
-            "a10g", 24e9, 70e12, 35e12, 600e9, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge and A10G data sheet; PCIe 4.0 x16"
-        ),
-    )
-}
+_SHEETS = (
+    Device("b200", 180e9, 2250e12, 75e12, 8e12, 900e9, *_DGX, "DGX B200 data sheet: 1,440 GB for eight GPUs"),
+    Device("h200", 141e9, 989.4e12, 66.9e12, 4.8e12, 450e9, *_DGX, "H200 SXM data sheet; DGX H200, 8 x 400 Gb/s"),
+    Device("h100", _80, 989.4e12, 66.9e12, 3.35e12, 450e9, *_DGX, "H100 SXM5, NVIDIA H100 whitepaper; DGX H100"),
+    Device("h100-pcie", _80, 756e12, 51.2e12, 2e12, 64e9, 400 * _NIC, 8, "H100 PCIe, H100 whitepaper; PCIe 5.0 x16"),
+    Device("a100", _80, 312e12, 19.5e12, 2.039e12, 300e9, *_DGX_A100, "A100 80 GB SXM data sheet; DGX A100"),
+    Device("a100-40", 40 * GIB, 312e12, 19.5e12, 1.555e12, 300e9, *_DGX_A100, "A100 40 GB SXM data sheet; DGX A100"),
+    Device("l40s", 48e9, 362e12, 91.6e12, 864e9, 32e9, 200 * _NIC, 8, "L40S data sheet; PCIe 4.0 x16, no NVLink"),
+    Device("a10g", 24e9, 70e12, 35e12, 600e9, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge, A10G data sheet; PCIe 4.0 x16"),
+)
+DEVICES = {device.name: device for device in _SHEETS}
 """Accelerators by name. The network is that of the maker's own node; a cloud's may be slower: --network."""
 
 
 def find_device(name: str) -> Device:
-    """The device of that name, any case; `cpu` is one of two ranks on this machine.
-
-    Raises UserError: no such device.
-    """
+    """The device of that name, any case; `cpu` is one of two ranks on this machine. Raises UserError."""
     if name.lower() == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         # Not a data sheet: enough for one core's worth of matmul on the machine that docs/plan.md was measured on.

@@ -66,8 +66,7 @@ def bytes_gathered(shape: Shape, layout: Layout, *, experts: bool = False, secon
 
     experts: of those that ranks share, which a group of its own gathers; of all others if not. second_copy: gathered
     from hpZ's copy, which a parameter has from its first release to the update. Small ones are gathered once, after the
-    update, the others in each micro-batch: for the forward pass, and again for the backward pass where they were
-    released.
+    update, the others in each micro-batch, and again for the backward pass where they were released.
     """
     threshold, most, _ = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
     small = large = elements = 0.0

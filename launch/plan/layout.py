@@ -61,8 +61,6 @@ class Layout:
     """The zero_optimization section."""
     on_cpu: bool
     """Ranks run on a CPU: buffers take memory only as far as they are written, and the process itself counts."""
-    background_save: bool
-    """Checkpoints are written from a copy in host memory."""
 
     @property
     def tokens(self) -> int:
@@ -145,7 +143,6 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
     """The layout of a resolved run on `world` ranks."""
     config = resolved.config
     zero = resolved.deepspeed.get("zero_optimization", {})
-    kept_on_host = offload(resolved.deepspeed)
     return Layout(
         config=config,
         stage=zero_stage(resolved.deepspeed),
@@ -163,10 +160,8 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         masked=config.keeps_documents_apart,
         reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
         optimizer=config.optimizer.name,
-        offload=kept_on_host,
+        offload=offload(resolved.deepspeed),
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,
         on_cpu=on_cpu,
-        background_save=config.checkpoint.background == "always"
-        or (config.checkpoint.background == "auto" and kept_on_host == "none"),
     )

@@ -69,11 +69,8 @@ def _state_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
-    """(kept, recomputed, loss) bytes of one micro-batch.
-
-    kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
-    `loss_bytes`.
-    """
+    """(kept, recomputed, loss) bytes of one micro-batch. kept: until the backward pass. recomputed: of one block, made
+    again while its backward pass runs. loss: see `loss_bytes`."""
     assert shape.counted is not None
     kept, again = kept_bytes(shape, layout)
     return kept + shape.counted.outside * layout.tokens, again, loss_bytes(shape, layout)
@@ -87,7 +84,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     kept, recomputed, loss = activations(shape, layout)
     whole_now = gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
-    second = _second_copy(shape, layout)
+    # hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node: made when a
+    # parameter is no longer gathered, and given back once the update is done
+    second = layout.width * float(shape.parameters) / layout.secondary if layout.secondary > 1 else 0.0
     if "param" in layout.offload.split("+"):
         host, second = host | ({"second copy": second} if second else {}), 0.0
     beside = {"teacher": teacher_bytes(shape, layout), "sampler": sampler_bytes(shape, layout)}
@@ -111,6 +110,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
+    # Ranks on a CPU build the whole model, also where they then share its matrices; one in 4 or 8 bits is loaded whole
+    # where it computes, and partitioned then.
+    starts_whole = shape.codes is not None or (layout.on_cpu and (layout.stage < 3 or layout.tensor > 1))
     on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
     begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
     moments = {
@@ -136,14 +138,15 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
             "gathered parameters": whole_now.staying + left * (whole_now.backward - whole_now.staying),
         }
         | whole,
-        **({"the start": _start(whole_shape, layout, device, process)} if _starts_whole(shape, layout) else {}),
+        **({"the start": _start(whole_shape, layout, device, process)} if starts_whole else {}),
         "the optimizer step": states
         | {"gathered parameters": whole_now.step, "second copy": second, "step": step}
         | whole,
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
-    if layout.background_save:
+    background = layout.config.checkpoint.background
+    if background == "always" or (background == "auto" and layout.offload == "none"):  # from a copy in host memory
         saved = saved_bytes(shape, layout)
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
@@ -153,10 +156,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
 
 
 def saved_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
-
-    Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
-    """
+    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype. Frozen
+    weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them."""
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
     share = layout.zero_ranks if layout.stage else 1
@@ -173,22 +174,6 @@ def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
     return masters + _state_bytes(shape, layout) + layout.width * shape.own.trained_parameters
 
 
-def _starts_whole(shape: Shape, layout: Layout) -> bool:
-    """Whether the start counts: ranks on a CPU build the whole model, also where they then share its matrices.
-
-    One in 4 or 8 bits is loaded whole where it computes, and partitioned then.
-    """
-    return shape.codes is not None or (layout.on_cpu and (layout.stage < 3 or layout.tensor > 1))
-
-
-def _second_copy(shape: Shape, layout: Layout) -> float:
-    """[bytes] hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node.
-
-    A parameter's is made when it is no longer gathered, and all are given back once the update is done.
-    """
-    return layout.width * float(shape.parameters) / layout.secondary if layout.secondary > 1 else 0.0
-
-
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
     """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
     codes = shape.codes
@@ -203,10 +188,8 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
 
 
 def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
-    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
-
-    A group's gradients are one tensor; a bucket of one of these is reduced where it is, or cast.
-    """
+    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece. A group's
+    gradients are one tensor; a bucket of one of these is reduced where it is, or cast."""
     buckets: list[list[float]] = [[]]
     for group in shape.groups:
         if (group.shared > 1) == experts:

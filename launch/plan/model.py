@@ -6,16 +6,17 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from accelerate import init_empty_weights
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from config.errors import UserError, one_line
 from config.schema import AdapterSection, Config, ModelSection, OptimizerSection
-from config.task import CAUSAL_LM, model_class_of
-from launch.plan.build import model_of
+from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
+from data.text.tokenizer import ENCODER_TOKENS, SMALLEST_BPE, is_made, vocabulary_size
 from launch.plan.codes import Codes, coded_layers, codes_of
 from launch.plan.counted import Counted, count_activations
 from launch.plan.layout import Layout
@@ -25,6 +26,7 @@ from modeling.build import empty_model
 from modeling.expert_parallel import expert_count, require_shareable_experts, share_experts
 from modeling.parameter_groups import parameter_groups
 from modeling.tensor_parallel import cut
+from training.tasks.shape import empty_model_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,7 @@ class Group:
     shared: int = 1
     """[ranks] Number that share these experts, each a part of them."""
     sides: tuple[int, int] = (1, 1)
-    """[elements] (shorter, longer) of its largest matrix, of which fused experts have one each; (1, 1) where the
-    optimizer has no rule for matrices."""
+    """[elements] (shorter, longer) of its largest matrix, one of fused experts; (1, 1) without a rule for matrices."""
 
 
 @dataclass(frozen=True)
@@ -164,18 +165,40 @@ class Shape:
     def flops_per_token(self, sequence: int) -> float:
         """[FLOP] Forward and backward of one token, nothing recomputed.
 
-        6 for each trained parameter in a matmul, 4 for a frozen one, whose gradient nobody needs, and 12 x layers x
-        heads x head size x sequence for attention over the whole square, as in Chowdhery et al. 2022 (PaLM), appendix
-        B; a causal kernel does half of the latter.
+        6 for each trained parameter in a matmul, 4 for a frozen one, and 12 x layers x heads x head size x sequence for
+        attention over the whole square, as in Chowdhery et al. 2022 (PaLM), appendix B; a causal kernel does half.
         """
         return 4.0 * self.matmul_parameters + 2.0 * self.trained_matmul + 3.0 * self.attention_flops(sequence)
+
+
+def model_of(config: Config) -> Any:
+    """The model to train on the meta device, without its adapter. Raises UserError for a config that is refused."""
+    return empty_model_of(config, _vocabulary(config) if config.model.name_or_path is None else 0)
+
+
+def _vocabulary(config: Config) -> int:
+    """[tokens] Size of the vocabulary, of which a Hugging Face tokenizer is asked. Raises UserError."""
+    name = config.data.tokenizer
+    if "vocab_size" in config.model.config:
+        return int(config.model.config["vocab_size"])
+    if is_made(name):
+        own = SMALLEST_BPE if name == "bytes" else int(name.removeprefix("bpe:"))
+        # beside its own tokens an encoder's tokenizer has some, and an encoder-decoder's one to pad with
+        return own + (len(ENCODER_TOKENS) if config.task in ENCODER_TASKS else config.task == "seq2seq")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
+        return vocabulary_size(tokenizer)
+    except Exception as error:  # the hub, a gated repository or a file may raise anything
+        raise UserError(
+            f"data.tokenizer = {name}: cannot be loaded here to count its tokens; "
+            f"add model.config.vocab_size=N to the command line ({type(error).__name__})"
+        ) from error
 
 
 def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
 
-    Raises UserError: the architecture or a target module is unknown, its config is refused, the vocabulary cannot be
-    determined, or the model's code cannot run without values.
+    Raises UserError for one that is unknown, refused or cannot run without values.
     """
     model = model_of(config)
     shape = sizes_of(model, config.adapter, config.optimizer, model_class=model_class_of(config))
@@ -189,13 +212,10 @@ def read_shape(config: Config, layout: Layout) -> Shape:
         return replace(shape, slice=replace(own, counted=shape.counted))
     if config.distill.teacher is not None and not config.distill.top_k:
         shape = replace(shape, teacher=_teacher(config, vocabulary=shape.vocabulary))
-    return _of_both_sides(shape) if layout.targets else shape
-
-
-def _of_both_sides(shape: Shape) -> Shape:
-    """The sizes of an encoder-decoder, whose tokens of one side do not meet the weights of the other."""
+    if not layout.targets:
+        return shape
     assert shape.counted is not None
-    used = shape.counted.weight_flops / 2
+    used = shape.counted.weight_flops / 2  # tokens of one side of an encoder-decoder do not meet the other's weights
     trained = used * shape.trained_matmul / shape.matmul_parameters
     flops = shape.counted.attention_flops
     return replace(shape, matmul_parameters=round(used), trained_matmul=round(trained), counted_attention=flops)
@@ -229,10 +249,7 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """The part of each rank that shares the experts of a model, which is changed in place.
-
-    Raises UserError for a model whose experts cannot be shared.
-    """
+    """The part of each rank that shares the experts of a model, which is changed in place. Raises UserError."""
     require_shareable_experts(model.config, ranks)
     layers = share_experts(model, SimpleNamespace(rank=0, size=ranks), "experts")
     own = sizes_of(model, AdapterSection(), optimizer)
@@ -331,9 +348,7 @@ def _tables(model: Any) -> set[int]:
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
     """Sizes of the groups of `modeling.parameter_groups`; of experts that `ranks` ranks share, those of the whole ones.
-
-    Raises UserError for a group of the config without parameters.
-    """
+    Raises UserError for a group of the config without parameters."""
     for group in parameter_groups(model, section):
         shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
         sizes = [shape.numel() for shape in shapes]

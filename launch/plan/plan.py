@@ -3,26 +3,101 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
+from config.batch import divisors
 from config.command_line import read_command_line
+from config.deepspeed.combinations import OFFLOADS, STAGES, Combination, refusal
 from config.errors import UserError
 from config.hub import settle_hub
 from config.launcher import as_launched
 from config.resolved import Resolved
 from launch.plan.devices import GIB, Device, find_device
-from launch.plan.layout import layout_of
+from launch.plan.layout import Layout, layout_of
+from launch.plan.memory import Memory, peak_memory
 from launch.plan.model import Shape, read_shape
-from launch.plan.search import Option, Planner
-from launch.plan.speed import matmul_peak, mfu_of, speed
+from launch.plan.speed import Speed, matmul_peak, mfu_of, speed
 from launch.plan.timed import Lever, Timed, levers, time_of
 
 PROCESS_BYTES = 476 * 2**20
 """Python, torch, DeepSpeed and gloo in one rank on a CPU, as docs/plan.md measured it."""
+
+
+WORLDS = tuple(2**power for power in range(11))
+"""[devices] 1 to 1,024."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run it."""
+
+    layout: Layout
+    memory: Memory
+    speed: Speed
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Evaluates layouts of one model on one device."""
+
+    shape: Shape
+    usable: float
+    """[bytes] Memory of a device, without --reserve."""
+    process: float
+    """[bytes] Memory of the process itself, for ranks on a CPU."""
+    speed: Callable[[Layout], Speed]
+
+    def option(self, layout: Layout) -> Option:
+        """The layout with its memory and speed."""
+        memory = peak_memory(self.shape, layout, process=self.process)
+        return Option(layout, memory, self.speed(layout), memory.total <= self.usable)
+
+    def largest_micro(self, layout: Layout) -> Option | None:
+        """The layout with the largest micro-batch that fits, at the same global batch; None when not even 1 does."""
+        each = layout.micro * layout.accumulation
+        for micro in reversed(divisors(each)):
+            option = self.option(replace(layout, micro=micro, accumulation=each // micro))
+            if option.fits:
+                return option
+        return None
+
+    def stages(self, layout: Layout) -> dict[int, Option | None]:
+        """ZeRO stage to its option with the largest micro-batch that fits, or None; refused stages are left out."""
+        found = {}
+        for stage in STAGES:
+            path, compute = ("manifest", "mixed") if layout.manifest else ("cast", layout.compute)
+            refused = refusal(Combination(path, compute, stage, layout.offload))
+            if layout.offload in OFFLOADS[stage] and refused is None:
+                found[stage] = self.largest_micro(replace(layout, stage=stage))
+        return found
+
+    def scaling(self, layout: Layout) -> list[Option]:
+        """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
+
+        The global batch stays the same as long as every device gets a sequence of it; beyond that it is one per device.
+        Where devices share sequences or matrices, read their groups for devices.
+        """
+        sequences = layout.global_size
+        options = []
+        for world in WORLDS:
+            together = layout.sharing * layout.tensor
+            if world % together or world % layout.expert:
+                continue
+            each = max(1, sequences * together // world)
+            micro = max(size for size in divisors(each) if size <= max(layout.micro, 1))
+            options.append(self.option(replace(layout, world=world, micro=micro, accumulation=each // micro)))
+        return options
+
+
+def communication_bound_from(options: list[Option]) -> int | None:
+    """[devices] The smallest number at which communication takes longer than computing, or None."""
+    slow = (item.layout.world for item in options if item.speed.communication_seconds > item.speed.compute_seconds)
+    return next(slow, None)
 
 
 @dataclass(frozen=True)
@@ -94,10 +169,7 @@ class Plan:
 
 
 def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    """The plan of a command line. arguments: those of train.py.
-
-    Raises UserError: a device, a number or a model that cannot be planned. SystemExit 2: the config is wrong.
-    """
+    """The plan of a command line. arguments: those of train.py. Raises UserError; SystemExit 2 for a wrong config."""
     device = _device(options)
     on_one = min(options.gpus, options.gpus if device.is_cpu else device.per_node)
     resolved = read_command_line(arguments, as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)})

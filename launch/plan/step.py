@@ -25,8 +25,7 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Peak need of one rank beside model states.
 
     DeepSpeed updates one flat tensor after the other: at stages 1 and 2 a rank's part of each parameter group, at stage
-    3 of each sub-group, and without ZeRO each parameter. Where it flattens FP32 gradients into a second copy, the first
-    one stays until the update is done.
+    3 of each sub-group, and without ZeRO each parameter. FP32 gradients that are flattened stay until then.
     """
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
     if layout.config.precision.masters == "split":
@@ -70,10 +69,8 @@ def _sub_group(layout: Layout) -> float:
 
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration.
-
-    Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
-    """
+    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration. Two of the matrix
+    and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts."""
     short, long = group.sides
     matrix = short * long
     iteration = 10.0 * matrix if layout.config.optimizer.orthogonalization == "bf16" else 8.0 * matrix + 8.0 * short**2

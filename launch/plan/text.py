@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from config.optimizers import OPTIMIZERS
 from launch.plan.devices import GIB
 from launch.plan.layout import Layout
 from launch.plan.memory import checkpoint_bytes
 from launch.plan.model import Shape
-from launch.plan.search import Option, communication_bound_from
+from launch.plan.plan import Option, Plan, communication_bound_from
 from launch.plan.speed import traffic
 from tracking import terminal
 from tracking.pages.markdown import Table
-
-if TYPE_CHECKING:
-    from launch.plan.plan import Plan
 
 _ITEM_NOTES = {
     "parameters": "the weights that the model computes with",
@@ -41,14 +38,6 @@ _ITEM_NOTES = {
 
 _ROOM_FOR_BOXES = 100
 """Columns of a terminal below which tables go without boxes, so that what is in the last column is seen."""
-_STATES = {
-    "adamw": "AdamW's two averages in FP32",
-    "sgd": "SGD's velocity in FP32",
-    "muon": "Muon's average of hidden matrices, AdamW's two of the rest, in FP32",
-    "lion": "Lion's average in FP32",
-    "lamb": "LAMB's two averages in FP32",
-    "stable_adamw": "StableAdamW's two averages in FP32",
-}
 
 
 def print_plan(plan: Plan) -> None:
@@ -80,7 +69,9 @@ def print_plan(plan: Plan) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
-    means = _ITEM_NOTES | {"moments": _STATES[plan.configured.layout.optimizer]}
+    spec = OPTIMIZERS[plan.configured.layout.optimizer]
+    own = f"{', '.join(spec.matrix_states)} of hidden matrices, of the rest " if spec.matrix_states else ""
+    means = _ITEM_NOTES | {"moments": f"{own}{', '.join(spec.states)}, in FP32"}
     title = f"Memory of one rank at its peak, {memory.moment}"
     table = Table(("item", "GiB", "share", "what it is"), title=title)
     for name, size in sorted(memory.device.items(), key=lambda item: -item[1]):

@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _write_architecture(resolved: Resolved, folder: Path) -> None:
     """The model's config.json, which is all that a server needs of a model whose weights it is sent."""
-    from launch.plan.build import model_of
+    from launch.plan.model import model_of
 
     model_of(resolved.config).config.save_pretrained(folder)
 

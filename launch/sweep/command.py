@@ -37,16 +37,17 @@ _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 def main(arguments: Sequence[str]) -> int:
     """Run, submit, list or rank a sweep; returns the exit code."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    options = _parser().parse_args(arguments[:split])
+    options = _parse(arguments[:split])
     if options.trial is not None:
-        return _trial(options.path, options.trial)
+        plan = read_plan(options.path)
+        entry = next((entry for entry in plan.trials if entry.index == options.trial), None)
+        if entry is None:
+            last = len(plan.trials) - 1
+            raise UserError(f"command line: --trial {options.trial}: {options.path} has the trials 0 to {last}")
+        return run_trial(plan, entry)
     if options.report:
         report(read_plan(options.path))
         return 0
-    return _sweep(options, list(arguments[split + 1 :]))
-
-
-def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
     sweep = read_sweep(options.path)
     if options.list:
         for trial in sweep.trials:
@@ -65,7 +66,7 @@ def _sweep(options: argparse.Namespace, sbatch_options: Sequence[str]) -> int:
         for note in notes:
             log(note)
         if options.slurm:
-            return _submit(plan, sbatch_options)
+            return _submit(plan, arguments[split + 1 :])
         ended = sum(plan.outcome(entry).status in ENDED for entry in plan.current)
         if ended:
             log(f"{ended} of {len(plan.current)} trials have ended before and are not repeated")
@@ -83,8 +84,6 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
         log("all trials have ended")
         report(plan)
         return 0
-    if not _SBATCH.is_file():
-        raise UserError(f"{_SBATCH} is missing; it is what each task of the array runs")
     array = f"--array={','.join(map(str, indices))}%{plan.slots}"
     command = ["sbatch", array, *options, str(_SBATCH), str(plan.folder)]
     log(shlex.join(command))
@@ -98,22 +97,16 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
     return code
 
 
-def _trial(folder: Path, index: int) -> int:
-    plan = read_plan(folder)
-    entry = next((entry for entry in plan.trials if entry.index == index), None)
-    if entry is None:
-        raise UserError(f"command line: --trial {index}: {folder} has the trials 0 to {len(plan.trials) - 1}")
-    return run_trial(plan, entry)
-
-
 def report(plan: Plan) -> None:
     """Rank, print, and leave sweep.md, results.json and, for two runs or more, compare.html."""
+    from tracking.jsonl import plain  # brings orjson, which is not needed to start
+
     results = results_of(plan)
     text = as_markdown(results)
     sys.stdout.write(text)
     (plan.folder / "sweep.md").write_text(text, encoding="utf-8")
-    write_json_atomically(plan.folder / "results.json", results.as_dict())
-    runs = [str(plan.run_folder(row.entry)) for row in results.rows if row.history.losses]
+    write_json_atomically(plan.folder / "results.json", plain(results))
+    runs = [str(plan.folder / trial["name"]) for trial in results["trials"] if trial["steps"]]
     if len(runs) < 2:
         return
     command = [sys.executable, "-m", "tracking.compare", *runs, "--html", str(plan.folder / "compare.html")]
@@ -125,7 +118,7 @@ def report(plan: Plan) -> None:
         print(f"{plan.folder / 'sweep.md'}\n{plan.folder / 'compare.html'}", flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = Arguments("python -m launch.sweep", __doc__)
     parser.add_argument("path", type=Path, metavar="FILE", help="the sweep file; or a sweep's folder")
     what = parser.add_mutually_exclusive_group()
@@ -133,4 +126,4 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--slurm", action="store_true", help="submit an array job; what follows -- goes to sbatch")
     what.add_argument("--report", action="store_true", help="rank the trials of a sweep's folder")
     what.add_argument("--trial", type=int, metavar="INDEX", help="run one trial of a sweep's folder, as array tasks do")
-    return parser
+    return parser.parse_args(arguments)

@@ -102,11 +102,7 @@ class _File:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in a YAML or JSON file.
-
-    Raises UserError: the file, a key of it, or the run config of one of its trials is wrong; or two trials are the
-    same run.
-    """
+    """The sweep in a YAML or JSON file, with each trial's config checked. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such sweep file; give the path of a YAML or JSON file, see docs/sweep.md")
     file = build_section(_File, read_file(path), path)

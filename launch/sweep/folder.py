@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from config.deepspeed.document import leaves
 from config.errors import UserError
 from config.files import write_atomically
 from config.load import show
@@ -26,8 +27,7 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Statuses of trials that are not started again. stopped: resumes from its checkpoint; refused: by train.py, exit code
-2; crashed: also 74."""
+"""Statuses of trials that are not started again. refused: by train.py, exit code 2; crashed: also 74."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,7 @@ class Plan(Settings):
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
     """Write the plan of a sweep, merged with the one in its folder; also returns notes for the user about changes.
-
-    Raises UserError: a trial that has begun has another config now, or the folder cannot be made.
-    """
+    Raises UserError: a trial that has begun has another config now, or the folder cannot be made."""
     folder, notes = sweep.folder, []
     old = read_plan(folder) if (folder / "sweep.json").is_file() else None
     known = {_identity(entry.overrides): entry for entry in old.trials} if old else {}
@@ -100,21 +98,16 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
     free = max((entry.index for entry in known.values()), default=-1) + 1
     for trial in sweep.trials:
         before = known.pop(_identity(trial.overrides), None)
-        if before is None:
-            index, free = free, free + 1
-        else:
-            index = before.index
-            assert old is not None
-            if before.resolved != trial.resolved and old.outcome(before).starts:
-                change = _first_change(before.resolved, trial.resolved)
-                raise UserError(
-                    f"{sweep.path}: trial {index} ({trial.label}) has begun with {change}; trials that differ in more "
-                    f"than the sweep says cannot be ranked: put it back, or give the sweep another name"
-                )
+        index, free = (free, free + 1) if before is None else (before.index, free)
+        if old is not None and before is None:
+            notes.append(f"trial {index} ({trial.label}) is new")
+        elif old is not None and before and before.resolved != trial.resolved and old.outcome(before).starts:
+            change = _first_change(before.resolved, trial.resolved)
+            raise UserError(
+                f"{sweep.path}: trial {index} ({trial.label}) has begun with {change}; trials that differ in more "
+                f"than the sweep says cannot be ranked: put it back, or give the sweep another name"
+            )
         entries.append(Entry(**vars(trial), index=index, name=f"{sweep.name}-{index:03d}"))
-    if old is not None:
-        new = [entry for entry in entries if entry.index not in {one.index for one in old.trials}]
-        notes += [f"trial {entry.index} ({entry.label}) is new" for entry in new]
     for entry in known.values():
         if not entry.removed:
             notes.append(f"trial {entry.index} ({entry.label}) is no longer in the file: left as it is, not ranked")
@@ -153,12 +146,8 @@ def _identity(overrides: Mapping[str, Any]) -> str:
     return json.dumps(overrides, sort_keys=True)
 
 
-def _first_change(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> str:
+def _first_change(before: dict[str, Any], now: dict[str, Any]) -> str:
     """`key = old, now new` for the first key that differs."""
-    for key in {**before, **now}:
-        old, new = before.get(key), now.get(key)
-        if old != new:
-            if isinstance(old, dict) and isinstance(new, dict):
-                return _first_change(old, new, f"{prefix}{key}.")
-            return f"{prefix}{key} = {show(old)}, now {show(new)}"
-    return "another config"
+    old, new = dict(leaves(before)), dict(leaves(now))
+    key = next((key for key in {**old, **new} if old.get(key) != new.get(key)), "a section")
+    return f"{key} = {show(old.get(key))}, now {show(new.get(key))}"

@@ -24,10 +24,7 @@ MAX_FAILURES_WITHOUT_STEP = 3
 
 
 def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
-    """Environment variables of each slot: its threads and GPUs.
-
-    Raises UserError: there are GPUs, but fewer than the slots take.
-    """
+    """Environment variables of each slot: its threads and GPUs. Raises UserError where there are too few GPUs."""
     slots, each = min(plan.slots, len(plan.current)), plan.processes
     if devices and slots * each > len(devices):
         problem = f"{slots} slots of {each} processes take {slots * each} GPUs and there are {len(devices)}"

@@ -20,7 +20,6 @@ from typing import TextIO
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED
 from config.errors import UserError
 from config.machine.processes import describe_exit, free_port
-from config.redact import redact_arguments
 from launch import job
 from launch.hosts import without_options
 from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
@@ -42,10 +41,8 @@ _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Run one trial to its end, unless it is stopped.
-
-    The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
-    """
+    """Run one trial to its end, unless it is stopped. The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75
+    stopped on request and saved, 1 anything else."""
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
@@ -111,7 +108,7 @@ class _Running:
     def _run_job(self, began: float, output: TextIO) -> int:
         entry, starts = self._entry, self._before.starts + 1
         command = command_of(self._plan, entry, on_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
-        print(f"$ {' '.join(redact_arguments(command))}", file=output, flush=True)
+        output.write(job.first_line(command))
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
         again = f", start {starts}" if starts > 1 else ""
         log(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log_path(entry)}")

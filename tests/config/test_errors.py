@@ -1,32 +1,26 @@
 """A mistake is told once, and by somebody."""
 
-from pathlib import Path
+import time
 
-from config.cli import REPOSITORY
-from tests.support.jobs.launches import start
+import pytest
 
-
-def torchrun(program: Path, *arguments: str) -> tuple[int, str]:
-    launch = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    job = start([*launch, str(program), *arguments])
-    output, _ = job.communicate(timeout=120)
-    return job.returncode, output
+from config import errors
 
 
-def test_ranks_tell_of_a_mistake_once_whoever_meets_it(tmp_path: Path) -> None:
-    program = tmp_path / "rank.py"
-    program.write_text(
-        "import os, sys, time\n"
-        f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from config import errors\n"
-        "errors.WAIT_SECONDS = 0.5\n"
-        "rank = int(os.environ['RANK'])\n"
-        "if str(rank) not in sys.argv[1]:\n"
-        "    time.sleep(60)\n"
-        "errors.report_error(errors.UserError('no such folder'), rank)\n"
-        "sys.exit(2)\n"
-    )
-    code, text = torchrun(program, "012")
-    assert code and text.count("no such folder") == 1 and "error: no such folder\n" in text
-    code, text = torchrun(program, "1")
-    assert code and text.count("error: no such folder (rank 1)\n") == 1
+@pytest.mark.parametrize(
+    ("rank", "reported", "said", "waits"),
+    [
+        (0, None, "error: no such folder\n", False),
+        (1, None, "error: no such folder (rank 1)\n", True),  # rank 0's line ends the others before that
+        (1, False, "error: no such folder (rank 1)\n", False),
+        (1, True, "", False),
+    ],
+)
+def test_a_rank_tells_of_a_mistake_that_no_other_has_told(capsys, monkeypatch, rank, reported, said, waits) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    error = errors.UserError("no such folder")
+    error.reported = reported
+    errors.report_error(error, rank)
+    assert capsys.readouterr().err == said
+    assert waited == [errors.WAIT_SECONDS] * waits

@@ -36,11 +36,9 @@ def test_a_model_that_is_nowhere_else_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         settle(tmp_path, "model: {name_or_path: org/model}\n")
     said = str(caught.value)
-    assert said.startswith(
-        "model.name_or_path = org/model: is neither a folder nor in the cache, and the hub, http://127.0."
-    )
+    assert said.startswith("model.name_or_path = org/model: is neither a folder nor in the cache, and the hub, http")
     assert "Connection refused" in said and said.endswith(
-        "; connect, set HF_ENDPOINT or https_proxy, or give a model folder"
+        "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
     )
 
 

@@ -141,20 +141,15 @@ def test_a_launcher_of_this_machine_is_called_again_as_it_was(above: list[Launch
     assert launch_command(RankEnv(0, 2, 0), given, ["--config", "c"], above=above) == expected
 
 
-def test_whoever_starts_train_py_by_other_means_says_how() -> None:
-    given = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
-    command = launch_command(RankEnv(0, 2, 0), given, ["--config", "a b.yaml"])
+def test_a_command_to_paste_says_how_and_where_train_py_is_started(monkeypatch, tmp_path: Path) -> None:
+    slurm = environment(LOCAL_SIZE=2, MANTISSA_START="sbatch --nodes=2 launch/slurm/train.sbatch")
+    command = launch_command(RankEnv(0, 2, 0), slurm, ["--config", "a b.yaml"])
     assert command == "sbatch --nodes=2 launch/slurm/train.sbatch --config 'a b.yaml'"
-
-
-def test_the_command_that_resumes_names_train_py_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch_command(RankEnv(0, 2, 0), {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/my work/.venv/bin/python")
+        command = launch_command(RankEnv(0, 2, 0), {}, ["a=1"])
+    assert command == "'/my work/.venv/bin/python' -m deepspeed.launcher.runner --num_gpus 2 train.py a=1"
     monkeypatch.chdir(tmp_path)
     expected = ["deepspeed", "--num_gpus", "2", f"{REPOSITORY}/train.py", "a=1"]
     assert shlex.split(launch_command(RankEnv(0, 2, 0), {}, ["a=1"])) == expected
-
-
-def test_the_command_that_resumes_can_be_pasted_where_the_path_has_a_space(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launch_command(RankEnv(0, 2, 0), {}, ["a=1"]) == "deepspeed --num_gpus 2 train.py a=1"
-    monkeypatch.setattr(sys, "executable", "/my work/.venv/bin/python")
-    command = launch_command(RankEnv(0, 2, 0), {}, ["a=1"])
-    assert command == "'/my work/.venv/bin/python' -m deepspeed.launcher.runner --num_gpus 2 train.py a=1"

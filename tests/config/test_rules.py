@@ -97,7 +97,6 @@ REFUSED = [
     (["adapter={kind: lora, base: fp4}"], "adapter.base = 'fp4' is not one of compute, nf4, int8"),
     ([*OF_A_MODEL, "adapter={kind: lora, base: int8, double_quant: true}"], "adapter.double_quant = true … base = nf4"),
     ([*OF_A_MODEL, "task=classify", "adapter={kind: lora, base: nf4}"], "adapter.base = nf4 … causal language models"),
-    ([*OF_A_MODEL, "adapter={kind: lora, base: nf4}", "model.compile=true"], "adapter.base = nf4 … model.compile"),
     (["sft.neftune_alpha=5"], "sft.neftune_alpha = 5.0 is only read by task = sft; remove it, or set task=sft"),
     (["sft.loss=row"], "sft.loss = row is only read by task = sft; remove it, or set task=sft"),
     (["distill.teacher=gpt2"], "distill.teacher = gpt2 is only read by task = distill"),
@@ -142,40 +141,17 @@ REFUSED = [
     (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
     (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
+    (
+        ["guard.warnings=[adam_rms, self_chek]"],
+        "guard.warnings[1] = 'self_chek' is not one of attention_logit, … check;",
+    ),
     (["guard.reactions=[abort, skip]"], "guard.reactions never reaches skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
-    (["parallel.sequence=2", "task=mlm"], "parallel.sequence = 2 is not verified with task = mlm; set task to"),
-    (["parallel.sequence=2", "task=sft", "sft.loss=row"], "parallel.sequence = 2 … sft.loss = row; set sft.loss to"),
-    (["parallel.sequence=2", "task=sft", "sft.neftune_alpha=5"], "parallel.sequence = 2 … with sft.neftune_alpha"),
-    (["parallel.sequence=2", "model.attention=eager"], "parallel.sequence = 2 … model.attention = eager; set"),
-    (["parallel.sequence=2", "model.compile=true"], "parallel.sequence = 2 is not verified with model.compile = true"),
-    (
-        ["parallel.sequence=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
-        "parallel.sequence = 2 cuts sequences, which are counted whole by model.activation_checkpointing = budget; set",
-    ),
     (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 exceeds the tokens of data.seq"),
     (
         ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
         "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
     ),
-    (["parallel={sequence: 2, tensor: 2}"], "parallel.tensor = 2 is not verified with parallel.sequence = 2; set"),
-    (["parallel.tensor=2", "task=sft"], "parallel.tensor = 2 is not verified with task = sft; set task to pretrain"),
-    (["parallel.tensor=2", "optimizer.name=muon"], "parallel.tensor = 2 … optimizer.name = muon; set optimizer.name"),
-    (["parallel.tensor=2", "model.attention=flash_attention_2"], "parallel.tensor = 2 … with model.attention"),
-    (["parallel.tensor=2", "model.compile=true"], "parallel.tensor = 2 is not verified with model.compile = true"),
-    (
-        ["parallel.tensor=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
-        "parallel.tensor = 2 … model.activation_checkpointing = budget; set model.activation_checkpointing to none",
-    ),
-    (["parallel.tensor=2", "guard.replica_checks=9"], "parallel.tensor = 2 … guard.replica_checks = 9; set"),
-    (["parallel={expert: 2, tensor: 2}"], "parallel.expert = 2 is not verified with parallel.tensor = 2; set"),
-    (["parallel={expert: 2, sequence: 2}"], "parallel.expert = 2 is not verified with parallel.sequence = 2; set"),
-    (["parallel.expert=2", "task=mlm"], "parallel.expert = 2 is not verified with task = mlm; set task to pretrain"),
-    (
-        ["parallel.expert=2", "model={activation_checkpointing: budget, activation_memory_gib: 1}"],
-        "parallel.expert = 2 … checkpointing = budget; … full",
-    ),
-    (["parallel.expert=2", "guard.replica_checks=9"], "parallel.expert = 2 … guard.replica_checks = 9; set"),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 never takes effect in run.steps"),
     (["precision={masters: split, compute: fp32}"], "precision.masters = split holds an FP32 master … in FP32 there"),
     (["precision={masters: split, compute: fp16}"], "precision.masters = split holds an FP32 master as its 16-bit wei"),
@@ -198,6 +174,34 @@ def test_refused(folder: Path, overrides: list[str], expected: str) -> None:
     assert re.match(".*".join(map(re.escape, re.split(" ?… ?", expected))), text), text
     assert where in ("command line", str(folder / "demo.yaml"))
     assert "\n" not in text
+
+
+BUDGET = "model={activation_checkpointing: budget, activation_memory_gib: 1}"
+SLICED = "adapter.kind=lora precision.masters=split model.compile=true model.kernels=liger BUDGET"
+BESIDE = {
+    "adapter.base=nf4": "adapter.kind=dora model.compile=true precision.path=manifest deepspeed.offload=cpu",
+    "model.compile=true": "model.checkpointing_reentrant=true model.attention=flex_attention BUDGET profile.steps=1",
+    "parallel.sequence=2": "task=mlm sft.neftune_alpha=5 sft.loss=row model.attention=eager model.compile=true BUDGET "
+    "guard.reexecute=suspicious",
+    "parallel.tensor=2": f"parallel.sequence=2 task=sft model.attention=flash_attention_2 {SLICED} optimizer.name=muon "
+    "guard.replica_checks=9 guard.update_checks=9 guard.gradient_checks=9 guard.reexecute=suspicious "
+    "guard.min_update_ratio=0.1 guard.max_update_ratio=0.1 telemetry.probe=true",
+    "parallel.expert=2": f"parallel.sequence=2 parallel.tensor=2 task=mlm model.checkpointing_reentrant=true {SLICED} "
+    "guard.replica_checks=9 guard.reexecute=suspicious telemetry.probe=true",
+}
+"""A setting, and others that are refused beside it."""
+
+
+@pytest.mark.parametrize("setting", BESIDE)
+def test_what_is_not_verified_together_is_refused(folder: Path, setting: str) -> None:
+    for other in BESIDE[setting].split():
+        task = ["task=sft"] if other.startswith("sft.") else []
+        task += [*OF_A_MODEL, "adapter.kind=lora"] if "adapter." in setting + other else []
+        with pytest.raises(UserError) as caught:
+            load_config(folder / "demo.yaml", [*task, setting, BUDGET if other == "BUDGET" else other], None)
+        one, two = (item.partition("=")[0] for item in (setting, other.replace("BUDGET", "model.activation_check")))
+        said, text = str(caught.value), rf"{one} = \S+ .*{two}.* = \S+; set {two}\w* to .*, or remove {one}$"
+        assert re.search(text, said), said
 
 
 ALLOWED = [

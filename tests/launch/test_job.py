@@ -7,18 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import launch.job as launch_job
-from launch.job import (
-    LAUNCHER_VARIABLES,
-    by_interpreter,
-    default_processes,
-    error_line_of,
-    job_environment,
-    kill,
-    launch,
-    start,
-    visible_gpus,
-)
+from launch import job as jobs
 from tests.support.jobs.launches import wait_until
 
 OWN = str(Path(sys.executable).parent)
@@ -34,7 +23,7 @@ OWN = str(Path(sys.executable).parent)
 )
 def test_a_launcher_of_this_environment_is_started_by_its_interpreter(given: str, started: str) -> None:
     for path in (OWN, f"{OWN}:/usr/bin", "/nowhere"):
-        assert by_interpreter(given.split(), path) == [sys.executable, *started.split()]
+        assert jobs.by_interpreter(given.split(), path) == [sys.executable, *started.split()]
 
 
 def test_other_programs_and_those_of_other_environments_stay(tmp_path: Path) -> None:
@@ -42,7 +31,7 @@ def test_other_programs_and_those_of_other_environments_stay(tmp_path: Path) -> 
     other.write_text("#!/bin/sh\n")
     other.chmod(0o755)
     for command in (["deepspeed", "train.py"], ["python", "train.py"], ["accelerate", "env"], [str(other)], []):
-        assert by_interpreter(command, f"{tmp_path}:{OWN}") == command
+        assert jobs.by_interpreter(command, f"{tmp_path}:{OWN}") == command
 
 
 @pytest.mark.parametrize(
@@ -53,20 +42,20 @@ def test_each_visible_gpu_gets_a_process(
     monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], processes: int
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert (visible_gpus(), default_processes()) == (gpus, processes)
+    assert (jobs.visible_gpus(), jobs.default_processes()) == (gpus, processes)
 
 
 def test_a_job_does_not_inherit_what_a_launcher_told_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in LAUNCHER_VARIABLES:
+    for name in jobs.LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("KEPT", "kept")
-    environment = job_environment(MASTER_PORT="8")
-    assert set(LAUNCHER_VARIABLES) & environment.keys() == {"MASTER_PORT"}
+    environment = jobs.job_environment(MASTER_PORT="8")
+    assert set(jobs.LAUNCHER_VARIABLES) & environment.keys() == {"MASTER_PORT"}
     assert (environment["MASTER_PORT"], environment["KEPT"]) == ("8", "kept")
     program = ["-c", "import os, launch; print(sorted(os.environ.keys() & set('RANK KEPT'.split())))"]
-    assert launch(program, processes=1, log=tmp_path / "log") == 0
+    assert jobs.launch(program, processes=1, log=tmp_path / "log") == 0
     assert (tmp_path / "log").read_text().splitlines()[1:] == ["['KEPT']"]
 
 
@@ -75,10 +64,10 @@ def test_the_log_of_a_killed_job_says_the_signal(tmp_path: Path, processes: int)
     program = tmp_path / "program.py"
     killed = "if os.environ.get('RANK', '1') == '1': os.kill(os.getpid(), signal.SIGKILL)"
     program.write_text(f"import os, signal\n{killed}\n")
-    assert launch([str(program)], processes=processes, log=tmp_path / "log") != 0
+    assert jobs.launch([str(program)], processes=processes, log=tmp_path / "log") != 0
     who = "it" if processes == 1 else "rank 1"
     line = f"error: {who} was killed by SIGKILL, as the kernel does when memory runs out (see dmesg)"
-    assert error_line_of(tmp_path / "log") == line
+    assert jobs.error_line_of(tmp_path / "log") == line
 
 
 def test_sigterm_ends_the_job_of_the_one_who_waits_for_it(tmp_path: Path) -> None:
@@ -86,7 +75,7 @@ def test_sigterm_ends_the_job_of_the_one_who_waits_for_it(tmp_path: Path) -> Non
     job = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     waits = "import sys; from pathlib import Path; from launch.job import launch\n"
     waits += "launch(['-c', sys.argv[1]], processes=1, log=Path(sys.argv[2]))"
-    waiting = subprocess.Popen([sys.executable, "-c", waits, job, str(log)], env=job_environment())
+    waiting = subprocess.Popen([sys.executable, "-c", waits, job, str(log)], env=jobs.job_environment())
     wait_until(lambda: log.exists() and log.read_text().splitlines()[1:])
     waiting.terminate()
     assert waiting.wait(30) == 128 + signal.SIGTERM
@@ -94,20 +83,22 @@ def test_sigterm_ends_the_job_of_the_one_who_waits_for_it(tmp_path: Path) -> Non
 
 
 def test_progress_is_asked_for_while_a_job_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_job, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(jobs, "REPORT_SECONDS", 0.05)
     asked: list[bool] = []
-    launch(["-c", "import time; time.sleep(0.5)"], processes=1, log=tmp_path / "log", report=lambda: asked.append(True))
+    jobs.launch(
+        ["-c", "import time; time.sleep(0.5)"], processes=1, log=tmp_path / "log", report=lambda: asked.append(True)
+    )
     assert 2 <= len(asked) <= 10
     with pytest.raises(subprocess.TimeoutExpired):
-        launch(["-c", "import time; time.sleep(100)"], processes=1, log=tmp_path / "log", seconds=0.2)
+        jobs.launch(["-c", "import time; time.sleep(100)"], processes=1, log=tmp_path / "log", seconds=0.2)
 
 
 def test_a_killed_job_leaves_nothing_behind_in_whatever_session(tmp_path: Path) -> None:
     child = "import os, time; print(os.getpid(), flush=True); time.sleep(100)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], start_new_session=True)"
-    job = start(["-c", parent], processes=1, log=tmp_path / "log")
+    job = jobs.start(["-c", parent], processes=1, log=tmp_path / "log")
     wait_until(lambda: (tmp_path / "log").read_text().splitlines()[1:])
     left = int((tmp_path / "log").read_text().splitlines()[1])
-    kill(job)
+    jobs.kill(job)
     assert job.returncode == -signal.SIGKILL
     wait_until(lambda: not Path(f"/proc/{left}").exists() or "zombie" in Path(f"/proc/{left}/status").read_text())

@@ -8,7 +8,6 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line, render_config
-from config.errors import UserError
 from config.load import to_yaml
 from config.resolved import Resolved
 
@@ -93,30 +92,31 @@ def test_what_was_chosen_is_shown_and_saved_and_starts_the_same_run(tmp_path, ar
 
 OWN = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}}
 OPEN = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+MINE, ZERO_2 = "deepspeed: {config: mine.json}\n", "deepspeed: {config: ds_configs/zero2_bf16.json"
+REFUSED = [
+    (MINE, OWN, ["precision.compute=fp16"], "mine.json: enables bf16, but precision.compute = fp16 in the run config"),
+    (MINE, OWN, ["deepspeed.stage=2"], "mine.json: zero_optimization.stage = 1, but deepspeed.stage = 2 in the run"),
+    (MINE, OWN, ["deepspeed.offload=cpu"], "mine.json: offloads none, but deepspeed.offload = cpu in the run config"),
+    (MINE, OWN, [MANIFEST], "mine.json: enables bf16, but precision.path = manifest keeps parameters in FP32; remove"),
+    (MINE, OPEN, [], 'mine.json: bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
+    # two keys of one place
+    ("precision: {compute: fp16}\n" + ZERO_2 + "}\n", OWN, [], "enables bf16, but precision.compute = fp16 in the run"),
+    (ZERO_2 + ", stage: 3}\n", OWN, [], "zero2_bf16.json: zero_optimization.stage = 2, but deepspeed.stage = 3 in the"),
+    ("", OWN, ["deepspeed={config: ds_configs/zero3_bf16.json, offload: cpu}"], "offloads none, but deepspeed.offload"),
+    (
+        "precision: {compute: bf16}\n",
+        OWN,
+        ["deepspeed.config=ds_configs/zero2_fp16.json"],
+        "zero2_fp16.json: enables fp16, but precision.compute = bf16 in the run config; remove deepspeed.config",
+    ),
+    ("precision: {compute: bf16, manifest: m.json}\n", OWN, [], "precision.compute = bf16 cannot be combined with"),
+]
 
 
-@pytest.mark.parametrize(
-    ("document", "arguments", "words"),
-    [
-        (OWN, ["precision.compute=fp16"], "mine.json: enables bf16, but precision.compute = fp16 in the run config"),
-        (OWN, ["deepspeed.stage=2"], "mine.json: zero_optimization.stage = 1, but deepspeed.stage = 2 in the run"),
-        (OWN, ["deepspeed.offload=cpu"], "mine.json: offloads none, but deepspeed.offload = cpu in the run config"),
-        (OWN, [MANIFEST], "mine.json: enables bf16, but precision.path = manifest keeps parameters in FP32; remove"),
-        (OWN, ["deepspeed.stage=1", "deepspeed.offload=none", "precision.compute=bf16"], None),
-        (OPEN, ["precision.compute=fp16"], None),
-        (OPEN, [], 'mine.json: bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
-        (OPEN, ["deepspeed.config=null", "precision.compute=fp16"], None),
-    ],
-)
-def test_a_json_of_the_users_own_is_never_replaced_in_silence(write, capsys, document, arguments, words):
-    path = write("deepspeed: {config: mine.json}\n")
+@pytest.mark.parametrize(("text", "document", "arguments", "words"), REFUSED)
+def test_what_disagrees_is_refused_naming_both(write, capsys, text, document, arguments, words):
+    path = write(text)
     (path.parent / "mine.json").write_text(json.dumps(document))
-    if words is None:
-        resolved = resolve(path, *arguments)
-        mine = "deepspeed.config=null" not in arguments
-        expected = path.parent / "mine.json" if mine else REPOSITORY / "ds_configs/zero2_fp16.json"
-        assert resolved.deepspeed_path.resolve() == expected
-        return
     with pytest.raises(SystemExit):
         resolve(path, *arguments)
     error = capsys.readouterr().err
@@ -124,51 +124,21 @@ def test_a_json_of_the_users_own_is_never_replaced_in_silence(write, capsys, doc
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "words"),
+    ("document", "arguments", "mine"),
     [
-        (
-            "precision: {compute: fp16}\ndeepspeed: {config: ds_configs/zero2_bf16.json}\n",
-            [],
-            "zero2_bf16.json: enables bf16, but precision.compute = fp16 in the run config; remove deepspeed.config",
-        ),
-        (
-            "deepspeed: {config: ds_configs/zero2_bf16.json, stage: 3}\n",
-            [],
-            "zero2_bf16.json: zero_optimization.stage = 2, but deepspeed.stage = 3 in the run config; remove",
-        ),
-        ("", ["deepspeed={config: ds_configs/zero3_bf16.json, offload: cpu}"], "offloads none, but deepspeed.offload"),
-        (
-            "precision: {compute: bf16}\n",
-            ["deepspeed.config=ds_configs/zero2_fp16.json"],
-            "zero2_fp16.json: enables fp16, but precision.compute = bf16 in the run config; remove deepspeed.config",
-        ),
-        ("precision: {compute: bf16, manifest: m.json}\n", [], "precision.compute = bf16 cannot be combined with"),
+        (OWN, ["deepspeed.stage=1", "deepspeed.offload=none", "precision.compute=bf16"], True),
+        (OPEN, ["precision.compute=fp16"], True),
+        (OPEN, ["deepspeed.config=null", "precision.compute=fp16"], False),
     ],
 )
-def test_two_keys_of_one_place_that_disagree_are_refused_naming_both(write, capsys, text, arguments, words):
-    with pytest.raises(SystemExit):
-        resolve(write(text), *arguments)
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+def test_a_json_of_the_users_own_is_never_replaced_in_silence(write, document, arguments, mine):
+    path = write(MINE)
+    (path.parent / "mine.json").write_text(json.dumps(document))
+    expected = path.parent / "mine.json" if mine else REPOSITORY / "ds_configs/zero2_fp16.json"
+    assert resolve(path, *arguments).deepspeed_path.resolve() == expected
 
 
 def test_the_command_line_says_how_to_shard_whatever_the_file_says(write):
     path = write("deepspeed: {stage: 2, offload: cpu}\n")
     resolved = resolve(path, "deepspeed.config=ds_configs/zero3_bf16.json")
     assert (resolved.zero_stage, resolved.offload) == (3, "none")
-
-
-def test_a_copy_beside_the_run_config_is_the_users_own(write):
-    path = write("deepspeed: {config: ds_configs/zero2_bf16.json}\n")
-    (path.parent / "ds_configs").mkdir()
-    (path.parent / "ds_configs/zero2_bf16.json").write_text(json.dumps(OWN))
-    assert resolve(path).zero_stage == 1
-    with pytest.raises(SystemExit):
-        resolve(path, "precision.compute=fp16")
-
-
-def test_no_stage_but_0_to_3(write):
-    from config.load import load_config
-
-    with pytest.raises(UserError, match=r"deepspeed.stage = 4 is out of range; it must be at least 0 and at most 3"):
-        load_config(write(""), ["deepspeed.stage=4"], None)

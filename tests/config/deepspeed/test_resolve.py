@@ -22,6 +22,7 @@ HERE = Path("my.json")
 DISAGREES = "disagrees with the run config"
 NO_SUCH_KEY = "DeepSpeed 0.19.8 has no such key"
 MASTERS = "bf16_master_weights_and_grads"
+CPU = {"device": "cpu"}
 PARAM, NEEDS = "zero_optimization.offload_param", "needs zero_optimization.stage"
 
 
@@ -68,11 +69,6 @@ def test_ranks_that_share_matrices_are_told_to_deepspeed(make: Any) -> None:
     assert resolved["tensor_parallel"] == {"autotp_size": 2, "vocab_parallel_lm_head": False}
     assert (resolved["train_batch_size"], resolved["gradient_accumulation_steps"]) == (16, 4)
     assert "set parallel.tensor in the run config" in error_of(make(), document(tensor_parallel={"autotp_size": 2}))
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    said = error_of(make("parallel.tensor=2"), document(zero_optimization=zero), world_size=4)
-    assert said.startswith("offloads optimizer, which is not verified with parallel.tensor = 2")
-    said = error_of(make("parallel.tensor=2"), document(zero_optimization={"stage": 2, "overlap_comm": True}))
-    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.tensor = 2; remove one")
 
 
 def test_ranks_share_experts_at_the_stages_that_are_right(make: Any) -> None:
@@ -84,12 +80,8 @@ def test_ranks_share_experts_at_the_stages_that_are_right(make: Any) -> None:
     assert "by the mean of the ranks' gradient norms" in said
     assert "(measured: an update of 0.062760, not 0.062279)" in said
     assert said.endswith("set deepspeed.stage=1, 2 or 3, or parallel.expert=1")
-    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    kept = resolve_json(make("parallel.expert=2"), HERE, document(zero_optimization=zero), world_size=4)
+    kept = resolve_json(make("parallel.expert=2"), HERE, document(**zero(offload_optimizer=CPU)), world_size=4)
     assert offload(kept) == "optimizer"
-    zero["overlap_comm"] = True
-    said = error_of(make("parallel.expert=2"), document(zero_optimization=zero), world_size=4)
-    assert said.startswith("zero_optimization.overlap_comm = true is not verified with parallel.expert = 2; remove one")
 
 
 def test_there_is_a_file_for_every_stage_and_dtype() -> None:
@@ -149,27 +141,36 @@ def test_everything_the_run_config_owns_is_filled_in(make: Any) -> None:
     }
 
 
-def test_the_dynamic_and_the_static_loss_scale(make: Any) -> None:
-    given = document(fp16={"enabled": True}, bf16={"enabled": False})
-    scale = "precision.loss_scale={initial: 4096, window: 50, hysteresis: 1, minimum: 2}"
-    assert resolve_json(make(scale), HERE, given, world_size=2)["fp16"] == {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 12,
-        "loss_scale_window": 50,
-        "hysteresis": 1,
-        "min_loss_scale": 2,
-        "consecutive_hysteresis": False,
-    }
+def fp16(**given: Any) -> dict[str, Any]:
+    return document(fp16={"enabled": True, **given}, bf16={"enabled": False})
+
+
+DYNAMIC = {"enabled": True, "loss_scale": 0, "loss_scale_window": 1000, "min_loss_scale": 1}
+DYNAMIC |= {"consecutive_hysteresis": False}
+SCALES = [
+    ("{initial: 4096, window: 50, hysteresis: 1, minimum: 2}", (12, 1), {"loss_scale_window": 50, "min_loss_scale": 2}),
+    ("{policy: deepspeed}", (16, 2), {}),
+    ("{policy: adaptive}", (12, 1), {}),
+]
+
+
+@pytest.mark.parametrize("given", [fp16(), read_document(FOLDER / "zero2_fp16.json")], ids=["own", "shipped"])
+def test_the_json_shows_the_loss_scale(make: Any, given: dict[str, Any]) -> None:
+    for settings, (power, hysteresis), more in SCALES:
+        config = make(f"precision.loss_scale={settings}")
+        found = resolve_json(config, HERE, given, world_size=2)["fp16"]
+        assert found == {**DYNAMIC, "initial_scale_power": power, "hysteresis": hysteresis, **more}
+        section = config.precision.loss_scale.resolved()
+        assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
+        assert section.resolved() == section
     static = make("precision.loss_scale={policy: static, initial: 1000}")
     resolved = resolve_json(static, HERE, given, world_size=2)
-    assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0}
-    assert "bf16" not in resolved
+    assert resolved["fp16"] == {"enabled": True, "loss_scale": 1000.0} and "bf16" not in resolved
+    assert "auto" not in values(resolved)
 
 
 def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_kept(make: Any) -> None:
-    cpu = {"device": "cpu"}
-    offloaded = resolve_json(make(), HERE, document(**zero(3, offload_optimizer=cpu)), world_size=2)
+    offloaded = resolve_json(make(), HERE, document(**zero(3, offload_optimizer=CPU)), world_size=2)
     assert offloaded["zero_optimization"]["overlap_comm"] is False
     assert offloaded["zero_force_ds_cpu_optimizer"] is False
     chosen = document(**zero(overlap_comm=True), zero_allow_untested_optimizer=False)
@@ -177,28 +178,6 @@ def test_defaults_of_deepspeed_that_would_not_do_are_replaced_and_a_choice_is_ke
     assert resolved["zero_optimization"]["overlap_comm"] is True
     assert resolved["zero_allow_untested_optimizer"] is False
     assert "zero_force_ds_cpu_optimizer" not in resolved
-
-
-def test_the_static_scale_settles_what_a_shipped_file_leaves_open(make: Any) -> None:
-    static = make("precision.loss_scale={policy: static, initial: 1000}")
-    resolved = resolve_json(static, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)
-    assert resolved["fp16"]["loss_scale"] == 1000.0
-    assert "auto" not in values(resolved)
-
-
-@pytest.mark.parametrize(("policy", "power", "hysteresis"), [("deepspeed", 16, 2), ("adaptive", 12, 1)])
-def test_the_json_shows_the_defaults_of_the_policy(make: Any, policy: str, power: int, hysteresis: int) -> None:
-    config = make(f"precision.loss_scale.policy={policy}")
-    fp16 = resolve_json(config, HERE, read_document(FOLDER / "zero2_fp16.json"), world_size=2)["fp16"]
-    assert (fp16["initial_scale_power"], fp16["hysteresis"]) == (power, hysteresis)
-    section = config.precision.loss_scale.resolved()
-    assert (section.initial, section.hysteresis) == (2.0**power, hysteresis)
-    assert section.resolved() == section
-
-
-def test_a_json_that_refills_the_hysteresis_every_step_is_refused(make: Any) -> None:
-    given = document(fp16={"enabled": True, "consecutive_hysteresis": True}, bf16={"enabled": False})
-    assert "fp16.consecutive_hysteresis = true disagrees" in error_of(make(), given)
 
 
 def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
@@ -217,6 +196,8 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype = 'bf16' disagrees"),
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "bf16.check_grad_overflow = false disagrees"),
         ({"fp16": {"enabled": True, "initial_scale_power": 12}, "bf16": {}}, "fp16.initial_scale_power = 12 disagrees"),
+        (fp16(consecutive_hysteresis=True), "fp16.consecutive_hysteresis = true disagrees"),
+        (zero(round_robin_gradients=True), "zero_optimization.round_robin_gradients = true is refused at ZeRO-2: Deep"),
         ({"fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled are both true"),
         ({"bf16": {"enabled": "auto"}}, 'bf16.enabled = "auto" and precision.compute = auto leave the dtype open'),
         ({"zero_optimisation": {"stage": 2}}, f"zero_optimisation: {NO_SUCH_KEY}; did you mean zero_opt"),
@@ -237,11 +218,8 @@ def test_equal_numbers_in_both_places_are_fine(make: Any) -> None:
         ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast is refused: with float16"),
         ({"amp": {"enabled": True}}, f"amp: {NO_SUCH_KEY}; the top level has"),
         ({"bf16": {"enabled": True, MASTERS: True}}, f"bf16.{MASTERS} is refu"),
-        (zero(offload_param={"device": "cpu"}), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
-        (
-            zero(0, offload_optimizer={"device": "cpu"}) | {"bf16": {}},
-            f"zero_optimization.offload_optimizer.device = 'cpu' {NEEDS} 1 or more, not 0",
-        ),
+        (zero(offload_param=CPU), f"{PARAM}.device = 'cpu' {NEEDS} 3 or more, not 2"),
+        (zero(0, offload_optimizer=CPU), f"zero_optimization.offload_optimizer.device = 'cpu' {NEEDS} 1 or more"),
         (zero(3, offload_param={"device": "nvme"}), f"{PARAM}.nvme_path is missing"),
         (zero(3, offload_param={"device": "disk"}), f"{PARAM}.device = 'disk' is not one of none, cpu, nvme"),
     ],
@@ -250,25 +228,34 @@ def test_a_mistake_is_one_line(make: Any, changes: dict[str, Any], expected: str
     assert error_of(make(), document(**changes)).startswith(expected)
 
 
-def test_a_second_partition_comes_out_even(make: Any) -> None:
-    for size in (0, 3):
-        error = error_of(make(), document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
-        assert error.startswith(f"zero_optimization.zero_hpz_partition_size = {size} does not divide 4 processes; set")
-    for size in (1, 2, 4, 8):
-        resolve_json(make(), HERE, document(**zero(3, zero_hpz_partition_size=size)), world_size=4)
+HPZ = "zero_optimization.zero_hpz_partition_size"
+SPLIT, KEY = "precision.masters=split", "precision.masters = split in the run config"
+ALONE = "zero_optimization.overlap_comm = true is not verified with"
 
 
-def test_split_masters_need_bf16_weights_beside_them(make: Any) -> None:
-    split = make("precision.masters=split")
-    key = "precision.masters = split in the run config"
-    assert error_of(split, zero()).startswith(f"computes in fp32, but {key} holds an FP32 master as its 16-bit weight")
-    fp16 = zero() | {"fp16": {"enabled": True}}
-    assert error_of(split, fp16).endswith("set precision.compute to bf16, or remove precision.masters")
-    kept = document(**zero(offload_optimizer={"device": "cpu"}))
-    assert error_of(split, kept).startswith(f"keeps optimizer in host memory, but {key} holds masters and weights")
-    assert error_of(split, document(**zero(0))).startswith("BF16 with ZeRO-0 is refused")
-    for stage in (1, 2, 3):
-        resolve_json(split, HERE, document(**zero(stage)), world_size=2)
+@pytest.mark.parametrize(
+    ("setting", "changes", "expected"),
+    [
+        *(
+            ("run.seed=0", zero(3, zero_hpz_partition_size=n), f"{HPZ} = {n} does not divide 4 processes; set")
+            for n in (0, 3)
+        ),
+        *(("run.seed=0", zero(3, zero_hpz_partition_size=n), "") for n in (1, 2, 4, 8)),
+        (SPLIT, {"bf16": {}}, f"computes in fp32, but {KEY} holds an FP32 master as its 16-bit"),
+        (SPLIT, {"bf16": {}, "fp16": {"enabled": True}}, f"computes in fp16, but {KEY} holds an FP32 master"),
+        (SPLIT, zero(offload_optimizer=CPU), f"keeps optimizer in host memory, but {KEY} holds masters"),
+        (SPLIT, zero(0), "BF16 with ZeRO-0 is refused"),
+        *((SPLIT, zero(stage), "") for stage in (1, 2, 3)),
+        ("parallel.tensor=2", zero(offload_optimizer=CPU), "offloads optimizer, which is not verified with parallel"),
+        ("parallel.tensor=2", zero(overlap_comm=True), f"{ALONE} parallel.tensor = 2; remove one of them"),
+        ("parallel.expert=2", zero(overlap_comm=True), f"{ALONE} parallel.expert = 2; remove one of them"),
+    ],
+)
+def test_the_json_fits_what_shares_the_work(make: Any, setting: str, changes: dict[str, Any], expected: str) -> None:
+    if expected:
+        assert error_of(make(setting), document(**changes), world_size=4).startswith(expected)
+    else:
+        resolve_json(make(setting), HERE, document(**changes), world_size=4)
 
 
 def test_the_dtype_of_both_places_must_agree(make: Any) -> None:
@@ -294,14 +281,10 @@ def test_every_refused_key_is_refused_where_it_stands(make: Any, key: str) -> No
     assert error_of(make(), given) == f"{key} is refused: {REFUSED[key]}"
 
 
-def test_no_key_is_both_taken_and_refused() -> None:
-    taken = {f"{section}.{key}" if section else key for section, keys in SECTIONS.items() for key in keys}
-    assert not taken & REFUSED.keys()
-
-
-def test_every_section_named_is_described() -> None:
-    keys = ((section, key) for section, kinds in SECTIONS.items() for key, kind in kinds.items() if kind == "section")
-    assert {f"{section}.{key}" if section else key for section, key in keys} == SECTIONS.keys() - {""}
+def test_the_sections_of_the_table_are_described_and_no_key_is_both_taken_and_refused() -> None:
+    taken = {(f"{name}.{key}" if name else key): kind for name, keys in SECTIONS.items() for key, kind in keys.items()}
+    assert not taken.keys() & REFUSED.keys()
+    assert {key for key, kind in taken.items() if kind == "section"} == SECTIONS.keys() - {""}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
 from launch.canary.command import main
-from launch.canary.fallback import in_fp32, promoted
 from launch.canary.gate import shares
 from launch.canary.monitor import Breach, RunMonitor
-from launch.canary.plan import read_plan
+from launch.canary.plan import in_fp32, promoted, read_plan
 from launch.canary.record import Journal
 from launch.job import job_command
 from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect

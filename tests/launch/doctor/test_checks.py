@@ -75,21 +75,21 @@ def test_a_compiler_is_missed_by_a_run_that_builds_with_it(facts):
     assert levels(check_host("a", {**facts, "builds": True, "built": ["cpu_adam"]}), "c++ compiler") == ["amber"]
 
 
-def test_another_cuda_toolkit_is_refused_as_deepspeed_refuses_it(facts):
-    facts["torch_cuda"] = "12.8"
-    nvcc = facts["programs"]["nvcc"] = [{"path": "/cuda/bin/nvcc", "version": "13.0"}]
-    assert levels(check_host("a", facts), "nvcc") == ["red"]
-    nvcc[0]["version"] = "12.4"
-    assert levels(check_host("a", facts), "nvcc") == ["green"]
-    facts["programs"]["nvcc"] = []
-    assert levels(check_host("a", facts), "nvcc") == ["amber"]
-
-
-def test_infiniband_wants_locked_memory(facts):
-    facts["infiniband"], facts["limits"]["memlock"] = True, 64 * 1024
-    assert levels(check_host("a", facts), "locked memory") == ["red"]
-    facts["limits"]["memlock"] = None
-    assert levels(check_host("a", facts), "locked memory") == []
+@pytest.mark.parametrize(
+    ("changes", "check", "level"),
+    [
+        ({"torch_cuda": "12.8", "programs": {"nvcc": [{"path": "/c/nvcc", "version": "13.0"}]}}, "nvcc", "red"),
+        ({"torch_cuda": "12.8", "programs": {"nvcc": [{"path": "/c/nvcc", "version": "12.4"}]}}, "nvcc", "green"),
+        ({"torch_cuda": "12.8", "programs": {"nvcc": []}}, "nvcc", "amber"),
+        ({"infiniband": True, "limits": {"memlock": 64 * 1024}}, "locked memory", "red"),
+        ({"infiniband": True, "limits": {"memlock": None}}, "locked memory", None),
+    ],
+)
+def test_cuda_toolkits_and_infiniband(facts, changes, check, level):
+    """Another major version than torch's is refused as DeepSpeed refuses it."""
+    for key, value in changes.items():
+        facts[key] = facts[key] | value if isinstance(value, dict) else value
+    assert levels(check_host("a", facts), check) == ([level] if level else [])
 
 
 def test_gpus(facts):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import deepspeed
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
@@ -43,8 +45,47 @@ COLLECTIVES = {
 }
 """Collective to position and keyword of the tensor (or list) whose bytes count, and the share of them that a rank sends
 in a ring of n ranks, as a factor on (n - 1) / n."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PLAIN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "hidden_size": 64, "vocab_size": 100}
+GATED = {**PLAIN, "intermediate_size": 160, "num_attention_heads": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+FAMILIES = {
+    "llama": GATED | {"num_key_value_heads": 4},
+    "grouped": GATED | {"num_key_value_heads": 2},
+    "qwen3": GATED | {"num_key_value_heads": 2},
+    "gpt2": PLAIN | NO_DROPOUT | {"num_attention_heads": 4},
+}
+MODEL = (
+    "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
+    "num_key_value_heads: 2, tie_word_embeddings: false}"
+)
 LINEAR = torch._C._nn.linear
 """The function behind `torch.nn.functional.linear`."""
+
+
+def hugging_face(family: str, layers: int) -> Any:
+    """The config of a tiny model without a cache."""
+    config = AutoConfig.for_model("llama" if family == "grouped" else family, **FAMILIES[family])
+    config.num_hidden_layers, config.use_cache = layers, False
+    return config
+
+
+def kept_by(model: torch.nn.Module, dtype: torch.dtype, **inputs: torch.Tensor) -> int:
+    """Bytes of the distinct storages, parameters aside, that are kept for the backward pass once forward is done."""
+    model = model.to(dtype).train()
+    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    alive: WeakSet[Any] = WeakSet()
+
+    class Held:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            self.tensor = tensor
+            alive.add(self)
+
+    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+        output = model(**inputs)
+    storages = {held.tensor.untyped_storage().data_ptr(): held.tensor.untyped_storage() for held in alive}
+    del output
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in known)
 
 
 def peak_of(world: World, *, overrides: Sequence[str], vocabulary: int, steps: int = 2) -> dict[str, Any]:

@@ -7,12 +7,9 @@ import pytest
 from launch.plan.memory import peak_memory
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
+from tests.launch.plan.plan_cases import MODEL
 from tests.support.models.small_run import changed_json
 
-MODEL = (
-    "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
-    "num_key_value_heads: 2, tie_word_embeddings: false}"
-)
 MIXTURE = (
     "model={architecture: mixtral, config: {num_hidden_layers: 4, hidden_size: 192, intermediate_size: 256, "
     "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8}}"

@@ -1,85 +1,47 @@
 """The planner's memory against real engines' tensors, what autograd keeps, and DeepSpeed's own estimators."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.cli import REPOSITORY
 from config.schema import AdapterSection, ModelSection, OptimizerSection
 from launch.plan.counted import count_activations
-from launch.plan.layout import Layout
 from launch.plan.memory import model_states
 from launch.plan.model import sizes_of
 from modeling.build import empty_model
-from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.launch.plan.plan_cases import planned as plan_of
+from precision.manifest import load_manifest
+from precision.regions import Regions
+from tests.launch.plan.plan_cases import DTYPES, FAMILIES, GATED, hugging_face, kept_by, planned
 
-pytestmark = pytest.mark.slow
-
-MODEL = "model.config={hidden_size: 256, intermediate_size: 704, num_hidden_layers: 4, num_attention_heads: 4, "
-MODEL += "num_key_value_heads: 2, tie_word_embeddings: false, vocab_size: 512}"
-PLAIN = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "hidden_size": 64, "vocab_size": 100}
-GATED = {**PLAIN, "intermediate_size": 160, "num_attention_heads": 4}
-NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
-FAMILIES = {
-    "llama": GATED | {"num_key_value_heads": 4},
-    "grouped": GATED | {"num_key_value_heads": 2},
-    "qwen3": GATED | {"num_key_value_heads": 2},
-    "gpt2": PLAIN | NO_DROPOUT | {"num_attention_heads": 4},
-}
+BLOCKS = [
+    *((family, "fp32", manifest) for manifest in ("bf16", "fp8") for family in ("llama", "grouped", "qwen3")),
+    *(pytest.param(name, compute, "", marks=pytest.mark.slow) for name in FAMILIES for compute in ("bf16", "fp32")),
+]
 
 
-def hugging_face(family: str, layers: int):
-    config = AutoConfig.for_model("llama" if family == "grouped" else family, **FAMILIES[family])
-    config.num_hidden_layers, config.use_cache = layers, False
-    return config
-
-
-def kept_by_autograd(model: torch.nn.Module, ids: torch.Tensor) -> int:
-    """Bytes of the distinct tensors, parameters aside, that a forward pass saves for its backward pass."""
-    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        label_loss_sum(model(input_ids=ids, use_cache=False).logits, ids)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def layout(*overrides: str, world: int = 2, on_cpu: bool = False):
-    """The layout of the demo recipe with these overrides, and its shape."""
-    return plan_of(overrides, world=world, on_cpu=on_cpu)
-
-
-def counted_block(family: str, layout: Layout) -> float:
-    """Bytes of one token that are counted for two blocks and not for one."""
-    models = (empty_model(ModelSection(attention="sdpa"), hugging_face(family, layers)) for layers in (1, 2))
-    one, two = (count_activations(model, layout) for model in models)
-    return 2 * two.block - one.block
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("compute", ["bf16", "fp32"])
-def test_a_block_keeps_what_is_counted(family: str, compute: str) -> None:
+@pytest.mark.parametrize(("family", "compute", "manifest"), BLOCKS)
+def test_a_block_keeps_what_is_counted(family: str, compute: str, manifest: str) -> None:
     """The difference between two blocks and one, so that nothing outside of the blocks counts."""
-    dtype = torch.bfloat16 if compute == "bf16" else torch.float32
-    ids = torch.randint(100, (2, 64))
-    how: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
-    models = (AutoModelForCausalLM.from_config(hugging_face(family, layers), **how) for layers in (1, 2))
-    one, two = (kept_by_autograd(model.train(), ids) for model in models)
-    _, demo = layout()
-    assert counted_block(family, replace(demo, compute=compute)) == pytest.approx((two - one) / ids.numel(), rel=0.003)
+    kept, ids = [], torch.randint(100, (2, 64), generator=torch.Generator().manual_seed(0))
+    for layers in (1, 2):
+        model = AutoModelForCausalLM.from_config(hugging_face(family, layers), attn_implementation="sdpa")
+        if manifest:
+            Regions(model.float(), load_manifest(REPOSITORY / f"config/manifests/{manifest}.json"))
+        kept.append(kept_by(model, DTYPES[compute], input_ids=ids))
+    _, demo = planned([f"precision.manifest=config/manifests/{manifest}.json"] if manifest else [], on_cpu=False)
+    models = (empty_model(ModelSection(attention="sdpa"), hugging_face(family, layers)) for layers in (1, 2))
+    one, two = (count_activations(model, replace(demo, compute=compute)) for model in models)
+    assert (one.weights == 0) == (manifest != "bf16"), "FP8 keeps no copies of weights"
+    found = (2 * two.block - one.block) * ids.numel() + one.weights
+    assert found == pytest.approx(kept[1] - kept[0], rel=0.003)
 
 
+@pytest.mark.slow
 def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
     sizes = GATED | {"num_key_value_heads": 4, "num_local_experts": 3, "num_hidden_layers": 2}
     config, section = AutoConfig.for_model("mixtral", **sizes), OptimizerSection(name="muon")
@@ -92,8 +54,9 @@ def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
     assert found.sides == tuple(sorted(largest.shape[1:]))
 
 
+@pytest.mark.slow
 def test_offload_moves_states_to_the_host_as_deepspeed_says() -> None:
-    shape, demo = layout("deepspeed.config=ds_configs/zero3_bf16_offload.json", world=1)
+    shape, demo = planned(["deepspeed.config=ds_configs/zero3_bf16_offload.json"], world=1, on_cpu=False)
     host, theirs, layer = estimate_zero3_model_states_mem_needs(
         shape.parameters, shape.largest_trained, num_gpus_per_node=8, additional_buffer_factor=1
     )

@@ -5,18 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
 import transformers
 import yaml
 from torch.profiler import ProfilerActivity, profile
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from config import cli
 from config.command_line import read_command_line
@@ -29,7 +24,7 @@ from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
 from launch.plan.loss import loss_bytes
 from launch.plan.memory import model_states, peak_memory
-from launch.plan.model import read_shape, sizes_of
+from launch.plan.model import Shape, read_shape, sizes_of
 from launch.plan.speed import computed_flops
 from modeling.adapter import add_adapter
 from modeling.build import build_model, empty_model
@@ -37,12 +32,10 @@ from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
 from modeling.parameter_groups import parameter_groups
 from modeling.quantised_base import quantised_layers, stored_tensors
 from tests.launch.plan import plan_cases
-from tests.launch.plan.plan_cases import DEMO, planned
-from tests.launch.plan.test_memory import FAMILIES, hugging_face
+from tests.launch.plan.plan_cases import DEMO, DTYPES, FAMILIES, hugging_face, kept_by, planned
 from tests.support.models.small_run import changed_json
 from tests.support.rows.chats import write_base
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LORA = "adapter={kind: lora, r: 8}"
 ADAPTERS = {
     "all": {"kind": "lora"},
@@ -74,24 +67,6 @@ def on_base(base: Path, *overrides: str) -> list[str]:
     """Overrides of the demo that train the model in that folder."""
     chosen = ["model.architecture=null", "model.config={}", f"model.name_or_path={base}", "data.tokenizer=bytes"]
     return [*chosen, "model.activation_checkpointing=none", "data.sequence_length=128", *overrides]
-
-
-def kept_by(model: torch.nn.Module, dtype: torch.dtype, **inputs: torch.Tensor) -> int:
-    """Bytes of the distinct storages, parameters aside, that are kept for the backward pass once forward is done."""
-    model = model.to(dtype).train()
-    known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    alive: WeakSet[Any] = WeakSet()
-
-    class Held:
-        def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor = tensor
-            alive.add(self)
-
-    with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
-        output = model(**inputs)
-    storages = {held.tensor.untyped_storage().data_ptr(): held.tensor.untyped_storage() for held in alive}
-    del output
-    return sum(storage.nbytes() for address, storage in storages.items() if address not in known)
 
 
 KEPT = [
@@ -131,10 +106,16 @@ def test_parameters_of_an_adapter_are_those_of_the_real_model(family: str, adapt
     assert (shape.trained_parameters < shape.parameters) == (adapter != "none")
     assert shape.largest_trained == max(map(torch.numel, trained))
     assert shape.plain_head == (adapter != "whole")
-    groups = parameter_groups(model, optimizer)
-    assert [(group.matrix, group.parameters) for group in shape.groups] == [
-        (group["matrix"], sum(parameter.numel() for parameter in group["params"])) for group in groups
-    ]
+    assert sizes(shape) == real_sizes(model, optimizer)
+
+
+def sizes(shape: Shape) -> list[tuple[bool, int]]:
+    """Whether a group has hidden matrices, and its parameters."""
+    return [(group.matrix, group.parameters) for group in shape.groups]
+
+
+def real_sizes(model: torch.nn.Module, optimizer: OptimizerSection) -> list[tuple[bool, int]]:
+    return [(group["matrix"], sum(map(torch.numel, group["params"]))) for group in parameter_groups(model, optimizer)]
 
 
 @pytest.mark.parametrize("kind", ["sequence", "token", "mlm"])
@@ -147,10 +128,7 @@ def test_an_encoder_with_an_adapter_has_the_parameters_of_the_real_one(kind: str
     model = add_adapter(getattr(transformers, name).from_config(config), section, seed=0, model_class=name)
     shape = sizes_of(empty_model(ModelSection(), config, model_class=name), section, optimizer, model_class=name)
     assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    groups = parameter_groups(model, optimizer)
-    assert [(group.matrix, group.parameters) for group in shape.groups] == [
-        (group["matrix"], sum(parameter.numel() for parameter in group["params"])) for group in groups
-    ]
+    assert sizes(shape) == real_sizes(model, optimizer)
     head = sum(group.parameters for group in shape.groups if not group.matrix)
     assert head == (0 if kind == "mlm" else 3 * 32 + 3)
 
@@ -168,7 +146,11 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     assert more == 2 * shape.matmul_parameters + attention / 3
 
 
-CAUSAL = [
+CODED = "adapter={{kind: lora, r: 8, base: {}}}"
+SMALL = "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"
+"""Hardly any activations, so that the optimizer's step is the peak."""
+STEPS = [(0, "lamb"), (1, "stable_adamw"), (2, "lamb"), (2, "stable_adamw"), (2, "muon"), (3, "muon"), (3, "lamb")]
+ON_BASE = [
     (2, [LORA], 0.1),
     (2, [LORA, "model.activation_checkpointing=full"], 0.1),
     (2, ["adapter={kind: dora, r: 8}", "model.activation_checkpointing=ops"], 0.1),
@@ -181,15 +163,21 @@ CAUSAL = [
     (2, [LORA, "task=dpo"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE"], 0.1),
     (2, ["task=distill", "distill.teacher=BASE", "distill.sharded=true"], 0.2),
+    *((stage, [f"optimizer.name={name}", *SMALL], 0.1 if stage == 3 else 0.02) for stage, name in STEPS),
+    *((stage, [CODED.format(kind)], 0.1) for stage, kind in ((2, "nf4"), (2, "int8"), (3, "nf4"))),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "overrides", "within"), CAUSAL)
-def test_the_peak_of_a_task_is_what_tensors_take(pair, base, tmp_path, stage, overrides, within) -> None:
+@pytest.mark.parametrize(("stage", "overrides", "within"), ON_BASE)
+def test_the_peak_on_a_base_is_what_tensors_take(pair, base, tmp_path, stage, overrides, within) -> None:
     """Two ranks. A sharded teacher is planned as if all that it may gather were gathered at once."""
-    more = [*rounded(tmp_path, stage), *(text.replace("BASE", str(base)) for text in overrides)]
-    assert_peak(pair, on_base(base, "batch.micro_size=4", "batch.global_size=8", *more), 512, within)
+    if "base:" in overrides[0]:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    more = [text.replace("BASE", str(base)) for text in overrides]
+    assert_peak(
+        pair, on_base(base, "batch.micro_size=4", "batch.global_size=8", *rounded(tmp_path, stage), *more), 512, within
+    )
 
 
 SIZES = "hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4"
@@ -214,19 +202,15 @@ def test_the_peak_of_an_encoder_is_what_tensors_take(pair, tmp_path, task: str, 
 
 T5 = "d_model: 128, d_kv: 32, d_ff: 320, num_heads: 4, num_layers: 3, num_decoder_layers: 2, feed_forward_proj: {}"
 BART = "d_model: 128, encoder_ffn_dim: 320, decoder_ffn_dim: 320, encoder_layers: 2, decoder_layers: 3"
+LABELS = "data.target_length={}"
 BOTH_SIDES = {
-    "t5": ["model.architecture=t5", "model.config={" + T5.format("relu") + "}", "data.target_length=96"],
-    "t5-v1.1, no dropout": [
-        "model.architecture=t5",
-        "model.config={" + T5.format("gated-gelu") + ", dropout_rate: 0.0}",
-        *("data.target_length=32", "model.loss=chunked", "model.loss_chunk_tokens=64"),
-    ],
-    "bart": ["model.architecture=bart", "model.config={" + BART + ", dropout: 0.1}", "data.target_length=64"],
-    "t5, recomputed": [
-        "model.architecture=t5",
-        "model.config={" + T5.format("relu") + "}",
-        *("data.target_length=96", "model.activation_checkpointing=full"),
-    ],
+    "t5": (T5.format("relu"), [LABELS.format(96)]),
+    "t5-v1.1, no dropout": (
+        T5.format("gated-gelu") + ", dropout_rate: 0.0",
+        [LABELS.format(32), "model.loss=chunked", "model.loss_chunk_tokens=64"],
+    ),
+    "bart": (BART + ", dropout: 0.1", [LABELS.format(64)]),
+    "t5, recomputed": (T5.format("relu"), [LABELS.format(96), "model.activation_checkpointing=full"]),
 }
 
 
@@ -234,9 +218,10 @@ BOTH_SIDES = {
 @pytest.mark.parametrize("what", BOTH_SIDES)
 def test_the_peak_of_an_encoder_decoder_is_what_tensors_take(pair, tmp_path, what: str) -> None:
     """Whose two sides have other lengths and numbers of blocks."""
-    given = ["task=seq2seq", "data.tokenizer=bytes", "data.sequence_length=128", "batch.micro_size=8"]
-    given += ["batch.global_size=16", "model.activation_checkpointing=none"]
-    assert_peak(pair, [*given, *BOTH_SIDES[what], *rounded(tmp_path, 2)], 258, 0.1)
+    config, more = BOTH_SIDES[what]
+    given = [f"model.architecture={'bart' if what == 'bart' else 't5'}", f"model.config={{{config}}}", "task=seq2seq"]
+    given += ["data.tokenizer=bytes", "data.sequence_length=128", "batch.micro_size=8", "batch.global_size=16"]
+    assert_peak(pair, [*given, "model.activation_checkpointing=none", *more, *rounded(tmp_path, 2)], 258, 0.1)
 
 
 @pytest.mark.slow
@@ -249,7 +234,9 @@ def test_the_peak_of_an_adapted_encoder_decoder_is_what_tensors_take(pair, tmp_p
 
 
 def rounded(folder: Path, stage: int) -> list[str]:
-    """Overrides of a BF16 run without saves whose buckets hold a part of the gradients."""
+    """Overrides of a BF16 run without saves whose buckets hold a part of the gradients; of an FP32 run without ZeRO."""
+    if stage == 0:
+        return ["deepspeed.stage=0", "precision.compute=fp32", "checkpoint.every_steps=0"]
     changed = changed_json(folder, f"zero{stage}_bf16", reduce_bucket_size=1_000_000)
     return [changed, "precision.compute=bf16", "checkpoint.every_steps=0"]
 
@@ -314,43 +301,14 @@ def test_a_mistake_is_one_line(refusal, base: Path, overrides: list[str], proble
     assert problem in refusal(command.main, [*DEMO, *given])
 
 
-TEMPORARIES = [
-    (0, "lamb"),
-    (1, "stable_adamw"),
-    (2, "lamb"),
-    (2, "stable_adamw"),
-    (2, "muon"),
-    (3, "muon"),
-    (3, "lamb"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "optimizer"), TEMPORARIES)
-def test_the_peak_of_an_optimizers_step_is_what_tensors_take(pair, base, tmp_path, stage: int, optimizer: str) -> None:
-    """Two ranks with hardly any activations."""
-    within = 0.1 if stage == 3 else 0.02
-    more = rounded(tmp_path, stage) if stage else ["deepspeed.stage=0", "precision.compute=fp32"]
-    more += [f"optimizer.name={optimizer}", "data.sequence_length=16", "batch.micro_size=1", "batch.global_size=2"]
-    assert_peak(pair, on_base(base, *more, "checkpoint.every_steps=0"), 512, within)
-
-
-CODED = "adapter={{kind: lora, r: 8, base: {}}}"
-
-
 @pytest.mark.parametrize("base_of", ["nf4", "nf4, double_quant: true", "int8"])
 def test_codes_and_scales_are_those_of_the_real_layers(base: Path, base_of: str) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     overrides = on_base(base, CODED.format(base_of), "precision.compute=bf16")
     shape, layout = planned(overrides)
     config = read_command_line([*DEMO, *overrides], as_launched(2)).config
-    model = build_model(
-        config.model,
-        AutoConfig.from_pretrained(base),
-        seed=0,
-        gather=lambda _: nullcontext(True),
-        adapter=config.adapter,
-    )
+    how: Any = {"seed": 0, "gather": lambda _: nullcontext(True), "adapter": config.adapter}
+    model = build_model(config.model, AutoConfig.from_pretrained(base), **how)
     codes = shape.codes
     assert codes is not None
     held = sum(tensor.nbytes for tensor in stored_tensors(model))
@@ -376,14 +334,6 @@ def test_codes_of_layers_that_hold_inputs_first_are_those_of_the_real_ones(tmp_p
     )
     assert codes is not None
     assert codes.codes + codes.scales == sum(tensor.nbytes for tensor in stored_tensors(model))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "base_of"), [(2, "nf4"), (2, "int8"), (3, "nf4")])
-def test_the_peak_of_a_base_in_codes_is_what_tensors_take(pair, base, tmp_path, stage: int, base_of: str) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    overrides = on_base(base, "batch.micro_size=4", "batch.global_size=8", *rounded(tmp_path, stage))
-    assert_peak(pair, [*overrides, CODED.format(base_of)], 512, 0.1)
 
 
 def test_answers_that_are_sampled_at_once_need_a_cache() -> None:

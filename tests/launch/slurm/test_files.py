@@ -71,8 +71,8 @@ def test_a_task_is_told_which_rank_it_is(tmp_path, tasks, node, task, local, exp
 def test_a_task_that_sees_one_gpu_takes_the_first_it_sees(tmp_path, visible, local):
     python_that_tells(tmp_path)
     place = {"SLURM_PROCID": 1, "SLURM_NODEID": 0, "SLURM_LOCALID": 1, "SLURM_STEP_NUM_TASKS": 2}
-    settings = {"SLURM_STEP_TASKS_PER_NODE": "2", "MANTISSA_PROCESSES": 1, "MANTISSA_LOGS": tmp_path}
-    bash(tmp_path, "task.sh", **place, **settings, CUDA_VISIBLE_DEVICES=visible)
+    place |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MANTISSA_PROCESSES": 1, "MANTISSA_LOGS": tmp_path}
+    bash(tmp_path, "task.sh", **place, CUDA_VISIBLE_DEVICES=visible)
     assert (tmp_path / "task-1.log").read_text().split()[2] == local
 
 
