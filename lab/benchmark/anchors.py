@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
 from config.launcher import as_launched
-from lab.benchmark.peers.titan_loop import add_missing_names
+from lab.benchmark.peers.titan_loop import add_missing_name
 from launch.plan.counted import count_operations
 from launch.plan.layout import Layout, layout_of
 from launch.plan.model import Shape, model_of, read_shape
@@ -141,7 +141,7 @@ def _trainer(config: Any, layout: Layout) -> list[Operation]:
 
 def _titan(config: Any, layout: Layout) -> list[Operation]:
     """torchtitan's Llama in the BF16 that FSDP2 gathers."""
-    add_missing_names()
+    add_missing_name()
     from lab.benchmark.peers.titan_trainer import model_of as titan_of
 
     shape = model_of(config).config

@@ -23,8 +23,7 @@ from lab.benchmark.peers.common import Job
 def main() -> None:
     """Train the work of the command line."""
     job = Job()
-    # torchtitan 0.3.0 imports it from later releases of torch; 2.13 has it only under a private name
-    vars(torch.distributed).setdefault("set_timeout", distributed_c10d._set_pg_timeout)
+    add_missing_name()
     if not job.on_cuda:
         use_cpu()
     titan = import_module("lab.benchmark.peers.titan_trainer")
@@ -37,6 +36,11 @@ def main() -> None:
         trainer.train()
         trainer.close()
         job.finish(titan.trained_with(trainer))
+
+
+def add_missing_name() -> None:
+    """Add a function to this torch that torchtitan 0.3.0 imports: torch 2.13 has it only under a private name."""
+    vars(torch.distributed).setdefault("set_timeout", distributed_c10d._set_pg_timeout)
 
 
 def use_cpu() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from config.cli import REPOSITORY
 from launch.plan.speed import traffic
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import MODEL, planned
