@@ -110,19 +110,14 @@ def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str
             yield f"the config of {run.label} is unknown"
     reaching, short = split_early(runs)
     for run in short[:MOST_EARLY]:
-        yield f"{run.label} {came_to(run)}, before the others: its losses are compared there"
+        came = f"{'ended at' if run.verdict.over else 'has come to'} step {int(run.columns.step[-1]):,}"
+        yield f"{run.label} {came} ({last_tokens(run):,.0f} tokens), before the others: its losses are compared there"
     if len(short) > MOST_EARLY:
         yield f"{len(short) - MOST_EARLY} more runs did not get as far as the others"
     tokens = [last_tokens(run) for run in reaching]
     if len(set(tokens)) > 1:
         seen = ", ".join(f"{run.label} {count:,.0f}" for run, count in zip(reaching, tokens, strict=True))
         yield f"different numbers of tokens seen: {seen}; equal tokens means the smallest of these"
-
-
-def came_to(run: RunFacts) -> str:
-    """How far a run came, as the predicate of a sentence."""
-    step = int(run.columns.step[-1]) if len(run.columns) else 0
-    return f"{'ended at' if run.verdict.over else 'has come to'} step {step:,} ({last_tokens(run):,.0f} tokens)"
 
 
 MOST_EARLY = 4

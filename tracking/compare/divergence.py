@@ -145,13 +145,9 @@ def _rows(baseline: RunFacts, run: RunFacts, place: int) -> Iterator[dict[str, A
             for name in ("loss", "grad_norm", "lr", "loss_scale", "step_seconds"):
                 row[name] = float(getattr(columns, name)[index])
             row["applied"] = bool(columns.applied[index])
-            row["sample_ids_sha256"] = sample_ids_text(int(columns.order[index]))
+            order = int(columns.order[index])
+            row["sample_ids_sha256"] = f"{order:015x}"[:10] if order >= 0 else ""  # the first ten digits
             yield row
-
-
-def sample_ids_text(order: int) -> str:
-    """The first ten digits of a batch's sample_ids_sha256; empty where it was not recorded."""
-    return f"{order:015x}"[:10] if order >= 0 else ""
 
 
 def events_near(run: RunFacts, place: int) -> list[Event]:

@@ -87,7 +87,8 @@ def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str]
     if not {"bf16", "fp16"} & {compute, *(regions or {}).values()}:
         return []
     wide = [m for m in matmuls if m.dtype in ("fp32", "fp64") and m.event.stage == "forward_backward"]
-    totals, rows = _totals(matmuls), _rows((((found.event.module,), found) for found in wide), ("module",))
+    totals, keyed = _totals(matmuls), [((m.event.module,), m) for m in wide]
+    rows = _rows(keyed, ("module",))
     for row in rows:
         own = [found.event.phase for found in wide if found.event.module == row["module"]]
         row["wanted"] = _manifest_dtype(row["module"], regions) == "fp32"

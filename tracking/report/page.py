@@ -82,6 +82,7 @@ def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
     newest = [f"{sample_title(run)}:", fenced(sample)] if sample else []
     sampled = [event for event in rare.get("eval", []) if event.get("sample")][-_MOST_SAMPLES:]
     earlier = [part for event in sampled for part in (f"At step {event['step']:,}:", fenced(str(event["sample"])))]
+    known, started = (run.environment.get(name) for name in ("resume_command", "command_line"))
     notes = dict.fromkeys(event["text"] for event in rare.get("note", []))  # which each session repeats
     return {
         "What ran": page(_facts(_what_ran(run))),
@@ -97,7 +98,7 @@ def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
         "Sample": page(*newest, earlier and "### Samples at evaluations", *earlier),
         "Resume": page(
             f"Newest checkpoint: {code(saved[-1]['path'] if saved else 'none')}",
-            fenced(resume_command or resume_command_of(run), "bash"),
+            fenced(resume_command or known or shlex.join(started or ["train.py"]), "bash"),
         ),
     }
 
@@ -299,8 +300,3 @@ def _observed(event: dict[str, Any]) -> str:
     seen = Table(("observed", "computed in (modules)"), [tuple(map(escaped, row)) for row in rows])
     lower = [f"**{escaped(found)}**" for found in lower_than_promised(event)]
     return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)
-
-
-def resume_command_of(run: RunFacts) -> str:
-    """The command that resumes the run: the one in environment.json, else the command line it was started with."""
-    return run.environment.get("resume_command") or shlex.join(run.environment.get("command_line", ["train.py"]))

@@ -5,7 +5,6 @@ of runs that were found are ever looked up, so no request can name a path. Links
 followed.
 """
 
-import hashlib
 import json
 import math
 import os
@@ -35,13 +34,13 @@ DEPTH = 3
 """Folders below the root that are searched: a sweep's trials are two deep."""
 MOST_RUNS = 2000
 POINTS = 60
+"""Places of a file at which the curve of the overview is read."""
 _REFRESH_S = 2.0
 _LOOK_S = 5.0  # between two searches for new folders
 _CHECK_S = 10.0  # between two looks at the processes of a run whose events do not change
 _OPEN_RUNS = 4  # whole runs kept in memory
 _PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
-_FEW_BROKEN = 3
-_SEED = "run.seed"
+_FEW_BROKEN = 3  # losses in a row that are not finite, below which the last finite one is shown
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Entry:
     hypothesis: str
     planned: int | None
     group: str
-    """Key shared by runs that differ only in their seed; empty without a config."""
+    """The settings without the seed, as text: runs that share it are repeats; empty without a config."""
     changed: float
     """[seconds since the epoch] Time of the last change of its events."""
     notes: Notes = Notes()
@@ -110,6 +109,7 @@ class _Run:
             facts = replace(self.live.events(), checked=status)
         config = redact(facts.config)
         settings = {key: value for key, value in flat(config) if not key.startswith(CHANGE_NO_NUMBER)}
+        alike = {key: value for key, value in settings.items() if key != "run.seed"}
         steps = setting(config, "run.steps")
         drawn = sketch(self.folder, self.key, POINTS).columns
         values = next((drawn.metrics[name] for name in drawn.metrics if name in HEADLINES), drawn.loss)
@@ -125,7 +125,7 @@ class _Run:
             settings=settings,
             hypothesis=str(setting(config, "run.hypothesis") or ""),
             planned=steps if isinstance(steps, int) else None,
-            group=_digest(settings),
+            group=json.dumps(alike, sort_keys=True, default=str) if settings else "",
             changed=changed,
             notes=notes,
         )
@@ -140,13 +140,6 @@ def _stamp(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    if not settings:
-        return ""
-    same = {key: value for key, value in settings.items() if key != _SEED}
-    return hashlib.sha256(json.dumps(same, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def read_entry(folder: Path) -> Entry:

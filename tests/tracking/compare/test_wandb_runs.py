@@ -30,7 +30,8 @@ from tracking.run_dir import RunDir
 from tracking.run_facts import Collector
 from tracking.wandb.sink import WandbSink
 
-CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": "falls " * 12_000})  # longer than two blocks of wandb's log
+LONG = "falls " * 12_000  # more than two blocks of wandb's log
+CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": LONG, "tracking.project": "p", "tracking.log_every_steps": 1})
 
 
 class Serving(StandIn):
