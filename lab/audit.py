@@ -33,6 +33,8 @@ from tools.audit.judge import audit_folder
 from tools.audit.mantissa_probe import Probe
 
 RANKS, MICRO, VOCABULARY, LENGTH = 2, 2, 256, 32
+SECONDS = 300.0
+"""Until a loop is given up."""
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 
@@ -271,12 +273,12 @@ def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | 
 
 def train(loop: str, options: argparse.Namespace, base: str, folder: Path, stage: int, dtype: str) -> None:
     """Both ranks of one loop. Raises RuntimeError with the end of their log."""
-    context, port, log = get_context("fork"), options.port or free_port(), f"{folder}.log"
+    context, port, log = get_context("fork"), free_port(), f"{folder}.log"
     given = (options, base, folder, stage, dtype)
     ranks = [context.Process(target=_rank, args=(rank, port, loop, given, options.plant, log)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
-    end = time.monotonic() + options.seconds
+    end = time.monotonic() + SECONDS
     while any(process.is_alive() for process in ranks):
         time.sleep(0.1)
         if time.monotonic() > end or any(process.exitcode for process in ranks):
@@ -319,8 +321,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="keep the probes' folders and pages here")
     parser.add_argument("--without-probe", action="store_true")
     parser.add_argument("--weights-to", type=Path, help="save the weights that the loop ends with")
-    parser.add_argument("--port", type=int)
-    parser.add_argument("--seconds", type=positive_int, default=300, help="until a loop is given up")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.trainer) - LOOPS.keys()):
         raise UserError(f"command line: --trainer {unknown[0]} is not one of {', '.join(LOOPS)}")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,7 +54,6 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = job_options("lab.benchmark", __doc__, rounds=5, steps=30)
     parser.add_argument("--contestants", default=DEFAULT_CONTESTANTS, help="names, separated by commas")
     parser.add_argument("--warm-up", type=positive_int, default=5, help="steps before them that are not timed")
-    parser.add_argument("--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (torchrun)")
     parser.add_argument("--at-least", action="append", default=[], metavar="A/B=RATIO", help="bound on tokens/s")
     parser.add_argument("--loss-tolerance", type=positive_number, help=f"relative; default {TOLERANCE}")
     parser.add_argument("--peak-tflops", type=positive_number, help="of one device, for MFU; default: measured here")
@@ -131,7 +129,7 @@ def benchmark(options: argparse.Namespace) -> dict[str, Any]:
     report.remove("results", "weights", "rows", "tokens.npy", "spec.json")
     # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
     spec = in_own_process(prepare_work, resolved, report.folder, warm_up=options.warm_up)
-    runner = Runner(report.folder, processes, arguments, spec, tuple(shlex.split(options.launch)))
+    runner = Runner(report.folder, processes, arguments, spec)
     contestants, unsupported = parted(contestants, runner.refusal, "train this")
     skipped |= unsupported
     for name, reason in skipped.items():

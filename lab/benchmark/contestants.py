@@ -124,7 +124,6 @@ class Runner:
     arguments: tuple[str, ...]
     """`--config FILE` and overrides, for train.py."""
     spec: Spec
-    launcher: tuple[str, ...] = ()
 
     def run(self, contestant: str, label: str) -> Run:
         """Run one job to its end. Raises UserError."""
@@ -169,7 +168,7 @@ class Runner:
     def _start(self, program: Sequence[str], label: str) -> float:
         """Run a program to its end; when it was launched. Raises UserError, which names the log, when it fails."""
         log, launched = self.folder / "logs" / f"{label}.log", time.time()
-        code = launch(program, processes=self.processes, log=log, launcher=self.launcher)
+        code = launch(program, processes=self.processes, log=log)
         if code:
             raise UserError(f"{label} failed: {error_line_of(log)}; see {log}")
         return launched

@@ -40,7 +40,7 @@ def matmul_rate(dtype: torch.dtype, device: torch.device, size: int) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure, sum over processes, write."""
-    compute, target = [text for text in arguments if not text.startswith("--local_rank")]  # deepspeed's launcher
+    compute, target = arguments
     on_cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if on_cuda else "cpu")
     size = SIZES[device.type]

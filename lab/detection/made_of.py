@@ -15,24 +15,27 @@ from pathlib import Path
 from config.cli import REPOSITORY
 
 PACKAGES = ("torch", "deepspeed", "transformers")
-_FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training", "lab/detection")
+_FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training")
 _KINDS = (".py", ".yaml", ".json")
 _ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "gate.py", "planted.py")
-"""Files of lab/detection that run and show the cells, and do not decide what they are."""
+"""Files that run and show the cells of a table, and do not decide what they are."""
 
 
-def made_of(repository: Path = REPOSITORY) -> str:
-    """16 hex digits of a hash over the code, its configs and manifests, and the versions of what it stands on."""
+def made_of(repository: Path = REPOSITORY, *, folder: str = "lab/detection") -> str:
+    """16 hex digits of a hash over the code, its configs and manifests, and the versions of what it stands on.
+
+    folder: of what measures, as well.
+    """
     digest = hashlib.sha256(json.dumps([version(name) for name in PACKAGES]).encode())
-    for folder in _FOLDERS:
-        for path in sorted((repository / folder).rglob("*")):
+    for each in (*_FOLDERS, folder):
+        for path in sorted((repository / each).rglob("*")):
             if path.suffix in _KINDS and path.is_file() and not _is_only_shown(path):
                 digest.update(f"\0{path.relative_to(repository)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def _is_only_shown(path: Path) -> bool:
-    return path.parent.name == "detection" and path.name in _ONLY_SHOWN
+    return path.parent.parent.name == "lab" and path.name in _ONLY_SHOWN
 
 
 def made_with(code: str, overrides: Sequence[str]) -> str:

@@ -76,7 +76,7 @@ def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
-    """One panel a label: the largest rate by depth and batch, its ratio to FP32's, and where the next one failed.
+    """One panel a label: the largest rate by depth and batch.
 
     rates: all that were to be tried, ascending; the range of the colour map. Returns `png`.
     """
@@ -109,22 +109,12 @@ def _draw_panel(axis: Axes, rows: Sequence[Row], depths: Sequence[int], batches:
         axis.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5], color=face, linewidth=0)
         dark = row["largest"] is not None and sum(face[:3]) < 1.3
         text: dict[str, Any] = {"color": "white" if dark else "black", "ha": "center", "va": "center"}
-        axis.text(x, y + 0.14, _rate(row["largest"]), fontsize=13, fontweight="bold", **text)
-        axis.text(x, y - 0.2, _small_print(row), fontsize=8, **text)
+        axis.text(x, y, _rate(row["largest"]), fontsize=13, fontweight="bold", **text)
     axis.set_xlim(-0.5, len(batches) - 0.5)
     axis.set_ylim(-0.5, len(depths) - 0.5)
     axis.set_xticks(range(len(batches)), [str(batch) for batch in batches])
     axis.set_yticks(range(len(depths)), [str(depth) for depth in depths])
     axis.tick_params(length=0)
-
-
-def _small_print(row: Row) -> str:
-    failed = first_failure(row)
-    reference, whose = _reference(row)
-    lines = [] if row["label"] == "fp32" or row["largest"] is None else [f"{_ratio(row, reference)} of {whose}"]
-    if failed:
-        lines.append(f"{failed['rate']:g} fails at step {failed['step']}")
-    return "\n".join(lines)
 
 
 def envelope_page(
@@ -199,13 +189,8 @@ def _reference(row: Row) -> tuple[str, str]:
     return ("control", "the control's") if own else ("fp32", "FP32's")
 
 
-def first_failure(row: Row) -> Mapping[str, Any] | None:
-    """The smallest rate that failed."""
-    return next((item for item in row["tried"] if item["why"]), None)
-
-
 def _next_rate(row: Row) -> str:
-    failed = first_failure(row)
+    failed = next((item for item in row["tried"] if item["why"]), None)
     if failed:
         return f"{failed['rate']:g} fails at step {failed['step']}"
     if not row["tried"]:

@@ -11,7 +11,6 @@ config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import time
@@ -20,10 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import Arguments, entry_point
 from config.errors import UserError
-from config.optimizers import OPTIMIZERS
 from config.options import positive_int
+from lab.detection.made_of import PACKAGES, made_of
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
 from launch.job import add_processes_option, default_processes, error_line_of, launch
@@ -31,33 +30,17 @@ from tracking.environment import environment
 
 AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
-_CODE = [
-    *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
-    *("training/engine/weights", "training/engine/split_masters", "training/engine/process_groups"),
-    *("training/engine/sharded_pieces", "training/engine/flat_optimizer", "training/engine/optimizers/rule"),
-    *(f"training/engine/optimizers/{name}" for name in OPTIMIZERS),
-    *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),
-    *("training/loss_scaler", "modeling/build", "config/optimizers"),
-    *("modeling/linear_cross_entropy", "modeling/parameter_groups", "modeling/activation_checkpointing"),
-    *("modeling/sequence_parallel", "data/batches/sequence_slices", "modeling/router_balance"),
-    *("modeling/tensor_parallel", "modeling/expert_parallel"),
-    *("training/engine/tensor_slices", "training/engine/expert_slices", "training/distributed"),
-    *("precision/fp8", "precision/fp8_reference", "tools/parity/fp8_linear"),
-    *("precision/regions", "precision/manifest", "precision/loss_scale", "config/deepspeed/combinations"),
-]
-"""Modules whose code determines what a cell measures."""
 
 
 def conditions(processes: int, steps: int) -> dict[str, Any]:
     """The conditions that all results of one matrix must share."""
-    code = b"".join((REPOSITORY / f"{name}.py").read_bytes() for name in _CODE)
     machine = environment({})
     return {
         "processes": processes,
         "steps": steps,
-        **{package: version(package) for package in ("deepspeed", "torch", "transformers")},
+        **{package: version(package) for package in PACKAGES},
         "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
-        "code": hashlib.sha256(code).hexdigest()[:12],
+        "code": made_of(folder="lab/matrix"),
     }
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from config.cli import REPOSITORY
-from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, Combination, combinations, refusal
+from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, UPSTREAM, combinations, refusal
 from config.errors import UserError
 from lab.matrix.cells import ACCUMULATIONS, COARSEST, ROUNDINGS, WHOLE, Cell, all_cells
 from precision.tolerance import tolerance
@@ -97,8 +97,8 @@ def _counted(verdicts: Sequence[str], bare: Sequence[str]) -> str:
 
 def _opening(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
     minutes = sum(results[cell.name]["seconds"] for cell in cells) / 60
-    bare = [results[cell.name]["upstream"]["verdict"] for cell in cells if "upstream" in results[cell.name]]
-    counted = _counted([results[cell.name]["verdict"] for cell in cells], bare)
+    judged = [results[cell.name] for cell in cells]
+    counted = _counted([one["verdict"] for one in judged], [one["verdict"] for one in _bare(judged)])
     bounds = ", ".join(f"{tolerance(ROUNDINGS, COARSEST[name]):.1e} in {name.upper()}" for name in COMPUTES["cast"])
     return f"""# The precision matrix
 
@@ -142,7 +142,7 @@ def _summary(cells: Sequence[Cell], results: Results) -> str:
         for compute in [compute for compute in computes if compute not in FP8]:
             row = [f"{path} {compute.upper()}"]
             for stage in STAGES:
-                here = [c for c in _plain(cells) if c.combination[:3] == (path, compute, stage)]
+                here = [c for c in cells if c.plain and c.combination[:3] == (path, compute, stage)]
                 row.append(_summary_entry(here, results))
             rows.append(row)
     return section(
@@ -154,36 +154,30 @@ def _summary(cells: Sequence[Cell], results: Results) -> str:
 
 
 def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
-    verdicts = sorted({results[cell.name]["verdict"] for cell in cells})
-    text = " ".join(_SIGNS[verdict] for verdict in verdicts)
-    masters = _largest((results[cell.name]["errors"] for cell in cells), "masters")
-    text += f" {masters}" if masters else ""
-    wrong = [results[cell.name]["upstream"] for cell in cells if "upstream" in results[cell.name]]
-    wrong = [judged for judged in wrong if judged["verdict"] != "verified"]
-    if not wrong:
-        return text
-    return f"{text} ({_wrong_upstream(wrong)})"
+    judged = [results[cell.name] for cell in cells]
+    masters, wrong = _largest(judged, "masters"), [one for one in _bare(judged) if one["verdict"] != "verified"]
+    bare = f"({_wrong_upstream(wrong)})" if wrong else ""
+    return " ".join(filter(None, [*_verdicts(judged), masters, bare]))
 
 
 def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
     """A short description of what is wrong in these results of bare DeepSpeed."""
     if any(judged["verdict"] == "raised" for judged in wrong):
         return "raises"
-    if all("norm" not in judged["errors"] for judged in wrong):
-        return "no norm"
-    numbers = [judged["errors"] for judged in wrong]
-    return f"masters {_largest(numbers, 'masters')}, norm {_largest(numbers, 'norm')}"
+    norm = _largest(wrong, "norm")
+    return f"masters {_largest(wrong, 'masters')}, norm {norm}" if norm else "no norm"
 
 
 def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
     """The table of DeepSpeed's known errors, with the measurements."""
     rows = []
     for row in UPSTREAM:
-        here = [c for c in _plain(cells) if row.covers(c.combination, clipping=c.clipping)]
-        bare = [results[cell.name]["upstream"] for cell in here if "upstream" in results[cell.name]]
+        plain = (c for c in cells if c.plain and row.covers(c.combination, clipping=c.clipping))
+        judged = [results[cell.name] for cell in plain]
+        bare = _bare(judged)
         clipping = {None: "", True: ", clipping on", False: ", clipping off"}[row.clipping]
         where = f"{row.path} {', '.join(row.computes).upper()}, ZeRO-{', '.join(map(str, row.stages))}{clipping}"
-        masters = _largest((results[cell.name]["errors"] for cell in here), "masters")
+        masters = _largest(judged, "masters")
         mine = f"refused: {row.instead}" if row.refused else f"repaired: masters {masters}"
         rows.append([where, row.problem, _wrong_upstream(bare) if bare else "not run", mine])
     return section("Wrong upstream", Table(["where", "what", "bare DeepSpeed", "Mantissa"], rows))
@@ -231,24 +225,14 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
     if path == "manifest":
         note += " MIXED is `config/manifests/llama_mixed.json`: BF16 with FP16 queries and keys and an FP32 head."
     rows = []
-    for combination in combinations():
-        if combination.path == path and combination.compute not in FP8:
-            rows += _combination_rows(combination, _plain(cells), results)
+    for combination in (each for each in combinations() if each.path == path and each.compute not in FP8):
+        here = [cell for cell in cells if cell.plain and cell.combination == combination]
+        for clipping, accumulation in sorted({(cell.clipping, cell.accumulation) for cell in here}):
+            corner = (c for c in here if (c.clipping, c.accumulation) == (clipping, accumulation))
+            judged = [results[cell.name] for cell in corner]
+            row = [str(combination), "on" if clipping else "off", str(accumulation), *_numbers(judged)]
+            rows.append(row + (_numbers(_bare(judged)) if path == "cast" else []))
     return section(title, note, Table(columns, rows))
-
-
-def _combination_rows(combination: Combination, cells: Sequence[Cell], results: Results) -> list[list[str]]:
-    rows = []
-    here = [cell for cell in cells if cell.combination == combination]
-    for clipping in (False, True):
-        for accumulation in sorted({cell.accumulation for cell in here}):
-            corner = [c for c in here if (c.clipping, c.accumulation) == (clipping, accumulation)]
-            row = [str(combination), "on" if clipping else "off", str(accumulation)]
-            row += _numbers([results[cell.name] for cell in corner])
-            if combination.path == "cast":
-                row += _numbers([results[cell.name]["upstream"] for cell in corner])
-            rows.append(row)
-    return rows
 
 
 def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
@@ -285,8 +269,7 @@ def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[
             judged = [results[cell.name] for cell in here]
             if judged:
                 stages = ", ".join(str(cell.combination.stage) for cell in here)
-                verdict = " ".join(sorted({_SIGNS[item["verdict"]] for item in judged}))
-                row = [f"`{setting}`, {compute.upper()}", stages, verdict, *_numbers(judged)]
+                row = [f"`{setting}`, {compute.upper()}", stages, " ".join(_verdicts(judged)), *_numbers(judged)]
                 rows.append([*row, _bare_entry(here, results)])
     refused = [(f"`{each}`", ", ".join(map(str, each.stages)), each.refused) for each in SETTINGS if each.refused]
     return section(
@@ -303,7 +286,7 @@ def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[
 def _bare_entry(cells: Sequence[Cell], results: Results) -> str:
     """Bare DeepSpeed's largest error of the masters where it is right, and what is wrong at which other stages."""
     run = [(cell.combination.stage, results[cell.name]["upstream"]) for cell in cells if cell.bare]
-    right = _largest((judged["errors"] for _, judged in run if judged["verdict"] == "verified"), "masters")
+    right = _largest([judged for _, judged in run if judged["verdict"] == "verified"], "masters")
     wrong: dict[str, list[str]] = {}
     for stage, judged in run:
         if judged["verdict"] != "verified":
@@ -355,21 +338,25 @@ def _limits() -> str:
 Next: [scripts for each error of DeepSpeed](upstream/README.md), [which dtype is used where](numerics.md)."""
 
 
+def _bare(judged: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of bare DeepSpeed beside these."""
+    return [one["upstream"] for one in judged if "upstream" in one]
+
+
+def _verdicts(judged: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted({_SIGNS[one["verdict"]] for one in judged})
+
+
 def _numbers(judged: Sequence[dict[str, Any]]) -> list[str]:
     """Largest errors of loss, norm and masters; the verdict in the first cell where there are none."""
     bad = sorted({item["verdict"] for item in judged} - {"verified"})
-    found = [_largest((item["errors"] for item in judged), name) for name in ("loss", "norm", "masters")]
+    found = [_largest(judged, name) for name in ("loss", "norm", "masters")]
     if not any(found):
         return [_SIGNS[bad[0]], "", ""]
     found = [text or "none" for text in found]
     return [f"**{text}**" for text in found] if bad else found
 
 
-def _largest(numbers: Iterable[dict[str, float]], name: str) -> str:
-    values = [item[name] for item in numbers if name in item]
+def _largest(judged: Sequence[dict[str, Any]], name: str) -> str:
+    values = [one["errors"][name] for one in judged if name in one["errors"]]
     return f"{max(values):.1e}" if values else ""
-
-
-def _plain(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells without a setting or an optimizer of their own, and without FP8."""
-    return [cell for cell in cells if cell.plain]

@@ -1,9 +1,8 @@
 """Measure one cell of the precision matrix: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
 
-The reference is plain torch in FP32 in one process, the whole batch at once, with torch's own AdamW and clipping. Of an
-FP8 cell it multiplies FP8 operands as well, made by `precision.fp8_reference`; with another optimizer it is in FP64,
-with the rule of `tools.parity.oracle.optimizers`. It starts from the same weights; for bare DeepSpeed on the cast path
-from weights rounded to the cell's dtype, as its masters are.
+The reference is one process of plain torch in FP32 with torch's own AdamW and clipping; FP8 cells multiply FP8 operands
+there as well, and other optimizers step in FP64 by `tools.parity.oracle.optimizers`. It starts from the same weights;
+for bare DeepSpeed on the cast path from weights rounded to the cell's dtype, as its masters are.
 """
 
 from __future__ import annotations

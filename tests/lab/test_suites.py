@@ -37,20 +37,29 @@ def test_suites_are_targets_of_make() -> None:
     assert [name for name in SUITES if f"\n{name}: " not in targets] == []
 
 
-def test_a_suite_is_run_once_a_commit_and_the_page_names_what_failed(tmp_path: Path, monkeypatch) -> None:
+def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(
+    tmp_path: Path, monkeypatch
+) -> None:
     ran: list[str] = []
 
     def run(command: list[str], log: Path) -> Result:
         ran.append(command[1])
         return Result(5, 1, 2, 60.0, ["tests/a.py::test_b"]) if command[1] == "chaos" else Result(7)
 
-    page = REPOSITORY / "docs/tested.md"
     clean = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(suites, "run", run)
-    monkeypatch.setattr(suites, "environment", lambda extra: FACTS)
+    facts = {
+        "git": None,
+        "cpu": {"usable_cores": 2, "model": "A"},
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"},
+    }
+    monkeypatch.setattr(suites, "environment", lambda extra: facts)
     monkeypatch.setattr(suites.subprocess, "run", lambda *words, **options: clean)
     monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
     page = tmp_path / "tested.md"
+    with pytest.raises(UserError, match="commit"):
+        suites.run_suites(tmp_path, page, None, again=False)
+    facts["git"] = {"commit": "0123456789abcdef"}
     assert suites.run_suites(tmp_path, page, "test", again=False) == DONE
     assert ran == ["test"] and "| `make chaos` | saves killed at every phase | not run |  |" in page.read_text()
     assert suites.run_suites(tmp_path, page, None, again=False) == CRASH
@@ -58,17 +67,3 @@ def test_a_suite_is_run_once_a_commit_and_the_page_names_what_failed(tmp_path: P
     assert (
         "5 passed, 1 failed, 2 skipped | 1 min |" in page.read_text() and "- `tests/a.py::test_b`" in page.read_text()
     )
-
-
-FACTS = {
-    "git": {"commit": "0123456789abcdef"},
-    "cpu": {"usable_cores": 2, "model": "A"},
-    "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"},
-}
-
-
-def test_what_is_not_committed_is_not_recorded(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(suites, "environment", lambda extra: FACTS | {"git": None})
-    with pytest.raises(UserError, match="commit"):
-        suites.run_suites(tmp_path, tmp_path / "tested.md", None, again=False)

@@ -1,11 +1,9 @@
 """Find the first step at which a run departs from its FP32 twin, and the first module within that step.
 
-A run is never compared with another trajectory, since healthy ones drift apart: each step is recomputed as the run made
-it, and beside it in plain FP32 from the same masters on the same batch (`tools.parity.steps`), judged by the
-`parity:` bounds of the run's config. Of a model with dropout, what is compared with FP32 is the same step without it,
-and its update is that of the values that the run dropped. First the checkpoints are searched by halves for the first
-whose next steps leave the bounds, then every step is made from the one before it. So what is looked for has to last: an
-error of a single step that no later step repeats is found only where the walk comes by.
+Healthy trajectories drift apart, so each step is recomputed as the run made it, and beside it in plain FP32 from the
+same masters on the same batch (`tools.parity.steps`), judged by the `parity:` bounds of the run's config; of a model
+with dropout, without it. First the checkpoints are searched by halves for the first whose next steps leave the bounds,
+then every step is made from the one before it. An error of a single step is found only where the walk comes by.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched, without_accelerate
 from config.options import positive_int
+from launch.job import job_command
 from tools.replay.recorded import last_step, read_recorded, require_layout
 from tracking.compare.surviving import read_run_events
 from tracking.run_dir import RunDir
@@ -65,9 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         other = under(resolved, options.what_if, environment)
     if launches:
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         again = ["-m", "tools.replay", *(sys.argv[1:] if arguments is None else arguments)]
-        os.execv(sys.executable, [sys.executable, *launch, *again])
+        os.execv(sys.executable, job_command(again, processes=processes))
     log = print if is_rank_0() else lambda text: None
     if other is not None:
         from tools.replay.what_if import what_if

@@ -1,8 +1,7 @@
 """Try a recorded step, and some after it, under another precision: would the run have survived?
 
-A guard that goes on knows three outcomes of a step: applied; skipped for an FP16 overflow that the loss scale answers;
-or an incident. The run survives when the window has no incident and ends with an applied step. Where the record's step
-was itself such a routine overflow, which no run dies of, it has to be applied now.
+It survives when the guard has no incident in the window and its last step is applied. Where the record's step was
+itself an overflow that the loss scale answers, which no run dies of, it has to be applied now.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class Job:
         parser = argparse.ArgumentParser()
         parser.add_argument("spec", type=Path)
         parser.add_argument("result", type=Path)
-        parser.add_argument("--local_rank", help="added by the deepspeed launcher; the environment has it, too")
         parser.add_argument("--compile", action="store_true", help="compile what the library compiles")
         options = parser.parse_args(arguments)
         self.spec, self._result, self.compiled = Spec.read(options.spec), options.result, options.compile

@@ -95,43 +95,33 @@ def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None
     assert check == {"of": "mantissa/trainer", "least": value, "value": pytest.approx(1.0), "holds": holds}
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("key_value_heads", [2, 4])
-def test_flops_per_token_are_those_that_torch_counts(tied, key_value_heads) -> None:
+@pytest.mark.parametrize(
+    "frozen",
+    ["nothing", "nothing, tied", "factors", "factors of two", "factors, the output trained whole", "one layer"],
+)
+def test_flops_per_token_are_those_that_torch_counts(frozen: str, key_value_heads: int) -> None:
+    """Without matmuls whose gradients nobody needs: of every frozen weight, and of inputs below the first trained."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    sizes |= {"vocab_size": 50}
-    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=key_value_heads, tie_word_embeddings=tied)
+    sizes |= {"num_key_value_heads": key_value_heads, "vocab_size": 50}
+    shape = AutoConfig.for_model("llama", **sizes, tie_word_embeddings=frozen.endswith("tied"))
     model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
-    tokens = torch.randint(50, (2, 24))
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=tokens, use_cache=False).logits.sum().backward()
-    # rotary embeddings multiply their frequencies by positions in a matmul of their own, forward only
-    rotary = 2 * 2 * 24 * (64 // 4) / 2
-    assert counter.get_total_flops() == pytest.approx(flops_per_token(model, 24) * tokens.numel(), abs=2 * rotary)
-
-
-@pytest.mark.parametrize("frozen", ["factors", "factors of two", "factors, the output trained whole", "one layer"])
-def test_flops_of_frozen_weights_are_those_that_torch_counts(frozen: str) -> None:
-    """Matmuls whose gradients nobody needs: of every frozen weight, and of inputs below the first trained one."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
-    shape = AutoConfig.for_model("llama", **sizes, num_key_value_heads=2, vocab_size=50, tie_word_embeddings=False)
-    model = AutoModelForCausalLM.from_config(shape, attn_implementation="eager")
-    whole, tokens = flops_per_token(model, 24), torch.randint(50, (2, 24))
-    saved = not_needed = 0
+    whole, tokens, not_needed = flops_per_token(model, 24), torch.randint(50, (2, 24)), 0
     if frozen == "one layer":
         model.model.layers[1].mlp.requires_grad_(False)
-        saved = 2 * 3 * 64 * 96
-        assert flops_per_token(model, 24) == whole - saved
-    else:
+        assert flops_per_token(model, 24) == whole - 2 * 3 * 64 * 96
+    elif frozen.startswith("factors"):
         targets = ("q_proj", "v_proj") if frozen.endswith("two") else ("all-linear",)
         kept = ("lm_head",) if frozen.endswith("whole") else ()
         add_adapter(model, AdapterSection(kind="lora", r=8, target_modules=targets, modules_to_save=kept), seed=0)
         first = model.model.layers[0].self_attn
-        queries_keys_values = [first.q_proj, first.k_proj, first.v_proj]
-        not_needed = sum(2 * 64 * 64 if layer is first.q_proj else 2 * 64 * 32 for layer in queries_keys_values)
-        not_needed += sum(2 * 64 * 8 for layer in queries_keys_values if hasattr(layer, "lora_A"))
+        not_needed = 2 * 64 * (64 + 2 * 16 * key_value_heads)
+        not_needed += sum(
+            2 * 64 * 8 for layer in (first.q_proj, first.k_proj, first.v_proj) if hasattr(layer, "lora_A")
+        )
     with FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    # rotary embeddings multiply their frequencies by positions in a matmul of their own, forward only
     rotary = 2 * 2 * 24 * (64 // 4) / 2
     expected = (flops_per_token(model, 24) - not_needed) * tokens.numel()
     # keys of the first block without factors need no gradient themselves: a product less in its attention

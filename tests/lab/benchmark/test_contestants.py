@@ -14,7 +14,8 @@ from tracking.compare.surviving import read_events
 
 pytestmark = pytest.mark.slow
 
-ALL = ",".join([*MANTISSA, *(name for name in PEERS if name not in TITAN)])  # which test_titan.py has
+PRETRAINING = [name for name, peer in PEERS.items() if "pretrain" in peer.tasks and name not in TITAN]
+ALL = ",".join([*MANTISSA, *PRETRAINING])  # test_titan.py has torchtitan, test_trl.py TRL
 COMPUTES = {"mantissa-fp32": ("fp32", False), "mantissa-fp16": ("fp16", False), "mantissa-manifest": ("fp32", True)}
 """The parameters' dtype, and whether regions of a manifest compute in BF16."""
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from transformers import GPT2Config, LlamaConfig
@@ -9,7 +10,6 @@ from transformers import GPT2Config, LlamaConfig
 from config.errors import UserError
 from lab.benchmark.command import read_bounds
 from lab.benchmark.contestants import Runner, parted
-from lab.benchmark.peers.titan_terms import require_llama, unsupported_reason
 from lab.benchmark.spec import Spec
 from tests.lab.benchmark.benchmark_cases import RECIPE
 
@@ -39,34 +39,24 @@ def work(folder, config, **changed) -> Spec:
     return replace(spec, **changed)
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        (GPT2Config(n_embd=8, n_head=2, n_layer=1), "supports only llama of its models, not gpt2"),
-        (LlamaConfig(**SIZES, attention_bias=True), "attention_bias = False, this one True"),
-        (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
-            "this one's are linear",
-        ),
-    ],
-)
-def test_another_model_is_refused(config, said, tmp_path) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
-        require_llama(config)
-    assert said in str(unsupported_reason(work(tmp_path, config)))
+LLAMA = LlamaConfig(**SIZES)
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+FP16: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}}
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("config", "changed", "said"),
     [
-        ({"deepspeed": {"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}}}, "has no fp16"),
-        ({"offload": "optimizer"}, "not the optimizer alone"),
-        ({"activation_checkpointing": "selective"}, "no activation checkpointing like selective"),
+        (GPT2Config(n_embd=8, n_head=2, n_layer=1), {}, "supports only llama of its models, not gpt2"),
+        (LlamaConfig(**SIZES, attention_bias=True), {}, "attention_bias = False, this one True"),
+        (LlamaConfig(**SIZES, rope_parameters=LINEAR), {}, "this one's are linear"),
+        (LLAMA, FP16, "has no fp16"),
+        (LLAMA, {"offload": "optimizer"}, "not the optimizer alone"),
+        (LLAMA, {"activation_checkpointing": "selective"}, "no activation checkpointing like selective"),
     ],
 )
-def test_work_that_it_cannot_be_given_is_left_to_the_others(changed, said, tmp_path) -> None:
-    spec = work(tmp_path, LlamaConfig(**SIZES), **changed)
-    runner = Runner(tmp_path, 1, ("--config", RECIPE), spec)
+def test_work_that_it_cannot_be_given_is_left_to_the_others(config, changed, said, tmp_path) -> None:
+    runner = Runner(tmp_path, 1, ("--config", RECIPE), work(tmp_path, config, **changed))
     chosen, skipped = parted(["mantissa", "torchtitan"], runner.refusal, "train this")
     assert chosen == ["mantissa"] and said in skipped["torchtitan"]
     with pytest.raises(UserError, match=re.escape(said)):
