@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -148,8 +147,8 @@ class _Counter:
         self._hooks.__enter__()
         return self
 
-    def __exit__(self, kind: type | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self._hooks.__exit__(kind, value, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
         for handle in self._handles:
             handle.remove()
         for own, function in self._checkpoints:

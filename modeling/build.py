@@ -34,10 +34,14 @@ from config.load import show
 from config.rules import QUANTISED_BASES
 from config.schema import AdapterSection, ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
+from modeling.expert_parallel import EXPERT_COUNTS, expert_count
 from modeling.quantised_base import freeze_quantised, loading_options, quantised_parameters
 from modeling.tensor_parallel import cut
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
+
+
+"""Context in which full parameters are writable; yields whether this rank must write them."""
 
 
 def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
@@ -45,13 +49,11 @@ def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManage
     return nullcontext(True)
 
 
-"""Context in which full parameters are writable; yields whether this rank must write them."""
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SIZE = re.compile(r"(?:num|n)_\w+|d_model|\w*(?:size|dim|layers?|heads?)")
 """Parts of the names of sizes and counts in architectures' configs."""
 _NEEDED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size"),
-    *_EXPERTS,
+    *EXPERT_COUNTS,
 )
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 """Part of the name of a block's parameter, such as model.layers.1.mlp.up_proj.weight."""
@@ -101,7 +103,7 @@ def require_shares(config: PretrainedConfig) -> None:
             f"model.config.num_key_value_heads = {groups}: does not divide model.config.num_attention_heads = {heads}"
         )
         raise UserError(f"{both}; change one of them")
-    experts = next((getattr(config, name) for name in _EXPERTS if isinstance(getattr(config, name, None), int)), None)
+    experts = expert_count(config)
     used = getattr(config, "num_experts_per_tok", None)
     if experts and isinstance(used, int) and not 0 < used <= experts:
         raise UserError(f"model.config.num_experts_per_tok = {used}: there are {experts} experts; give 1 to {experts}")
@@ -242,23 +244,15 @@ def _loaded(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context that hides transformers' table of missing and unexpected tensors, unless loading fails."""
+    """Context that hides transformers' table of missing and unexpected tensors; `drawn_notes` names them."""
     logger = logging.getLogger("transformers.modeling_utils")
-    held: list[logging.LogRecord] = []
 
     def keep(record: logging.LogRecord) -> bool:
-        is_report = "LOAD REPORT" in record.getMessage()
-        held.extend([record] if is_report else [])
-        return not is_report
+        return "LOAD REPORT" not in record.getMessage()
 
     logger.addFilter(keep)
     try:
         yield
-    except BaseException:
-        logger.removeFilter(keep)
-        for record in held:
-            logger.handle(record)
-        raise
     finally:
         logger.removeFilter(keep)
 
@@ -291,13 +285,9 @@ def drawn_notes(model: PreTrainedModel) -> list[str]:
     if lacking := getattr(model, "drawn", []):
         notes.append(f"model.name_or_path has no {', '.join(lacking)}: initialised with run.seed")
     if unread := getattr(model, "not_read", []):
-        more = f" and {len(unread) - _NAMED} more" if len(unread) > _NAMED else ""
-        notes.append(f"model.name_or_path has unused tensors: {', '.join(unread[:_NAMED])}{more}")
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        notes.append(f"model.name_or_path has unused tensors: {', '.join(unread[:5])}{more}")
     return notes
-
-
-_NAMED = 5
-"""Tensors that a note names."""
 
 
 def _require_flex_attention_on_cpu() -> None:

@@ -22,14 +22,14 @@ from modeling.tensor_parallel import CUT, Cut, Ranks
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
 """Kinds of models whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
 
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Keys of the number of experts of a layer."""
 
 
 def expert_count(shape: PretrainedConfig) -> int | None:
     """Experts of a layer by a model's config; None where it names none."""
     text = shape.get_text_config()
-    return next((int(getattr(text, key)) for key in _COUNTS if getattr(text, key, None)), None)
+    return next((int(getattr(text, key)) for key in EXPERT_COUNTS if getattr(text, key, None)), None)
 
 
 def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:

@@ -178,40 +178,32 @@ def _norm(module: Any, norm: Norm, dtype: torch.dtype) -> _Replacement:
 def _gated(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
     from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction, LigerGELUMulFunction, LigerSiLUMulFunction
 
-    own = type(module).forward
+    own, joined = type(module).forward, hasattr(module, "gate_up_proj")
     name = getattr(config, "hidden_activation", None) or config.hidden_act
     silu = name in ("silu", "swish")
-    if hasattr(module, "gate_up_proj"):
-        if not silu:
-            return None
-
-        def fused(both: torch.Tensor) -> torch.Tensor:
-            rows = both.flatten(0, -2)  # Liger 0.8.5 hands back the gradient of rows whatever it was given
-            return LigerFusedGateUpSiLUMulFunction.apply(rows).unflatten(0, both.shape[:-1])
-
-        def fused_forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
-            if hidden.dtype != dtype:
-                return own(self, hidden)
-            return self.down_proj(fused(self.gate_up_proj(hidden)))
-
-        def by_torch(both: torch.Tensor) -> torch.Tensor:
-            gate, up = both.chunk(2, dim=-1)
-            return up * module.activation_fn(gate)
-
-        width = 2 * config.intermediate_size
-        return _Replacement("SwiGLU", fused_forward, by_torch, fused, ((1, _ROWS, width),))
-    if not silu and name != "gelu_pytorch_tanh":
+    if not silu and (joined or name != "gelu_pytorch_tanh"):
         return None
-    product = LigerSiLUMulFunction.apply if silu else LigerGELUMulFunction.apply
+
+    def fused(both: torch.Tensor) -> torch.Tensor:
+        rows = both.flatten(0, -2)  # Liger 0.8.5 hands back the gradient of rows whatever it was given
+        return LigerFusedGateUpSiLUMulFunction.apply(rows).unflatten(0, both.shape[:-1])
+
+    def by_torch(*given: torch.Tensor) -> torch.Tensor:
+        gate, up = given[0].chunk(2, dim=-1) if joined else given
+        return (module.activation_fn if joined else module.act_fn)(gate) * up
+
+    product: Callable[..., torch.Tensor] = LigerSiLUMulFunction.apply if silu else LigerGELUMulFunction.apply
+    kernel = fused if joined else product
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype != dtype:
             return own(self, hidden)
-        return self.down_proj(product(self.gate_proj(hidden), self.up_proj(hidden)))
+        given = [self.gate_up_proj(hidden)] if joined else [self.gate_proj(hidden), self.up_proj(hidden)]
+        return self.down_proj(kernel(*given))
 
-    shapes = ((1, _ROWS, config.intermediate_size),) * 2
-    label = "SwiGLU" if silu else "GEGLU"
-    return _Replacement(label, forward, lambda gate, up: module.act_fn(gate) * up, product, shapes)
+    width = config.intermediate_size
+    shapes = ((1, _ROWS, 2 * width),) if joined else ((1, _ROWS, width),) * 2
+    return _Replacement("SwiGLU" if silu else "GEGLU", forward, by_torch, kernel, shapes)
 
 
 def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+from modeling.linear_cross_entropy import IGNORED
+from modeling.objectives.objective import Forward
+
 CHUNK_VALUES = 1 << 24
 """Logits that are widened at a time."""
 
@@ -20,6 +23,14 @@ def token_log_probs(
 ) -> torch.Tensor:
     """log softmax(logits / temperature)[targets] in nats, (...) FP32, or FP64 where the logits are; 0 where ignored."""
     return _TokenLogProbs.apply(logits, targets, ignored, temperature)
+
+
+def answer_log_probs(forward: Forward, inputs: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
+    """FP32 of the shape of the inputs `input_ids` and `targets`: log-probabilities of these targets, as above."""
+    ids, targets = inputs["input_ids"].flatten(0, -2), inputs["targets"].flatten(0, -2)
+    logits = forward(input_ids=ids, use_cache=False).logits
+    found = token_log_probs(logits, targets, ignored=IGNORED, temperature=temperature)
+    return found.view(inputs["targets"].shape)
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,16 +54,13 @@ class PrecisionMismatch(UserError):
 class Observation:
     """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
 
-    def __init__(
-        self, model: torch.nn.Module, *, with_inner: bool = True, in_backward: Callable[[], bool] = lambda: False
-    ) -> None:
-        """with_inner: whether to observe `inner`, too. in_backward: whether what runs now inside a `forward` belongs to
-        the backward pass."""
+    def __init__(self, model: torch.nn.Module, *, in_backward: Callable[[], bool] = lambda: False) -> None:
+        """in_backward: whether what runs now inside a `forward` belongs to the backward pass."""
         self.flops: dict[str, int] = defaultdict(int)
         """Dtype to matmul FLOPs of the observed forward passes and recomputations."""
         self._matmuls: dict[str, set[str]] = defaultdict(set)
         self._norms: dict[str, set[str]] = defaultdict(set)
-        self.inner = InnerDtypes(model, root=ROOT) if with_inner else None
+        self.inner = InnerDtypes(model, root=ROOT)
         """The dtypes of all operations but matmuls."""
         self._model = model
         self._in_backward = in_backward
@@ -94,19 +90,16 @@ class Observation:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._exit.close()
         self._running.clear()
 
     def _entering(self, name: str) -> Callable[..., None]:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._running and self.inner is not None:
+            if not self._running:
                 self.inner.forget()
             self._running.append(name)
-            if self.inner is not None:
-                self.inner.enter(name, (args, kwargs))
+            self.inner.enter(name, (args, kwargs))
 
         return enter
 
@@ -133,12 +126,11 @@ class Observation:
         if "backward" in name or self._in_backward():
             return
         if not self._running:
-            if self.inner is not None and torch._C._current_graph_task_id() == -1:  # not autograd, but the loss
+            if torch._C._current_graph_task_id() == -1:  # not autograd, but the loss
                 self.inner.see(None, name, args, output)
             return
         where = self._running[-1]
-        if self.inner is not None:
-            self.inner.see(where, name, args, output)
+        self.inner.see(where, name, args, output)
         if name in _NORMS:
             self._norms[where].update(_dtypes(args, (0,)))
             return
@@ -148,11 +140,10 @@ class Observation:
             return
         dtypes = ["fp8"] * 2 if is_multiplying() else _dtypes(args, operands)
         self._matmuls[where].update(dtypes)
-        if self.inner is not None:
-            if attention:
-                self.inner.see_attention(where, name)
-            else:
-                self.inner.see_matmul(where, dtypes)
+        if attention:
+            self.inner.see_attention(where, name)
+        else:
+            self.inner.see_matmul(where, dtypes)
         self.flops[dtypes[0]] += _attention_flops(*args[:3]) if attention else _flops(func, name, args, output)
 
 

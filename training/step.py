@@ -154,15 +154,13 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
     Raises PrecisionMismatch, which names the module. Sums inside a module in a lower dtype than the reference path's
     are only recorded: a model may intend them, and the parity gate judges it.
     """
-    regions, inner = parts.engine.regions, watch.inner
-    further = {}
-    if inner is not None:
-        report = inner.report(**promises(parts.resolved.config, parts.engine.compute, regions))
-        further["inner"] = over_ranks(parts.engine.world.gather_objects(report))
+    regions = parts.engine.regions
+    report = watch.inner.report(**promises(parts.resolved.config, parts.engine.compute, regions))
+    inner = over_ranks(parts.engine.world.gather_objects(report))
     if regions is not None:
         verify(watch, regions.dtypes, may_idle=regions.may_idle)
     share = watch.flop_share()
-    parts.record.event("precision", step=progress.step, tokens=progress.tokens, flop_share=share, **further)
+    parts.record.event("precision", step=progress.step, tokens=progress.tokens, flop_share=share, inner=inner)
 
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:

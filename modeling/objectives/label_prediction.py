@@ -62,7 +62,7 @@ class LabelPrediction:
         right: torch.Tensor | None = None,
     ) -> Scored:
         """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
-        return Scored(loss, self._sums(labels, right), losses)
+        return Scored(loss, self._sums(labels, right, losses), losses if weights is None else losses * weights)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """Share of labels that are the model's likeliest token; empty unless evaluations are judged."""
@@ -70,7 +70,9 @@ class LabelPrediction:
             return {}
         return {"token_accuracy": sums[-2] / sums[-1]}
 
-    def _sums(self, labels: torch.Tensor, right: torch.Tensor | None) -> torch.Tensor | None:
+    def _sums(
+        self, labels: torch.Tensor, right: torch.Tensor | None, losses: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         if not self._judged:
             return None
         if right is None:
@@ -88,24 +90,18 @@ class RowPrediction(LabelPrediction):
         """One by the number of labels of the row that a label belongs to."""
         return 1.0 / labels_of_row(labels, inputs.get("position_ids")).clamp_(min=1)
 
-    def scored(
-        self,
-        loss: torch.Tensor,
-        losses: torch.Tensor,
-        labels: torch.Tensor,
-        weights: torch.Tensor | None,
-        right: torch.Tensor | None = None,
-    ) -> Scored:
-        """The sums begin with that of the cross-entropy of all labels, and how many they are."""
-        assert weights is not None
-        sums = torch.stack([losses.double().sum(), (labels != IGNORED).sum().double()])
-        judged = self._sums(labels, right)
-        return Scored(loss, sums if judged is None else torch.cat([sums, judged]), losses * weights)
-
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
         """The mean over labels, which is what the other way of counting trains."""
         loss, labels = sums[:2]
         return {"token_loss": loss / max(labels, 1.0)} | super().metrics(sums, count)
+
+    def _sums(
+        self, labels: torch.Tensor, right: torch.Tensor | None, losses: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        assert losses is not None, "the weights of rows need the losses of all labels"
+        own = torch.stack([losses.double().sum(), (labels != IGNORED).sum().double()])
+        judged = super()._sums(labels, right)
+        return own if judged is None else torch.cat([own, judged])
 
 
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:

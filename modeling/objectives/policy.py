@@ -70,12 +70,6 @@ def corrections(gap: torch.Tensor, section: GrpoSection) -> torch.Tensor:
     return torch.where(kept, weight, 0.0)
 
 
-def answer_log_probs(forward: Forward, inputs: dict[str, Any], temperature: float) -> torch.Tensor:
-    """(micro, length) FP32: log-probabilities of `inputs["targets"]` in nats; 0 where these are ignored."""
-    logits = forward(input_ids=inputs["input_ids"], use_cache=False).logits
-    return token_log_probs(logits, inputs["targets"], ignored=IGNORED, temperature=temperature)
-
-
 class PolicyGradient:
     """The loss of sampled answers. In an evaluation, where there is no old policy, it is minus the reward."""
 

@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from config.schema import PreferenceSection
 from modeling.linear_cross_entropy import IGNORED
-from modeling.log_probs import token_log_probs
+from modeling.log_probs import answer_log_probs
 from modeling.objectives.objective import Forward, Scored
 
 Off = Callable[[], AbstractContextManager[None]]
@@ -109,10 +109,3 @@ class Preference:
 def log_probs(forward: Forward, inputs: dict[str, Any]) -> torch.Tensor:
     """(micro, 2) FP32: log-probabilities of both answers of each pair, summed over their tokens, in nats."""
     return answer_log_probs(forward, inputs).sum(-1)
-
-
-def answer_log_probs(forward: Forward, inputs: dict[str, Any]) -> torch.Tensor:
-    """(micro, 2, length) FP32: log-probabilities of the tokens of both answers, in nats; 0 outside of the answers."""
-    ids, targets = inputs["input_ids"], inputs["targets"]
-    logits = forward(input_ids=ids.flatten(0, 1), use_cache=False).logits
-    return token_log_probs(logits, targets.flatten(0, 1), ignored=IGNORED).view(ids.shape)

@@ -52,7 +52,6 @@ def observed(world: World, *, loss: str, folder: str) -> dict[str, Any]:
             health = engine.health(engine.forward_backward(batch, step=1))
         handle.remove()
         engine.discard_gradients()
-        assert seen.inner is not None
         inner = {what: dict(seen.inner.found[what]) for what in (LOSS_SUM, ROTARY)}
     return {
         "step": (health.loss, health.grad_norm),

@@ -285,15 +285,6 @@ def test_what_it_needs_is_told(monkeypatch, architecture: str, device: str, miss
         require_liger(architecture, torch.device(device))
 
 
-def test_a_job_that_cannot_have_it_ends_at_once(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    if not interpreted_liger.why_not():
-        pytest.skip("it can have it")
-    said = finish(command("python", tmp_path, "refused", "model.kernels=liger"), exit_code=2)
-    assert "error: model.kernels = liger: " in said and "Traceback" not in said
-    assert not list(tmp_path.glob("runs/refused/checkpoints/step-*"))
-
-
 def test_a_run_that_has_to_do_without_says_so_at_its_start(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter gives a CPU the choice that a GPU has."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

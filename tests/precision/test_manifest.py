@@ -1,7 +1,6 @@
 """The manifest: what the file may say, which rule wins, and what a mistake is told."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -85,19 +84,6 @@ def test_a_mistake_is_one_line_and_breaks_the_schema_too(tmp_path: Path, content
     message = str(caught.value)
     assert told in message and message.startswith(f"{path}: ") and "\n" not in message
     assert not VALIDATOR.is_valid(content)
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ('{"default": "bf16", "default": "fp16"}', "default is given twice in one object"),
-        ('{"default": "bf16"', "not valid JSON: line 1, column 19"),
-        ("", "not valid JSON"),
-    ],
-)
-def test_a_file_that_is_no_json_is_told(tmp_path: Path, content: str, told: str) -> None:
-    with pytest.raises(UserError, match=re.escape(told)):
-        load_manifest(written(tmp_path, content))
 
 
 def test_a_missing_or_binary_file_is_told(tmp_path: Path) -> None:

@@ -299,6 +299,8 @@ def test_a_wrong_change_is_told() -> None:
             regions.set("model.layers.0.self_attn.q_pro", "fp32", "r")
         with pytest.raises(UserError, match="lm_head: fp4 is not one of"):
             regions.set("lm_head", "fp4", "r")
+        with pytest.raises(UserError, match="lm_head: fp8 is for linear layers"):
+            regions.set("lm_head", "fp8", "r")
         with pytest.raises(UserError, match="gone: no region"):
             regions.load_state_dict({"lm_head": "fp32", "gone": "fp32"})
         assert regions.dtypes["lm_head"] == "bf16", "a refused state changes nothing"

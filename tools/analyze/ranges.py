@@ -140,7 +140,7 @@ class OperandMeter(Observation):
     """
 
     def __init__(self, model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> None:
-        super().__init__(model, with_inner=False)
+        super().__init__(model)
         self.region_flops: dict[str, int] = defaultdict(int)
         self._ranges, self._kinds = ranges, kinds
         self._regions = {name: module for name, module in model.named_modules() if name in kinds}

@@ -95,7 +95,7 @@ def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> d
     every = Unit(tuple(name for unit in units for name in unit.names), 0, {})
     found: dict[str, dict[str, str]] = {}
     for dtype in ("bf16", "fp16"):
-        with _in_dtype(engine, every, dtype), Observation(engine.model, with_inner=False) as seen:
+        with _in_dtype(engine, every, dtype), Observation(engine.model) as seen:
             reference.error()
         for by_rank in engine.world.gather_objects({name: seen.computed.get(name, set()) for name in every.names}):
             for name, computed in by_rank.items():

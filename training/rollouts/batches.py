@@ -29,7 +29,8 @@ from data.corpora.row_shards import RowShards
 from data.rows.prepare_prompts import row_of
 from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
-from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages, answer_log_probs
+from modeling.log_probs import answer_log_probs
+from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages
 from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.rollouts import rollouts as files

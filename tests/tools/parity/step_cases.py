@@ -65,7 +65,6 @@ def inner_dtypes(
             norm.forward = lambda states: norm.weight * states * states.bfloat16().pow(2).mean(-1, keepdim=True).rsqrt()
         with Observation(engine.model) as seen:
             engine.forward_backward(batch_of(world, 2, seed=1), step=1)
-        assert seen.inner is not None
         return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
 
 
