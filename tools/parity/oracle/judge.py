@@ -53,7 +53,7 @@ from training.tasks.task import prepare
 STEPS = 10
 """Default number of steps that are recomputed."""
 _LAYERS = 4
-"""Layers of the models whose 16-bit losses and norms the bounds were set by."""
+"""Layers of the models that the bounds were set by."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -246,7 +246,7 @@ def _comparisons(
     """The comparisons, with bounds several times what was measured (docs/parity.md). start: the `run_start` event.
     teacher: the dtype that one computes in. layers: of the model.
 
-    Those of 16 bits are multiples of the unit roundoff, and of a loss and a norm of each `_LAYERS` layers, whose
+    Those of 16 bits are multiples of the unit roundoff. Losses and norms have theirs for each `_LAYERS` layers, whose
     roundings are handed on and add up at worst. The norm of the first update is of the same weights; later ones
     have twice its bound, since the weights have parted by the rounding of the steps before. Single masters are not
     compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding. Where a
@@ -255,14 +255,15 @@ def _comparisons(
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
     computed |= {teacher} if teacher is not None else set()
+    deeper = max(1.0, layers / _LAYERS)
     bounds = {"samples": 0.0, "tokens": 0.0, "learning rate": 1e-9}
     if "fp16" in computed:
         bounds["loss scale"] = 0.0
     if computed == {"fp32"}:
-        bounds |= {"loss": 2e-6, "norm": 1e-5, "masters": 1e-3, DISTANCE: 1e-5}
+        bounds |= {"loss": 2e-6 * deeper, "norm": 1e-5 * deeper, "masters": 1e-3 * deeper, DISTANCE: 1e-5 * deeper}
     else:
         roundoff = max(ROUNDOFF_FP8 if name == "fp8" else unit_roundoff(DTYPES[name]) for name in computed)
-        deep = roundoff * max(1.0, layers / _LAYERS)
+        deep = roundoff * deeper
         bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
         bounds[DISTANCE] = max(roundoff, 2.0**-10)
     if config.task == "dpo":  # of a difference of sums of many log-probabilities
