@@ -104,9 +104,9 @@ test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, conte
 test-machines: setup  ## The demo on strange machines: paths, users, full disks, variables (some need root; skips with the reason)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m machines $(ARGS)
 
-test-kernels: setup  ## Liger's kernels in Triton's interpreter, beside torch's code (no GPU needed)
+test-kernels: setup  ## Triton's kernels in its interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5
-	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py tests/modeling/test_loss_kernel.py -m '' $(ARGS)
+	PYTHONPATH="$(CURDIR)/$(VENV)/kernels" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/modeling/test_kernels.py tests/modeling/test_loss_kernel.py tests/precision/test_fp8_kernel.py -m '' $(ARGS)
 
 # torchtitan wants an older `datasets` than requirements.txt: it goes into a folder of its own, without what it names. triton
 # comes with torch for CUDA, and must stay that one.

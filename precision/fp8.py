@@ -254,7 +254,7 @@ def _product(
     if count is not None:
         for (name, values, _), narrow in ((left, rows), (right, columns)):
             count(name, values, narrow.float())
-    if column_scales is not None:
+    if row_scales is not None and column_scales is not None:
         return torch._scaled_mm(
             rows,
             columns.t(),

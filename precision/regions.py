@@ -208,8 +208,8 @@ class Regions:
                 other = torch.float16 if compute == "bf16" else torch.bfloat16
                 args, kwargs = cast((args, kwargs), (other,), torch.float32)
             elif kind == "matmul" and not is_slice(module) and args and args[0].dtype == torch.float32:
-                kept = self._shared.at(name, args[0], dtype)
-                args = args if kept is None else (cast_once(kept, args[0], dtype), *args[1:])
+                # always, not by autocast: a recomputed layer has to save for its backward pass what it first saved
+                args = (cast_once(self._shared.at(name, args[0], dtype), args[0], dtype), *args[1:])
             own = nullcontext() if own_names is None else own_parameters_in(module, dtype, own_names)
             with own, _autocast(device_type, compute):
                 output = original(*args, **kwargs)

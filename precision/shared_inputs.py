@@ -1,6 +1,7 @@
 """What layers make of an input that they share, such as those of queries, keys and values: made once, by the first.
 
-The first pass shows which layers have the same tensor one after another. Only between these is anything kept.
+The first pass shows which layers have the same tensor one after another. From then on only these keep anything for the
+next one, and nothing is kept after the last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ class SharedInputs:
     """The last input of a model's layers, and what the next one may use of it."""
 
     def __init__(self) -> None:
-        self._followed: set[str] = set()
+        self._alone: set[str] = set()
+        """Layers that another one with the same input did not follow."""
         self._layer = ""
         self._inputs: Callable[[], torch.Tensor | None] = lambda: None
         self._state: tuple[int, torch.dtype] | None = None
@@ -24,17 +26,16 @@ class SharedInputs:
 
     def at(self, layer: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any] | None:
         """What the layer before has kept of the same tensor, unchanged since and to be computed with in `dtype`, to be
-        added to for the next one; None for an input of one layer."""
+        added to for the next one; None for the input of one layer."""
         if inputs.is_inference():  # these do not know whether they were changed
             return None
         state = inputs._version, dtype
         same = self._inputs() is inputs and self._state == state
-        if same:
-            self._followed.add(self._layer)
-        found = self._kept if same else {}
+        (self._alone.discard if same else self._alone.add)(self._layer)
+        found, keeps = self._kept if same else {}, layer not in self._alone
         self._layer, self._inputs, self._state = layer, weakref.ref(inputs), state
-        self._kept = found if layer in self._followed else {}
-        return found if found or layer in self._followed else None
+        self._kept = found if keeps else {}
+        return found if found or keeps else None
 
 
 def cast_once(kept: dict[Any, Any] | None, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

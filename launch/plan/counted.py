@@ -78,11 +78,8 @@ def count_activations(model: Any, layout: Layout) -> Counted:
         counter = _Counter(model, head, on_cpu=layout.on_cpu)
         padded = layout.config.task == "classify" or bool(layout.targets)
         try:
-            inputs, answer = _inputs(layout), not (padded or layout.masked)
-            if layout.manifest:  # from the second pass on, layers share the casts of their inputs
-                with torch.no_grad(), _answering(answer, _Counter(model, head, on_cpu=layout.on_cpu)):
-                    model(**inputs)
-            found = _pass(counter, blocks, lambda: model(**inputs), answer=answer)
+            inputs = _inputs(layout)
+            found = _pass(counter, blocks, lambda: model(**inputs), answer=not (padded or layout.masked))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
             # What torch and a model's own code raise where they ask a tensor for its values.
             raise UserError(

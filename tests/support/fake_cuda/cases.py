@@ -6,6 +6,7 @@ from typing import Any
 from config.cli import REPOSITORY
 from precision.dtypes import DTYPES
 from tests.support.jobs import task_jobs
+from tests.support.models.small_run import changed_json
 from tests.training.tasks.mlm_cases import write_text
 
 _SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
@@ -16,10 +17,15 @@ _COMMON = (
     *("evaluate={every_steps: 100, batches: 1}", "model.activation_checkpointing=none"),
 )
 _MIXTRAL = ("model.architecture=mixtral", f"model.config={{{_LLAMA}, num_local_experts: 4}}")
+_NO_AVERAGES = ("telemetry.every_steps=0",)
+"""For SGD: telemetry tells by the values of sums that there are no averages."""
 _RECOMPUTES = "model.activation_checkpointing"
 _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-0 fp32": (2, "adamw", ()),
+    "ZeRO-0 bf16.json": (2, "adamw", ()),
     "ZeRO-1 bf16": (1, "adamw", ()),
+    "ZeRO-1 bf16, momentum": (2, "sgd", _NO_AVERAGES),
+    "ZeRO-1 bf16, expert": (4, "adamw", (*_MIXTRAL, "parallel.expert=2")),
     "ZeRO-1 fp32": (2, "lion", ()),
     "ZeRO-1 fp16": (8, "lamb", ("model.attention=eager",)),
     "ZeRO-1 fp8.json": (1, "adamw", (f"{_RECOMPUTES}=full",)),
@@ -31,13 +37,19 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-2 bf16, offload": (2, "muon", ("deepspeed.offload=cpu",)),
     "ZeRO-3 bf16, offload": (2, "adamw", ("deepspeed.offload=cpu",)),
     "ZeRO-2 bf16": (2, "muon", ("data.document_masking=true",)),
+    "ZeRO-2 fp32": (2, "sgd", _NO_AVERAGES),
     "ZeRO-2 fp16": (8, "adamw", ()),
     "ZeRO-2 bf16.json": (2, "adamw", (f"{_RECOMPUTES}=full",)),
     "ZeRO-2 llama_mixed.json": (2, "lamb", ()),
     "ZeRO-2 bf16, recomputing ops": (2, "stable_adamw", (f"{_RECOMPUTES}=ops",)),
     "ZeRO-2 bf16, tensor": (4, "adamw", ("parallel.tensor=2",)),
     "ZeRO-2 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
+    "ZeRO-2 bf16, recomputing selective": (2, "adamw", (f"{_RECOMPUTES}=selective",)),
+    "ZeRO-2 bf16, expert": (4, "adamw", (*_MIXTRAL, "parallel.expert=2")),
     "ZeRO-3 bf16": (8, "adamw", (f"{_RECOMPUTES}=full",)),
+    "ZeRO-3 bf16, gathering": (8, "adamw", ()),
+    "ZeRO-3 fp32, gathering": (1, "sgd", _NO_AVERAGES),
+    "ZeRO-3 bf16, expert": (4, "adamw", (*_MIXTRAL, "parallel.expert=2")),
     "ZeRO-3 fp8.json": (2, "adamw", (f"{_RECOMPUTES}=ops",)),
     "ZeRO-3 fp32": (2, "stable_adamw", ()),
     "ZeRO-3 fp16": (1, "lion", ("model.loss=chunked", "data.document_masking=true")),
@@ -49,9 +61,18 @@ _PRETRAINED: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "ZeRO-3 bf16, split masters": (2, "adamw", ("precision.masters=split",)),
 }
 """Stage, and dtype or manifest, to ranks, optimizer and what else differs from a small Llama's usual run."""
+_GATHERS = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 20_000,
+    "stage3_prefetch_bucket_size": 20_000,
+}
+"""So small that a small model's parameters are gathered and released as a large one's are, which else stay whole."""
 BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
 """Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
-_TASKS = ("sft, LoRA", "dpo", "classify", "classify, token", "classify, regression", "mlm")
+_TASKS = (
+    *("sft, LoRA", "dpo", "distill", "distill, LoRA"),
+    *("classify", "classify, token", "classify, regression", "mlm", "seq2seq", "seq2seq, LoRA"),
+)
 NAMES = (*_PRETRAINED, *_TASKS)
 SCALED = (
     "ZeRO-0, 8 ranks",
@@ -86,6 +107,8 @@ def cases(folder: Path) -> dict[str, Any]:
         given.append(f"batch={{global_size: {4 * ranks}, micro_size: 2}}")
         given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", f"optimizer.name={optimizer}"]
         given += overrides
+        if name.endswith("gathering"):
+            given.append(changed_json(folder, f"zero{stage}_{kind}", **_GATHERS))
         extras = _EXTRAS if name.endswith(" bf16") else ()
         found[name] = {"arguments": given, "ranks": ranks, "extras": extras, "bare": name in BARE}
     for name in _TASKS:

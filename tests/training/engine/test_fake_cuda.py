@@ -83,6 +83,7 @@ def test_a_step_calls_no_more_operators_than_deepspeeds_own_loop(found: dict[str
 def test_a_step_makes_the_collectives_that_are_listed(found: dict[str, dict[str, Any]], name: str) -> None:
     step = found[name]
     assert "error" not in step, step["error"]
+    assert step["waits"] == {"item engine/health.py:__init__": 1}
     assert set(step["collectives"]) <= set(_KINDS)
     counted = ((step["collectives"].get(kind, 0), step["bytes"].get(kind, 0) / 1e6) for kind in _KINDS)
     row = " | ".join([name, *(f"{calls}, {size:,.3f} MB" if calls else "-" for calls, size in counted)])
