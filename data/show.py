@@ -87,7 +87,7 @@ def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> li
 
 
 def _totals(config: Config, corpus: Corpus) -> str:
-    """What there is where the corpus has no counts: of documents, and of several sources."""
+    """Sizes of a corpus without counts: of documents, or of several sources."""
     sequence_length, documents = config.data.sequence_length, f"{corpus.train_documents:,} documents"
     labels = f"{corpus.train.label_tokens(sequence_length):,}"
     if config.task == "mlm":

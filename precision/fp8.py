@@ -172,7 +172,7 @@ def linear_fp8(
 ) -> torch.Tensor:
     """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too.
 
-    kept: of `SharedInputs.at` for these inputs.
+    kept: the result of `SharedInputs.at` for these inputs.
     """
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     values, narrow = cast_once(kept, inputs, ambient), None

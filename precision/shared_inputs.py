@@ -1,7 +1,7 @@
-"""What layers make of an input that they share, such as those of queries, keys and values: made once, by the first.
+"""Casts and rounded values of an input that several layers share, such as those of queries, keys and values.
 
-The first pass shows which layers have the same tensor one after another. From then on only these keep anything for the
-next one, and nothing is kept after the last.
+The first of them computes these, and the others use them. The first pass shows which layers have the same tensor one
+after another; from then on only these keep anything for the next one, and nothing is kept after the last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class SharedInputs:
-    """The last input of a model's layers, and what the next one may use of it."""
+    """The last input of a model's layers, and the values of it that the next layer may use."""
 
     def __init__(self) -> None:
         self._alone: set[str] = set()
@@ -25,8 +25,10 @@ class SharedInputs:
         self._kept: dict[Any, Any] = {}
 
     def at(self, layer: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any] | None:
-        """What the layer before has kept of the same tensor, unchanged since and to be computed with in `dtype`, to be
-        added to for the next one; None for the input of one layer."""
+        """Values that the layer before has kept of the same tensor for `dtype`, to which this layer adds for the next.
+
+        Empty where the tensor has changed since; None for an input of one layer only.
+        """
         if inputs.is_inference():  # these do not know whether they were changed
             return None
         state = inputs._version, dtype
@@ -41,7 +43,7 @@ class SharedInputs:
 def cast_once(kept: dict[Any, Any] | None, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`inputs` in `dtype`, one copy for all layers; their gradients are added in the dtype of `inputs`, as by casts.
 
-    kept: of `SharedInputs.at`.
+    kept: the result of `SharedInputs.at`.
     """
     if kept is None or inputs.dtype == dtype:
         return inputs.to(dtype)

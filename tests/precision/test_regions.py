@@ -356,7 +356,7 @@ def test_layers_with_one_input_cast_and_round_it_once(
     """With the same bits, and nothing is kept between passes once the first has shown which layers these are."""
 
     class Casts(TorchDispatchMode):
-        """Of activations, which have as many rows as there are tokens."""
+        """Counts casts of activations, which have as many rows as there are tokens."""
 
         count = 0
 

@@ -44,7 +44,7 @@ class Apart:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between both; 1 where either is zero."""
+        """Cosine of the angle between both; 1 where either is zero."""
         both = self.length * math.sqrt(self.size)
         return self.along / both if both else 1.0
 

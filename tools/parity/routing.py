@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """One call of `topk` in a router, each (tokens, ...)."""
 
     given: torch.Tensor
-    """What was compared."""
+    """Values that are compared."""
     indices: torch.Tensor
 
 

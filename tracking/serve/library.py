@@ -55,7 +55,7 @@ class Entry:
     status: Status
     verdict: Verdict
     followed: str
-    """What `curve` has: the loss, or a reward."""
+    """Name of the measure in `curve`: the loss, or a reward."""
     curve: np.ndarray
     """(points, 2): steps and finite values at about POINTS steps."""
     settings: dict[str, Any]

@@ -387,7 +387,7 @@ def odd(tmp_path_factory):
     ],
 )
 def test_a_run_starts_from_masters_unrounded(pair, request, stage, compute, variant, model):
-    """Of odd sizes, too, where DeepSpeed's safe_set_full_fp32_param fails at ZeRO-3: 24 + 24 exceeds 47."""
+    """Odd sizes are included, where DeepSpeed's safe_set_full_fp32_param fails at ZeRO-3: 24 + 24 exceeds 47."""
     folder = request.getfixturevalue(model)
     found = pair.run(export_cases.start, folder=str(folder), stage=stage, compute=compute, variant=variant)[0]
     weights = load_file(folder / "model.safetensors")
