@@ -17,8 +17,10 @@ _FIX = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
 
 
 def settle_hub(config: Config) -> None:
-    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else. A
-    tokenizer or a data set that is missing then is told where it is read: prepared data need neither."""
+    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else.
+
+    A tokenizer or a data set that is missing then is told where it is read: prepared data need neither.
+    """
     data: Any = config.data
     models = {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher}
     sets = [item.path for item in (data, *data.sources, *data.validation) if item.source == "hub"]

@@ -18,8 +18,10 @@ def new_name(module: str) -> str | None:
 
 
 def refuse_old_name() -> None:
-    """End the process, with exit code 2, where its command line starts a tool by its old name. For packages that Python
-    imports on its way to the module that `python -m` asked for."""
+    """End the process, with exit code 2, where its command line starts a tool by its old name.
+
+    For packages that Python imports on its way to the module that `python -m` asked for.
+    """
     command = sys.orig_argv if sys.argv[:1] == ["-m"] else []
     old = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     if new := new_name(old):

@@ -205,8 +205,11 @@ def _torchrun_report(output: str) -> tuple[int, int] | None:
 def start(
     program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), own_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start `program` and return at once. program, launcher: as `job_command` takes them. Standard output and error go
-    to `log`. own_session: the terminal's signals do not reach it. Raises UserError when the launcher does not exist."""
+    """Start `program` and return at once.
+
+    program, launcher: as `job_command` takes them. Standard output and error go to `log`. own_session: the terminal's
+    signals do not reach it. Raises UserError when the launcher does not exist.
+    """
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -257,7 +260,9 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
 
 def with_steps(resolved: Resolved) -> list[str]:
     """The override for as many steps as run.epochs makes of the data, which are prepared for that; none without epochs.
-    Raises UserError: the data cannot be prepared, or the two contradict each other."""
+
+    Raises UserError: the data cannot be prepared, or the two contradict each other.
+    """
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare
 
@@ -347,7 +352,9 @@ class Job:
 
     def request_stop(self) -> bool:
         """Have the run save and end: SIGUSR1 to one rank, which all ranks follow. False when no rank runs here (yet).
-        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one."""
+
+        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one.
+        """
         if self._hosts is not None:
             return self._hosts.signal_rank_0(self._names)
         ranks = self._single_process() or dict(self._ranks())
@@ -397,8 +404,10 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """Rank 0 when the command is `python train.py`, without a launcher; else empty. It names itself RANK 0 once it
-        runs, which its environment here does not show, but that of its helpers does."""
+        """Rank 0 when the command is `python train.py`, without a launcher; else empty.
+
+        It names itself RANK 0 once it runs, which its environment here does not show, but that of its helpers does.
+        """
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}

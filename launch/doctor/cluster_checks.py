@@ -149,8 +149,10 @@ def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> It
 
 
 def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
-    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth. Bus
-    bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md."""
+    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth.
+
+    Bus bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    """
     if answer is None:
         fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"
         yield red("all-reduce", failure, fix)

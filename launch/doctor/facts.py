@@ -109,8 +109,10 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
 
 
 def _programs() -> dict[str, list[dict[str, str | None]]]:
-    """Path and version of the programs that build ops: those found, the one that a shell would start first. A second
-    ninja is that of this Python's environment, which training puts first."""
+    """Path and version of the programs that build ops: those found, the one that a shell would start first.
+
+    A second ninja is that of this Python's environment, which training puts first.
+    """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     own = str(Path(sys.executable).parent)
     return {
@@ -211,8 +213,10 @@ def _wandb_login() -> bool:
 
 
 def _folder(name: str, measured: set[str]) -> dict[str, Any]:
-    """Space, kind of file system, and the speed of writing, flushing and reading back a file. measured: mount points
-    that have been timed; this one's is added."""
+    """Space, kind of file system, and the speed of writing, flushing and reading back a file.
+
+    measured: mount points that have been timed; this one's is added.
+    """
     path = nearest_existing(name)
     facts: dict[str, Any] = {"path": name, "error": None}
     probe = path / f".doctor-{os.getpid()}-{socket.gethostname()}"

@@ -202,7 +202,9 @@ def check_offload(
     host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
 ) -> Iterator[Finding]:
     """Whether host memory holds what ZeRO offloads: FP32 masters, gradients and state tensors; 16-bit parameters.
-    offload: as `config.deepspeed.document.offload` returns it."""
+
+    offload: as `config.deepspeed.document.offload` returns it.
+    """
     if offload == "none" or parameters is None:
         return
     each = sum({"optimizer": 8 + optimizer.state_bytes(matrix=False), "param": 2}[part] for part in offload.split("+"))

@@ -21,8 +21,10 @@ ANSWER_SECONDS = 10.0
 
 
 def last_event(port: int) -> float | None:
-    """Time of rank 0's last event, in seconds since the epoch; None without one, or when the port is closed. Raises
-    TimeoutError or OSError when something listens there and does not answer."""
+    """Time of rank 0's last event, in seconds since the epoch; None without one, or when the port is closed.
+
+    Raises TimeoutError or OSError when something listens there and does not answer.
+    """
     url = f"http://127.0.0.1:{port}/metrics?name[]={METRIC}"
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:

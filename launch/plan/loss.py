@@ -77,8 +77,10 @@ def sampler_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]]:
-    """Moments of a step before its forward pass at which answers are sampled and measured, with what they add. A vLLM
-    server has a KV cache of its own, beside the process. The self-gap is measured by the copy, in FP32."""
+    """Moments of a step before its forward pass at which answers are sampled and measured, with what they add.
+
+    A vLLM server has a KV cache of its own, beside the process. The self-gap is measured by the copy, in FP32.
+    """
     section, whole = layout.config.grpo, sampler_bytes(shape, layout)
     if not whole:
         return {}

@@ -69,8 +69,11 @@ def _state_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
-    """(kept, recomputed, loss) bytes of one micro-batch. kept: until the backward pass. recomputed: of one block, made
-    again while its backward pass runs. loss: see `loss_bytes`."""
+    """(kept, recomputed, loss) bytes of one micro-batch.
+
+    kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
+    `loss_bytes`.
+    """
     assert shape.counted is not None
     kept, again = kept_bytes(shape, layout)
     return kept + shape.counted.outside * layout.tokens, again, loss_bytes(shape, layout)
@@ -156,8 +159,10 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
 
 
 def saved_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype. Frozen
-    weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them."""
+    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
+
+    Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
+    """
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
     share = layout.zero_ranks if layout.stage else 1
@@ -188,8 +193,10 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
 
 
 def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
-    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece. A group's
-    gradients are one tensor; a bucket of one of these is reduced where it is, or cast."""
+    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
+
+    A group's gradients are one tensor; a bucket of one of these is reduced where it is, or cast.
+    """
     buckets: list[list[float]] = [[]]
     for group in shape.groups:
         if (group.shared > 1) == experts:

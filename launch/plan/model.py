@@ -348,7 +348,9 @@ def _tables(model: Any) -> set[int]:
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
     """Sizes of the groups of `modeling.parameter_groups`; of experts that `ranks` ranks share, those of the whole ones.
-    Raises UserError for a group of the config without parameters."""
+
+    Raises UserError for a group of the config without parameters.
+    """
     for group in parameter_groups(model, section):
         shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
         sizes = [shape.numel() for shape in shapes]

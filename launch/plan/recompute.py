@@ -32,8 +32,10 @@ def _edge(shape: Shape, layout: Layout) -> float:
 
 
 def recomputed_blocks(shape: Shape, layout: Layout) -> int:
-    """[blocks] Number that are recomputed as a whole; for budget the fewest that fit, as the trainer counts them. The
-    trainer counts what stays of the loss until the backward pass: FP32 log-softmax, or gradients of chunks."""
+    """[blocks] Number that are recomputed as a whole; for budget the fewest that fit, as the trainer counts them.
+
+    The trainer counts what stays of the loss until the backward pass: FP32 log-softmax, or gradients of chunks.
+    """
     model, layers, tokens = layout.config.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
         assert shape.counted is not None

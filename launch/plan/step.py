@@ -69,8 +69,10 @@ def _sub_group(layout: Layout) -> float:
 
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration. Two of the matrix
-    and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts."""
+    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration.
+
+    Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
+    """
     short, long = group.sides
     matrix = short * long
     iteration = 10.0 * matrix if layout.config.optimizer.orthogonalization == "bf16" else 8.0 * matrix + 8.0 * short**2

@@ -42,8 +42,10 @@ class Report:
 
 
 def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
-    """Why the trial should be stopped after its last report; None when it should not. own and others: reports in order
-    of their steps; a loss that is not a number counts as infinite."""
+    """Why the trial should be stopped after its last report; None when it should not.
+
+    own and others: reports in order of their steps; a loss that is not a number counts as infinite.
+    """
     if not own or own[-1].step < rule.after_steps:
         return None
     step = own[-1].step

@@ -41,8 +41,10 @@ _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Run one trial to its end, unless it is stopped. The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75
-    stopped on request and saved, 1 anything else."""
+    """Run one trial to its end, unless it is stopped.
+
+    The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
+    """
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
