@@ -40,6 +40,10 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "clip_ratio": (Gauge, "Factor that clipping applied to the newest gradient; 1 where it did not clip.", ()),
     "learning_rate": (Gauge, "Learning rate of the newest step.", ()),
     "loss_scale": (Gauge, "Loss scale of the newest step; 1 where nothing is scaled.", ()),
+    "reward": (Gauge, "Mean reward of the newest step's answers, in runs that learn from rewards.", ()),
+    "reward_spread": (Gauge, "Standard deviation of the same rewards.", ()),
+    "gap_k3_nats": (Gauge, "Distance of the sampler's policy from the trainer's (k3), in nats per token.", ()),
+    "gap_of_bound": (Gauge, "The same in units of its bound; above 1 the step is refused.", ()),
     "consecutive_skipped_steps": (Gauge, "Skipped steps in a row, up to the newest.", ()),
     "tokens_per_second": (Gauge, "Tokens of the newest step over its duration, all ranks together.", ()),
     "memory_peak_bytes": (Gauge, "Peak memory of the rank that needs most; resident memory on a CPU.", ()),
@@ -81,7 +85,7 @@ _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "checkpoints_total": [("true",), ("false",)],
 }
 
-_STEP_GAUGES = {  # metric -> field of the step event
+_STEP_GAUGES = {  # metric -> field of the step event, or entry in its `metrics`
     "loss_nats": "loss",
     "gradient_norm": "grad_norm",
     "clip_ratio": "clip_coefficient",
@@ -89,6 +93,10 @@ _STEP_GAUGES = {  # metric -> field of the step event
     "loss_scale": "loss_scale",
     "tokens_per_second": "tokens_per_second",
     "memory_peak_bytes": "memory_bytes",
+    "reward": "reward/mean",
+    "reward_spread": "reward/spread",
+    "gap_k3_nats": "gap/k3",
+    "gap_of_bound": "gap/of_bound",
 }
 
 _COUNTERS = {  # event -> counters, each with the fields of the event that are its labels
@@ -150,9 +158,10 @@ class Metrics:
             self._of("nonfinite_by_rank_total", str(rank))
 
     def _on_step(self, event: Event) -> None:
+        known = {**(event.get("metrics") or {}), **event}
         for name, field in _STEP_GAUGES.items():
-            if event[field] is not None:
-                self._of(name).set(event[field])
+            if known.get(field) is not None:
+                self._of(name).set(known[field])
         self._consecutive = 0 if event["applied"] else self._consecutive + 1
         self._of("consecutive_skipped_steps").set(self._consecutive)
         self._of("step").set(event["step"])
