@@ -17,6 +17,7 @@ from config.schema import WarningsSection
 from precision.robust_window import RobustWindow
 from precision.step_health import Health
 from tracking.heatmap.trend import trend
+from tracking.verdict import SETTLING_SIGNALS, solved
 
 _KURTOSIS_WINDOW = 16  # measured steps
 _UPDATES_WINDOW = 64  # the same: long enough to remember what was usual before a slow rise
@@ -162,10 +163,11 @@ class EarlyWarnings:
         self._kurtosis: dict[str, RobustWindow] = {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
         self._growing: dict[str, list[tuple[int, float]]] = {}
+        self._first_reward: float | None = None
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
         """The warning about the gradient before it is applied, `gradient_jump`, or none."""
-        if self._memory is None or not health.finite:
+        if self._memory is None or not health.finite or self._solved(health.metrics):
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm))
         further = f", {self._memory.age:.3g} updates old"
@@ -177,10 +179,19 @@ class EarlyWarnings:
         if applied and self._memory is not None:
             self._memory.push(self._clipped(health.grad_norm))
         found: list[EarlyWarning] = []
+        settled = SETTLING_SIGNALS if self._solved(health.metrics) else ()
         for signal, metric in _METRICS.items():
-            if warm and metric in health.metrics and health.finite:
+            if warm and metric in health.metrics and health.finite and signal not in settled:
                 found += self._judge(signal, {"": health.metrics[metric]})
         return found
+
+    def _solved(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the prompts are solved, so that answers are alike, and now and then a gradient follows many of 0."""
+        reward, spread = metrics.get("reward/mean"), metrics.get("reward/spread")
+        if reward is None or spread is None:
+            return False
+        first = self._first_reward = reward if self._first_reward is None else self._first_reward
+        return reward - first > spread and solved(first, reward, spread)
 
     @property
     def memory_age(self) -> float | None:
@@ -261,12 +272,14 @@ class EarlyWarnings:
             "kurtosis": {module: window.state_dict() for module, window in self._kurtosis.items()},
             "updates": self._updates.state_dict(),
             "growing": {module: [list(point) for point in points] for module, points in self._growing.items()},
+            "first_reward": self._first_reward,
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """The inverse of `state_dict`; None, of an older checkpoint, starts anew."""
         self._active, self._kurtosis, self._growing = {}, {}, {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
+        self._first_reward = (state or {}).get("first_reward")
         if state is None:
             return
         if self._memory is not None and state["memory"] is not None:
