@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 _ASK_SECONDS = 600.0
 """Time limit of one request, after which the server counts as hung."""
-_ALL_TOKENS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
 class ServerError(RuntimeError):
@@ -173,13 +173,8 @@ class VllmSampler(TransformersSampler):
 
     def _answer(self, request: Request, version: str) -> Answer:
         section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
-        sampling: dict[str, Any] = {
-            "max_tokens": section.max_new_tokens,
-            "temperature": section.temperature,
-            "seed": seed,
-            **_ALL_TOKENS,
-        }
-        sampling |= {"logprobs": 0, "detokenize": False, "ignore_eos": True, "stop_token_ids": self._ends}
+        sampling = {"max_tokens": section.max_new_tokens, "temperature": section.temperature, "seed": seed}
+        sampling |= _SAMPLING | {"stop_token_ids": self._ends}
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
