@@ -173,8 +173,8 @@ class VllmSampler(TransformersSampler):
 
     def _answer(self, request: Request, version: str) -> Answer:
         section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
-        sampling = {"max_tokens": section.max_new_tokens, "temperature": section.temperature, "seed": seed}
-        sampling |= _SAMPLING | {"stop_token_ids": self._ends}
+        sampling: dict[str, Any] = {"max_tokens": section.max_new_tokens, "seed": seed, **_SAMPLING}
+        sampling |= {"temperature": section.temperature, "stop_token_ids": self._ends}
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
