@@ -65,7 +65,7 @@ def _words(resolved: Resolved, folder: str) -> list[str]:
         *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(config.data.sequence_length)),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
         *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "file"}'),
+        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "mantissa"}'),
     ]
 
 

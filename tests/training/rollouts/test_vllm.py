@@ -212,7 +212,31 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
     assert apart(sampler, asked, version="old") > 1e-2  # what the salt keeps away
 
 
-def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(sampler, server):
+@pytest.fixture(params=["file", "collective"])
+def sending(sampler, request: pytest.FixtureRequest) -> VllmSampler:
+    """A sampler that sends weights in a file, or by broadcast, which here is gloo's."""
+    section = replace(sampler._section, transfer=request.param)
+    found = VllmSampler(copy.deepcopy(sampler.model), section, sampler._world, ends=[END])
+    found.folder = sampler.folder
+    return found
+
+
+def test_weights_that_are_broadcast_arrive_and_one_that_was_left_out_is_named(sending, monkeypatch):
+    sending._file.unlink(missing_ok=True)
+    for _ in range(2):
+        sending.receive(changed(sending).items())
+        assert differing(sending) == []
+    assert sending._file.exists() == (sending._section.transfer == "file")
+    whole, left_out = sending._whole, "model.layers.1.mlp.down_proj.weight"
+    monkeypatch.setattr(
+        sending, "_whole", lambda *, tied=True: {k: v for k, v in whole(tied=tied).items() if tied or k != left_out}
+    )
+    sending.receive(changed(sending).items())
+    assert differing(sending) == [left_out]
+
+
+def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(sending, server):
+    sampler = sending
     sampler.receive(changed(sampler).items())
     assert differing(sampler) == []
     before = sampler.sample(requests(), version="v")
