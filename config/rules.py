@@ -359,6 +359,8 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if (section.engine == "vllm") != bool(section.urls):
         fix = "names the servers of grpo.engine = vllm; python -m launch.rollouts starts one"
         yield "grpo.urls", f"= {list(section.urls)} {fix}"
+    if section.transfer == "collective" and section.engine != "vllm":
+        yield "grpo.transfer", "= collective is how servers of grpo.engine = vllm get weights; leave it at file"
     if section.engine == "vllm" and (config.adapter.kind == "dora" or config.adapter.modules_to_save):
         yield "grpo.engine", "= vllm merges what adapter.kind = lora adds, and no other part; set it to transformers"
     if section.engine == "vllm" and "promote" in config.guard.reactions:

@@ -220,7 +220,9 @@ class GrpoSection:
     engine: Literal["transformers", "vllm"] = "transformers"
     """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
     urls: tuple[str, ...] = ()
-    """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105; they read weights from the run folder."""
+    """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105."""
+    transfer: Literal["file", "collective"] = "file"
+    """[choice] How servers get weights: they read the run folder, or by broadcast, NCCL on GPUs and gloo on CPUs."""
     server_seconds: float = limit(600.0, above=0.0)
     """[seconds] How long a server that died or hangs is waited for before the run ends."""
     at_once: int = limit(64, at_least=1)

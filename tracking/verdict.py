@@ -65,7 +65,8 @@ NO_SIGNAL = 0.95
 """Mean share of prompts whose answers all have one reward from which a run whose reward has not risen had no signal."""
 SOLVED = 0.25
 """Prompts count as solved when the reward left to gain is at most this share of the reward gained."""
-_SETTLING_SIGNALS = ("answer_entropy", "no_signal")
+SETTLING_SIGNALS = ("answer_entropy", "no_signal")
+"""Early warnings that say nothing where the prompts are solved."""
 SKIPPED = 0.05
 """Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
 _SETTLING, _EXCURSION = 10, 2.0  # the latter in units of the first loss and of the last level
@@ -341,7 +342,14 @@ class _Reward:
     risen: bool
     """Whether the last window is above the first one, or held-out prompts above their first evaluation."""
     solved: bool
-    """Whether little is left to gain. Rewards from 0 on have their largest at least variance / mean above the mean."""
+
+
+def solved(first: float, reward: float, spread: float) -> bool:
+    """Whether little of a mean reward that has risen is left to gain, so that all answers come to be alike.
+
+    Rewards from 0 on have their largest at least variance / mean above the mean.
+    """
+    return spread**2 <= SOLVED * (reward - first) * reward
 
 
 def _reward(evidence: Evidence) -> _Reward | None:
@@ -355,8 +363,8 @@ def _reward(evidence: Evidence) -> _Reward | None:
     error, held_out = math.sqrt(2 * noise / size), evidence.held_out
     risen = level[-1] - level[0] > ERRORS * error
     risen |= len(held_out) == 2 and held_out[1] - held_out[0] > ERRORS * math.sqrt(2 * noise)
-    solved = risen and evidence.spread**2 <= SOLVED * (level[-1] - level[0]) * level[-1]
-    return _Reward(level, steps[len(rewards) % size :: size], error, bool(risen), bool(solved))
+    done = risen and solved(level[0], level[-1], evidence.spread)
+    return _Reward(level, steps[len(rewards) % size :: size], error, bool(risen), bool(done))
 
 
 def _unrewarded(
@@ -376,7 +384,7 @@ def _unrewarded(
         return None
     first, last = held_out if len(held_out) == 2 else (float(level[0]), float(level[-1]))
     cause = f"its reward has not risen beyond its noise, {number(first)} at first and {number(last)} at last"
-    for signal in ("incident", *_SETTLING_SIGNALS, "truncated"):
+    for signal in ("incident", *SETTLING_SIGNALS, "truncated"):
         if signal in evidence.warned:
             event = evidence.warned[signal][0]
             return f"{cause}; {describe_event(event)}", event["step"], 0.1 if signal == "answer_entropy" else 0.0
@@ -417,8 +425,8 @@ def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None
 def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int] | None:
     """(cause, since which step) of a run that ended well all the same; None where nothing is to be said."""
     skipped = evidence.attempts - evidence.applied
-    solved = reward is not None and reward.solved  # where all answers to a prompt come to be alike
-    warned = [found for name, found in evidence.warned.items() if not (solved and name in _SETTLING_SIGNALS)]
+    done = reward is not None and reward.solved  # where all answers to a prompt come to be alike
+    warned = [found for name, found in evidence.warned.items() if not (done and name in SETTLING_SIGNALS)]
     warned.sort(key=lambda found: found[0].get("signal") != "answer_entropy")  # which ends the learning
     if warned:
         first, count = warned[0][0], sum(count for _, count in warned)

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,15 @@ from config.schema import WarningsSection
 from precision.robust_window import RobustWindow
 from precision.step_health import Health
 from tracking.heatmap.trend import trend
+from tracking.verdict import SETTLING_SIGNALS, solved
 
 _KURTOSIS_WINDOW = 16  # measured steps
 _UPDATES_WINDOW = 64  # the same: long enough to remember what was usual before a slow rise
 REARM = 8
 """Looks at which a bound has to hold before it speaks again: a figure at its bound would speak at every other one."""
 _POINTS = 60  # of an activation's history
+_ANSWERS = ("entropy", "reward/no_signal", "truncated", "reward/mean", "reward/spread")
+_ANSWERS_WINDOW = 8  # steps: one has the answers to few prompts
 _LARGEST = float(torch.finfo(torch.float16).max)
 _SMALL = 0.004  # share of FP16's range below which an activation's growth is not followed
 
@@ -162,10 +166,12 @@ class EarlyWarnings:
         self._kurtosis: dict[str, RobustWindow] = {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
         self._growing: dict[str, list[tuple[int, float]]] = {}
+        self._first_reward: float | None = None
+        self._answers: list[dict[str, float]] = []
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
         """The warning about the gradient before it is applied, `gradient_jump`, or none."""
-        if self._memory is None or not health.finite:
+        if self._memory is None or not health.finite or self._solved():
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm))
         further = f", {self._memory.age:.3g} updates old"
@@ -177,10 +183,31 @@ class EarlyWarnings:
         if applied and self._memory is not None:
             self._memory.push(self._clipped(health.grad_norm))
         found: list[EarlyWarning] = []
+        metrics = health.metrics
+        if "reward/mean" in metrics:
+            self._first_reward = metrics["reward/mean"] if self._first_reward is None else self._first_reward
+            own = {name: metrics[name] for name in _ANSWERS if name in metrics}
+            self._answers = [*self._answers, own][-_ANSWERS_WINDOW:]
+            metrics = {name: value for name, value in metrics.items() if name not in own} | self._of_answers()
+        settled = SETTLING_SIGNALS if self._solved() else ()
         for signal, metric in _METRICS.items():
-            if warm and metric in health.metrics and health.finite:
-                found += self._judge(signal, {"": health.metrics[metric]})
+            if warm and metric in metrics and health.finite and signal not in settled:
+                found += self._judge(signal, {"": metrics[metric]})
         return found
+
+    def _of_answers(self) -> dict[str, float]:
+        """Means of the figures of sampled answers over the last steps; empty before there are enough."""
+        if len(self._answers) < _ANSWERS_WINDOW:
+            return {}
+        return {name: fmean(step.get(name, 0.0) for step in self._answers) for name in self._answers[-1]}
+
+    def _solved(self) -> bool:
+        """Whether the prompts are solved, so that answers are alike, and now and then a gradient follows many of 0."""
+        known = self._of_answers()
+        if "reward/spread" not in known or self._first_reward is None:
+            return False
+        reward, spread = known["reward/mean"], known["reward/spread"]
+        return reward - self._first_reward > spread and solved(self._first_reward, reward, spread)
 
     @property
     def memory_age(self) -> float | None:
@@ -261,12 +288,15 @@ class EarlyWarnings:
             "kurtosis": {module: window.state_dict() for module, window in self._kurtosis.items()},
             "updates": self._updates.state_dict(),
             "growing": {module: [list(point) for point in points] for module, points in self._growing.items()},
+            "first_reward": self._first_reward,
+            "answers": list(self._answers),
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """The inverse of `state_dict`; None, of an older checkpoint, starts anew."""
         self._active, self._kurtosis, self._growing = {}, {}, {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
+        self._first_reward, self._answers = (state or {}).get("first_reward"), (state or {}).get("answers", [])
         if state is None:
             return
         if self._memory is not None and state["memory"] is not None:

@@ -15,13 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from config.cli import REPOSITORY
 from config.errors import UserError, one_line
-from config.files import write_atomically
 from config.resolved import Resolved
+from data.array_file import Arrays, read_arrays, write_arrays
 from data.batches.loader import NO_SAMPLE, Batch
 from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
 from data.corpora.corpus import Corpus
@@ -30,8 +28,6 @@ from modeling.objectives.preference import log_probs
 from training.engine import Engine
 
 SECONDS_BETWEEN_LINES = 30.0
-Tables = dict[str, np.ndarray]
-"""Split to (pairs, lengths, 2) float32, as in the column REFERENCE."""
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
@@ -45,7 +41,7 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     identity = _identity(corpus, resolved, base, lengths, device)
     path = corpus.folder / f"references-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.safetensors"
-    tables = world.from_main(_read(path, identity, splits, lengths) if world.is_main else None)
+    tables: Arrays | None = world.from_main(_read(path, identity, splits, lengths) if world.is_main else None)
     if tables is not None:
         notes = [f"reference: log-probabilities of {_pairs(splits)} pairs, computed earlier, from {path}"]
     else:
@@ -139,31 +135,24 @@ _NOT_DECIDING = {
 }
 
 
-def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Tables | None:
-    """The file's tables; None where it is missing, damaged or of something else, and is then written anew."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            said, found = file.metadata(), {name: file.get_tensor(name) for name in splits}
-    except (OSError, SafetensorError):
-        return None
-    whole = all(table.shape == (len(splits[name].longest), len(lengths), 2) for name, table in found.items())
-    return found if whole and said == {"identity": identity, "sha256": _sha256(found)} else None
+def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Arrays | None:
+    """The file's columns; None where it is missing, damaged or of something else, and is then written anew."""
+    tables, said = read_arrays(path) or ({}, {})
+    shapes = {name: (len(shards.longest), len(lengths), 2) for name, shards in splits.items()}
+    whole = {name: table.shape for name, table in tables.items()} == shapes
+    return tables if whole and said == {"identity": identity} else None
 
 
-def _write(path: Path, identity: str, tables: Tables) -> list[str]:
-    """Publish the tables; a note where that failed, because the run has them anyway."""
+def _write(path: Path, identity: str, tables: Arrays) -> list[str]:
+    """Publish the columns; a note where that failed, because the run has them anyway."""
     try:
-        write_atomically(path, save(tables, {"identity": identity, "sha256": _sha256(tables)}))
+        write_arrays(path, tables, {"identity": identity})
     except OSError as error:
         return [f"reference: not kept, so a resumed run computes it again: {path} ({one_line(error)})"]
     return []
 
 
-def _sha256(tables: Tables) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(tables[name]).tobytes() for name in sorted(tables))).hexdigest()
-
-
-def _require_finite(tables: Tables, splits: dict[str, RowShards], lengths: tuple[int, ...], compute: str) -> None:
+def _require_finite(tables: Arrays, splits: dict[str, RowShards], lengths: tuple[int, ...], compute: str) -> None:
     for name, table in tables.items():
         fits = splits[name].longest[:, None] <= np.array(lengths)
         bad = np.flatnonzero((~np.isfinite(table).all(-1) & fits).any(-1))

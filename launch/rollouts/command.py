@@ -39,6 +39,8 @@ _SHORT_SECONDS, _SHORT_LIVES = 300.0, 3
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
     """Start the server, and start it again; returns the exit code."""
+    from launch.plan.model import model_of  # brings torch, which is not needed to start
+
     parser = Arguments("python -m launch.rollouts", __doc__, allow_abbrev=False)
     parser.add_argument("--python", required=True, help="Python of the environment that has vLLM")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -51,16 +53,9 @@ def main(arguments: Sequence[str]) -> int:
     if not Path(options.python).is_file():
         raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
     with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:
-        _write_architecture(resolved, Path(folder))
+        model_of(resolved.config).config.save_pretrained(folder)  # all that it needs of a model that is sent to it
         words = ["--host", options.host, "--port", str(options.port), *shlex.split(options.vllm)]
         return _serve([options.python, *_words(resolved, folder), *words])
-
-
-def _write_architecture(resolved: Resolved, folder: Path) -> None:
-    """The model's config.json, which is all that a server needs of a model whose weights it is sent."""
-    from launch.plan.model import model_of
-
-    model_of(resolved.config).config.save_pretrained(folder)
 
 
 def _words(resolved: Resolved, folder: str) -> list[str]:
@@ -70,7 +65,7 @@ def _words(resolved: Resolved, folder: str) -> list[str]:
         *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(config.data.sequence_length)),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
         *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "file"}'),
+        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "mantissa"}'),
     ]
 
 

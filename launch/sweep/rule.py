@@ -4,6 +4,7 @@ Golovin et al. 2017, Google Vizier: A Service for Black-Box Optimization, sectio
 when its best objective by s is strictly worse than the median of the running averages up to s of the other trials'
 objectives. Here the objective is a loss, reported at an interval of steps; the others are all trials that have reached
 step s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier does not have.
+A loss may be negative, as minus a reward is: the tolerance is a share of the median's size.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Hopeless:
     every_steps: int = limit(10, at_least=1)
     """[steps] Steps per report, which is their mean training loss."""
     factor: float = limit(1.0, at_least=1.0)
-    """[factor] Largest ratio of the best loss to the median of the others."""
+    """[factor] The best loss may be above the median of the others by (factor - 1) x the median's size."""
     trials: int = limit(3, at_least=1)
     """[trials] Others that must have reached the step."""
     loss: Literal["training", "validation"] = "training"
@@ -57,11 +58,12 @@ def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], r
     if len(averages) < rule.trials:
         return None
     best, center = min(_loss(report) for report in own), median(averages)
-    if not best > rule.factor * center:
+    tolerance = (rule.factor - 1) * abs(center) if rule.factor != 1 else 0.0
+    if not best > center + tolerance:
         return None
-    factor = f"{rule.factor:g} x " if rule.factor != 1 else ""
+    more = f" by more than {tolerance:.4f} (factor {rule.factor:g})" if tolerance else ""
     return (
-        f"its best {rule.loss} loss by step {step}, {best:.4f}, is above {factor}{center:.4f}, the median of the "
+        f"its best {rule.loss} loss by step {step}, {best:.4f}, is{more} above {center:.4f}, the median of the "
         f"running averages of {len(averages)} trials there"
     )
 

@@ -37,6 +37,7 @@ REFUSED = [
     (["data.path=a.txt"], "data.path = 'a.txt' is not read by data.source = stdlib"),
     (["grpo.beta=0.1"], "grpo.beta = 0.1 is only read by task = grpo; remove it, or set task=grpo"),
     ([*GRPO, "grpo.rewards=[]"], "grpo.rewards is empty; name a function, such as my_rewards:correct, or exact_match"),
+    ([*GRPO, "grpo.transfer=collective"], "grpo.transfer = collective is how servers of grpo.engine = vllm get"),
     ([*GRPO, "grpo.top_p=0.9"], "grpo.top_p = 0.9: the sampler would draw from another distribution"),
     ([*GRPO, "grpo.reward_weights=[1, 2]"], "grpo.reward_weights has 2 for 1 grpo.rewards"),
     ([*GRPO, "grpo.max_new_tokens=512"], "grpo.max_new_tokens = 512 leaves a prompt no token of data.sequence_length"),

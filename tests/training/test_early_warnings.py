@@ -103,6 +103,32 @@ def test_a_bound_speaks_once_names_the_worst_and_speaks_again_after_it_held():
     assert _judge(attention_logit=None).after_telemetry(1, _event(attentions=bad), warm=True) == []
 
 
+def test_answers_that_are_alike_are_a_warning_unless_their_prompts_are_solved():
+    """A policy that collapsed before it learned, and one whose answers are alike because they are right."""
+
+    def said(judge: EarlyWarnings, reward: float, spread: float, *, silent: float = 1.0, entropy: float = 1e-3) -> Any:
+        """What a step says whose gradient is nine times as large as before where it is not the judge's first."""
+        metrics = {"reward/mean": reward, "reward/spread": spread, "reward/no_signal": silent, "entropy": entropy}
+        health = Health(loss=0.0, grad_norm=1.0 if silent < 1 else 9.0, metrics=metrics)
+        found = judge.before_step(health) + judge.after_step(health, applied=True, warm=True)
+        return [warning.signal for warning in found]
+
+    alike = ["answer_entropy", "no_signal"]
+    for reward in (0.0, 1.0):
+        judge = _judge(beta2=0.99)
+        steps = [said(judge, reward, 0.0) for _ in range(8)]
+        assert steps == [[]] * 7 + [alike], "from the start on there is no signal"
+    for reward, spread, solved in ((0.3, 0.46, False), (0.95, 0.2, True)):
+        judge = _judge(beta2=0.99)
+        for step in range(64):  # few prompts: of every fourth step all answers are alike
+            assert said(judge, reward * step / 64, spread, silent=0.99 * (step % 4 == 0), entropy=0.02) == []
+        state = json.loads(json.dumps(judge.state_dict()))
+        judge = _judge(beta2=0.99)
+        judge.load_state_dict(state)
+        steps = [said(judge, reward, spread) for _ in range(8)]
+        assert steps[7] == ([] if solved else ["no_signal"]) and (steps[0] == []) == solved, steps
+
+
 def test_kurtosis_is_compared_with_its_own_past_and_an_activation_in_fp16_with_the_format():
     judge = _judge()
     for step in range(1, 9):

@@ -38,6 +38,10 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "clip_ratio": (Gauge, "Factor that clipping applied to the newest gradient; 1 where it did not clip.", ()),
     "learning_rate": (Gauge, "Learning rate of the newest step.", ()),
     "loss_scale": (Gauge, "Loss scale of the newest step; 1 where nothing is scaled.", ()),
+    "reward": (Gauge, "Mean reward of the newest step's answers, in runs that learn from rewards.", ()),
+    "reward_spread": (Gauge, "Standard deviation of the same rewards.", ()),
+    "gap_k3_nats": (Gauge, "Distance of the sampler's policy from the trainer's (k3), in nats per token.", ()),
+    "gap_of_bound": (Gauge, "The same in units of its bound; above 1 the step is refused.", ()),
     "consecutive_skipped_steps": (Gauge, "Skipped steps in a row, up to the newest.", ()),
     "tokens_per_second": (Gauge, "Tokens of the newest step over its duration, all ranks together.", ()),
     "memory_peak_bytes": (Gauge, "Peak memory of the rank that needs most; resident memory on a CPU.", ()),
@@ -79,7 +83,7 @@ _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "checkpoints_total": [("true",), ("false",)],
 }
 
-_GAUGES = {  # event -> gauges, each with the field of the event that it shows where that was recorded
+_GAUGES = {  # event -> gauges, each with the field of the event or of its metrics that it shows where that was recorded
     "run_start": {
         "step": "step",
         "session_start_timestamp_seconds": "time",
@@ -96,6 +100,10 @@ _GAUGES = {  # event -> gauges, each with the field of the event that it shows w
         "loss_scale": "loss_scale",
         "tokens_per_second": "tokens_per_second",
         "memory_peak_bytes": "memory_bytes",
+        "reward": "reward/mean",
+        "reward_spread": "reward/spread",
+        "gap_k3_nats": "gap/k3",
+        "gap_of_bound": "gap/of_bound",
     },
     "eval": {"validation_loss_nats": "loss"},
     "checkpoint": {"checkpoint_bytes": "bytes", "checkpoint_step": "step", "checkpoint_timestamp_seconds": "time"},
@@ -142,9 +150,10 @@ class Metrics:
         self._of("last_event_timestamp_seconds").set(event["time"])
         for name, *labels in _COUNTERS.get(event["event"], ()):
             self._of(name, *(str(event[label]) for label in labels)).inc()
+        values = {**event.get("metrics", {}), **event}
         for name, field in _GAUGES.get(event["event"], {}).items():
-            if event[field] is not None:
-                self._of(name).set(event[field])
+            if values.get(field) is not None:
+                self._of(name).set(values[field])
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(event)

@@ -33,9 +33,11 @@ from modeling.log_probs import answer_log_probs
 from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages
 from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
+from training.engine.ledger import PrecisionError
 from training.rollouts import rollouts as files
 from training.rollouts.gap import Gap, by_position
 from training.rollouts.remedies import Remedies
+from training.rollouts.reward_worker import digest
 from training.rollouts.rewards import Rewards
 from training.rollouts.rollouts import Rollouts, padded
 from training.rollouts.sync import Synced, require_start, synchronise
@@ -172,30 +174,32 @@ class RolloutBatches(Batches):
         resamples: most times that groups whose answers all have the same reward are sampled again.
         """
         real = [(place, int(n)) for place, n in enumerate(prompts.input_ids.flatten()) if n != NO_SAMPLE]
-        rows = [(self._rank + place * self._world_size, number, *row_of(shards, number)) for place, number in real]
-        found = self._asked(rows, synced, of)
+        rows = [(self._rank + place * self._world_size, number) for place, number in real]
+        found = self._asked(shards, rows, synced, of)
         for attempt in range(1, resamples + 1):
             silent = np.flatnonzero((self._advantages(found) == 0).all(1)).tolist()
             if not silent:
                 break
-            found.put(silent, self._asked([rows[number] for number in silent], synced, f"{of}/{attempt}"))
+            found.put(silent, self._asked(shards, [rows[number] for number in silent], synced, f"{of}/{attempt}"))
         return found
 
-    def _asked(self, rows: Sequence[tuple[int, int, np.ndarray, dict[str, Any]]], synced: Synced, of: str) -> Rollouts:
-        """One group of answers to each row: its place in the global batch, its number, the prompt's tokens, columns."""
+    def _asked(self, shards: RowShards, rows: Sequence[tuple[int, int]], synced: Synced, of: str) -> Rollouts:
+        """One group of answers to each row, given as its place in the global batch and its number in `shards`."""
         group, longest = self._section.group_size, self._section.max_new_tokens
-        requests = [Request(ids, f"{self._seed}/{of}/{row}/{k}") for row, _, ids, _ in rows for k in range(group)]
+        prompts, columns = zip(*(row_of(shards, number) for _, number in rows), strict=True) if rows else ((), ())
+        keys = [f"{self._seed}/{of}/{place}" for place, _ in rows]
+        requests = [Request(ids, f"{key}/{k}") for ids, key in zip(prompts, keys, strict=True) for k in range(group)]
         answers = self.sampler.sample(requests, version=synced.version)
         self.sampler.require_whole(answers)
         groups = [answers[first : first + group] for first in range(0, len(answers), group)]
-        rewards = self._rewards.of([self._arguments(row[3], own) for row, own in zip(rows, groups, strict=True)])
+        rewards, seen = self._rewards.of([self._arguments(*given) for given in zip(columns, groups, strict=True)])
         for problem in self._rewards.problems:
             self._say(f"rewards: no reward by {problem}; later ones are counted (reward/none)")
         scores = padded([answer.log_probs for answer in answers], longest, np.float32).reshape(-1, group, longest)
-        return Rollouts(
-            samples=np.array([number for _, number, _, _ in rows], dtype=np.int64),
-            prompts=padded([ids for _, _, ids, _ in rows], self._longest),
-            prompt_lengths=np.array([len(ids) for _, _, ids, _ in rows], dtype=np.int64),
+        found = Rollouts(
+            samples=np.array([number for _, number in rows], dtype=np.int64),
+            prompts=padded(prompts, self._longest),
+            prompt_lengths=np.array([len(ids) for ids in prompts], dtype=np.int64),
             answers=padded([answer.ids for answer in answers], longest).reshape(-1, group, longest),
             lengths=np.array([len(answer.ids) for answer in answers], dtype=np.int64).reshape(-1, group),
             ended=np.array([answer.ended for answer in answers], dtype=bool).reshape(-1, group),
@@ -204,17 +208,35 @@ class RolloutBatches(Batches):
             rewards=rewards.reshape(len(rows), group, len(self._rewards.names)),
             version=synced.version,
         )
+        self._require_rows(found, seen, shards)
+        return found
+
+    def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a reward function that a row decides: every column, and the prompt by TRL's name."""
+        columns = {**self._section.reward_options, **row}
+        prompt = row.get("prompt", row.get("messages", row.get("conversations")))
+        return {key: columns[key] for key in columns if key not in ("prompt", "completion")} | {"prompts": prompt}
 
     def _arguments(self, row: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The arguments of a reward function for one prompt: TRL's, and every column of the row."""
-        prompt: Any = row.get("prompt", row.get("messages", row.get("conversations")))
-        ids = [answer.ids.tolist() for answer in answers]
+        """The arguments of a reward function for the answers to one prompt, TRL's among them."""
+        columns, ids = self._columns(row), [answer.ids.tolist() for answer in answers]
         completions: list[Any] = [self._tokenizer.decode(own, skip_special_tokens=True) for own in ids]
-        if not isinstance(prompt, str):
+        if not isinstance(columns["prompts"], str):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
-        columns = {**self._section.reward_options, **row}
-        repeated = {key: [value] * len(ids) for key, value in columns.items() if key not in ("prompt", "completion")}
-        return {**repeated, "prompts": [prompt] * len(ids), "completions": completions, "completion_ids": ids}
+        repeated = {key: [value] * len(ids) for key, value in columns.items()}
+        return {**repeated, "completions": completions, "completion_ids": ids}
+
+    def _require_rows(self, found: Rollouts, seen: Sequence[Any], shards: RowShards) -> None:
+        """Raises PrecisionError where a function was given another row than that of the prompt, or another answer."""
+        rows = [digest(self._columns(row_of(shards, int(number))[1])) for number in found.samples]
+        for place, ((n, k), length) in enumerate(np.ndenumerate(found.lengths)):
+            right = [rows[n], digest(found.answers[n, k, :length].tolist())]
+            for given in seen[place :: found.lengths.size]:
+                if given not in (None, right):
+                    saw = f"row {found.samples[rows.index(given[0])]}" if given[0] in rows else "an unknown row"
+                    saw += " and the answer to another prompt" if given[0] == right[0] else ""
+                    text = f"rewards saw {saw} for the prompt of row {found.samples[n]}; nothing was learned"
+                    raise PrecisionError(text)
 
     def _in_words(self, found: Rollouts) -> str:
         """EXAMPLES prompts with their first answers as text, of which no part is longer than EXAMPLE_CHARACTERS."""

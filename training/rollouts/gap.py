@@ -10,7 +10,8 @@ times the sampler's distance from FP32 is not believed.
 
 A sampler that draws from a part of the tokens (top-p) has a larger mu for all of them: k3 may stay small, but all d
 have one sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard
-errors of mean d, that of k3 what exceeds one, over prompts, whose tokens are alike: few tokens have less to say.
+errors of mean d (more for few prompts, by Student's t: a sound run of 4 was beyond the bound in one step of 200), that
+of k3 what exceeds one, over prompts, whose tokens are alike: few tokens have less to say.
 """
 
 import math
@@ -23,7 +24,6 @@ FLOOR = 1e-9
 OF_SAMPLER = 4.0
 ONE_SIDED = 0.3
 """Largest healthy |mean d| / mean |d|."""
-_ERRORS = 3.0
 _MEMORY = 0.9
 """Share of the self-gap's average that a step leaves: a step measures it on few tokens."""
 
@@ -49,7 +49,8 @@ class Gap:
         excess = [np.expm1(part.astype(np.float64)) - part for part in apart]
         k3 = _k3(tokens)
         one_sided = abs(mean) / size if size else 0.0
-        beyond = (abs(mean) - _ERRORS * _error(apart, mean)) / size if size > math.sqrt(2 * FLOOR) else 0.0
+        judged = len(apart) > 1 and size > math.sqrt(2 * FLOOR)
+        beyond = (abs(mean) - _errors(len(apart)) * _error(apart, mean)) / size if judged else 0.0
         found = {
             "gap/k1": -mean,
             "gap/k3": k3,
@@ -68,6 +69,15 @@ def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:
     places = [np.arange(len(part)) * bins // len(part) for part in apart]
     tokens, place = np.concatenate(apart), np.concatenate(places)
     return [_k3(tokens[place == number]) for number in range(bins)]
+
+
+def _errors(prompts: int) -> float:
+    """How many standard errors a mean over prompts exceeds as rarely as one over many exceeds three: in 0.27%.
+
+    Student's t with its degrees of freedom, by Fisher's expansion (Abramowitz and Stegun, 26.7.5), for 3.0.
+    """
+    free = prompts - 1
+    return math.sqrt(prompts / free) * (3 + 7.5 / free + 17.25 / free**2 + 30.19 / free**3)
 
 
 def _error(parts: Sequence[np.ndarray], mean: float) -> float:

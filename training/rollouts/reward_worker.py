@@ -38,11 +38,23 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
     if "arguments" not in request:
         path = Path(sys.modules[function.__module__].__file__ or "")
         return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    count = len(request["arguments"]["completions"])
+    given = seen(request["arguments"])
     found = list(function(**request["arguments"]))
-    if len(found) != count:
-        raise ValueError(f"returned {len(found)} rewards for {count} completions")
-    return {"rewards": [None if value is None else float(value) for value in found]}
+    if len(found) != len(given):
+        raise ValueError(f"returned {len(found)} rewards for {len(given)} completions")
+    return {"rewards": [None if value is None else float(value) for value in found], "seen": given}
+
+
+def seen(arguments: dict[str, Any]) -> list[list[str]]:
+    """Of each answer, the digest of the row that a function is given with it, and that of its tokens."""
+    row = {name: values for name, values in arguments.items() if name not in ("completions", "completion_ids")}
+    rows = ({name: values[k] for name, values in row.items()} for k in range(len(arguments["completions"])))
+    return [[digest(own), digest(ids)] for own, ids in zip(rows, arguments["completion_ids"], strict=True)]
+
+
+def digest(value: Any) -> str:
+    """SHA-256 of a value as JSON, which is the same on both sides of the pipe."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def find(name: str) -> Function:
@@ -58,21 +70,21 @@ def find(name: str) -> Function:
     return found
 
 
-def text_of(completion: Any) -> str:
-    """The text of a completion, which is a list of messages where the prompt is."""
-    return completion if isinstance(completion, str) else "".join(message["content"] or "" for message in completion)
+def _scores(completions: Sequence[Any], column: Sequence[Any], holds: Callable[[str, Any], bool]) -> list[float | None]:
+    """1 where a completion, a text or messages, holds for the column of its row, else 0; None where that is null."""
+    texts = [said if isinstance(said, str) else "".join(part["content"] or "" for part in said) for said in completions]
+    pairs = zip(texts, column, strict=True)
+    return [None if wanted is None else float(holds(text, wanted)) for text, wanted in pairs]
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """1 where the completion is the column `answer`, white space at both ends aside, else 0."""
-    pairs = zip(completions, answer, strict=True)
-    return [None if wanted is None else float(text_of(said).strip() == str(wanted).strip()) for said, wanted in pairs]
+    return _scores(completions, answer, lambda said, wanted: said.strip() == str(wanted).strip())
 
 
 def regex(completions: Sequence[Any], regex: Sequence[str | None], **_: Any) -> list[float | None]:
     """1 where the regular expression in the column `regex` is found in the completion, else 0."""
-    pairs = zip(completions, regex, strict=True)
-    return [None if wanted is None else float(re.search(wanted, text_of(said)) is not None) for said, wanted in pairs]
+    return _scores(completions, regex, lambda said, wanted: re.search(wanted, said) is not None)
 
 
 def json_schema(completions: Sequence[Any], schema: Sequence[Any], **_: Any) -> list[float | None]:
@@ -86,8 +98,7 @@ def json_schema(completions: Sequence[Any], schema: Sequence[Any], **_: Any) -> 
         except ValueError:
             return False
 
-    pairs = zip(completions, schema, strict=True)
-    return [None if wanted is None else float(fits(text_of(said), wanted)) for said, wanted in pairs]
+    return _scores(completions, schema, fits)
 
 
 def length(
@@ -98,12 +109,7 @@ def length(
     return [-min(1.0, max(0.0, (len(ids) - most + room) / max(room, 1))) for ids, most, room in rows]
 
 
-SHIPPED: dict[str, Function] = {
-    "exact_match": exact_match,
-    "regex": regex,
-    "json_schema": json_schema,
-    "length": length,
-}
+SHIPPED: dict[str, Function] = {each.__name__: each for each in (exact_match, regex, json_schema, length)}
 
 if __name__ == "__main__":
     main()

@@ -94,25 +94,28 @@ class Rewards:
             raise UserError(f"grpo.rewards = {name}: cannot be loaded ({found['error']}); {fix}")
         return str(found["sha256"])
 
-    def of(self, groups: Sequence[dict[str, Any]]) -> np.ndarray:
-        """(answers, functions) float64, NaN for none. groups: the arguments for the answers to each prompt."""
+    def of(self, groups: Sequence[dict[str, Any]]) -> tuple[np.ndarray, list[Any]]:
+        """(answers, functions) float64, NaN for none; and what each function was given with each answer, as
+        `reward_worker.seen` in its process has it, or None. groups: the arguments for the answers to each prompt."""
         asked = [(name, group) for name in self.names for group in groups]
-        found = np.concatenate(list(self._pool.map(self._of_group, asked))) if asked else np.empty(0)
-        return found.reshape(len(self.names), sum(len(group["completions"]) for group in groups)).T
+        found = [pair for part in self._pool.map(self._of_group, asked) for pair in part]
+        count = sum(len(group["completions"]) for group in groups)
+        values = np.array([value for value, _ in found], dtype=np.float64).reshape(len(self.names), count)
+        return values.T, [given for _, given in found]
 
     def total(self, rewards: np.ndarray) -> np.ndarray:
         """(..., functions) -> (...): weighted sum over the functions that gave one; NaN where none did."""
         found = np.nansum(rewards * self.weights, axis=-1)
         return np.where(np.isnan(rewards).all(-1), np.nan, found)
 
-    def _of_group(self, asked: tuple[str, dict[str, Any]]) -> np.ndarray:
+    def _of_group(self, asked: tuple[str, dict[str, Any]]) -> list[tuple[float, Any]]:
         name, arguments = asked
         found = self._asked({"function": name, "arguments": arguments}, self._section.reward_seconds)
         if "error" in found:
             self.problems[f"{name}: {found['error']}"] += 1
-            return np.full(len(arguments["completions"]), np.nan)
-        values = [math.nan if value is None else value for value in found["rewards"]]
-        return np.array([value if math.isfinite(value) else math.nan for value in values])
+            return [(math.nan, None)] * len(arguments["completions"])
+        values = (math.nan if value is None or not math.isfinite(value) else value for value in found["rewards"])
+        return list(zip(values, found["seen"], strict=True))
 
     def _asked(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         worker = self._workers.get()

@@ -5,7 +5,6 @@ the same answers, as long as its weights have the hash that the answers were sam
 say now.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from config.files import write_atomically
+from data.array_file import read_arrays, write_arrays
 
 _ARRAYS = ("samples", "prompts", "prompt_lengths", "answers", "lengths", "ended", "sampler", "old", "rewards")
 
@@ -25,28 +22,17 @@ _ARRAYS = ("samples", "prompts", "prompt_lengths", "answers", "lengths", "ended"
 class Rollouts:
     """Answers to some prompts; every array has a row for each prompt, with zeros after the end of its tokens."""
 
-    samples: np.ndarray
-    """(prompts,) int64: numbers of the prompts in the corpus."""
-    prompts: np.ndarray
-    """(prompts, tokens) int64"""
-    prompt_lengths: np.ndarray
-    """(prompts,) int64"""
-    answers: np.ndarray
-    """(prompts, group, tokens) int64"""
-    lengths: np.ndarray
-    """(prompts, group) int64"""
-    ended: np.ndarray
-    """(prompts, group) bool"""
-    sampler: np.ndarray
-    """(prompts, group, tokens) float32: the sampler's log-probabilities."""
-    old: np.ndarray
-    """(prompts, group, tokens) float32: the trainer's."""
-    rewards: np.ndarray
-    """(prompts, group, functions) float64, NaN for none."""
-    version: str = ""
-    """`Synced.version` of the weights that they were sampled with."""
-    facts: str = "{}"
-    """Metrics of the step as JSON."""
+    samples: np.ndarray  # (prompts,) int64: numbers of the prompts in the corpus
+    prompts: np.ndarray  # (prompts, tokens) int64
+    prompt_lengths: np.ndarray  # (prompts,) int64
+    answers: np.ndarray  # (prompts, group, tokens) int64
+    lengths: np.ndarray  # (prompts, group) int64
+    ended: np.ndarray  # (prompts, group) bool
+    sampler: np.ndarray  # (prompts, group, tokens) float32: the sampler's log-probabilities
+    old: np.ndarray  # (prompts, group, tokens) float32: the trainer's
+    rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
+    version: str = ""  # `Synced.version` of the weights that they were sampled with
+    facts: str = "{}"  # metrics of the step as JSON
 
     @property
     def mask(self) -> np.ndarray:
@@ -90,32 +76,18 @@ def path_of(folder: Path, step: int) -> Path:
 
 def write(path: Path, rollouts: Rollouts, **facts: str) -> None:
     """Publish the file. facts: further metadata. Raises OSError."""
-    arrays = {name: np.ascontiguousarray(getattr(rollouts, name)) for name in _ARRAYS}
     path.parent.mkdir(exist_ok=True)
-    said = {"version": rollouts.version, "facts": rollouts.facts, "sha256": _sha256(arrays, rollouts.facts), **facts}
-    write_atomically(path, save(arrays, said))
+    said = {"version": rollouts.version, "facts": rollouts.facts, **facts}
+    write_arrays(path, {name: getattr(rollouts, name) for name in _ARRAYS}, said)
 
 
 def read(path: Path) -> Rollouts | None:
     """The file's answers; None where it is missing or damaged, and they are sampled again."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            said, arrays = file.metadata(), {name: file.get_tensor(name) for name in _ARRAYS}
-    except (OSError, SafetensorError):
-        return None
-    if said is None or said.get("sha256") != _sha256(arrays, said.get("facts", "")):
-        return None
-    return Rollouts(**arrays, version=said["version"], facts=said["facts"])
+    found = read_arrays(path)
+    return None if found is None else Rollouts(**found[0], version=found[1]["version"], facts=found[1]["facts"])
 
 
 def facts_of(rollouts: Rollouts) -> dict[str, float]:
     """The metrics of the step."""
     found: dict[str, float] = json.loads(rollouts.facts)
     return found
-
-
-def _sha256(arrays: dict[str, np.ndarray], facts: str) -> str:
-    digest = hashlib.sha256(facts.encode())
-    for name in _ARRAYS:
-        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}".encode() + arrays[name].tobytes())
-    return digest.hexdigest()

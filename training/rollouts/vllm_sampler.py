@@ -1,30 +1,35 @@
 """Sampling by vLLM servers of their own, started by the user or by `python -m launch.rollouts`.
 
-Rank 0 writes the weights to a file in the run folder and has every server read it; the ranks then share the servers.
+Rank 0 sends the weights to every server, in a file in the run folder or by a broadcast in a process group of the two
+(NCCL on GPUs, gloo on CPUs, as vLLM's own transfer and TRL's); the ranks then share the servers.
 Every request is salted with the label of the weights that were proven, so that no cached prefix of other weights
 answers it, and every answer carries the label that it was sampled under. A server that died, hangs, or answers under
-another label is waited for, given the same file again, proven again, and asked again with the same seeds.
+another label is waited for, given the same weights again, proven again, and asked again with the same seeds.
 """
 
 import http.client
 import json
 import secrets
+import socket
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.printable import printable
 from config.schema import GrpoSection
 from tracking.file_lock import exclusive_lock
@@ -35,7 +40,7 @@ T = TypeVar("T")
 
 _ASK_SECONDS = 600.0
 """Time limit of one request, after which the server counts as hung."""
-_ALL_TOKENS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
 
 
 class ServerError(RuntimeError):
@@ -54,6 +59,7 @@ class VllmSampler(TransformersSampler):
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
+        self._groups: dict[str, Any] = {}  # of this rank with a server that it sends weights to by broadcast
 
         def start(url: str) -> str:
             self._initialise(url)
@@ -67,31 +73,50 @@ class VllmSampler(TransformersSampler):
         return self.folder / "weights.safetensors"
 
     def receive(self, weights: Weights) -> None:
-        """Have every server read the weights from a new file. A collective."""
+        """Send every server the weights. A collective."""
         super().receive(weights)
         self._label = self._world.from_main(secrets.token_hex(16))
+        joined = self._world.gather_objects(list(self._groups))
+        for url in {url for others in joined[1:] for url in others}:  # to a rank that restored it (`_restore`)
+            self._groups.pop(url, None)
 
         def send() -> None:
             self._file.parent.mkdir(exist_ok=True)
-            own = {name: value.detach().cpu().contiguous() for name, value in self._whole(tied=False).items()}
-            save_file(own, self._file)
+            if self._section.transfer == "file":
+                own = {name: value.detach().cpu().contiguous() for name, value in self._whole(tied=False).items()}
+                save_file(own, self._file)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
 
         self._world.on_main(send)
 
     def _send(self, url: str) -> None:
-        """Have one server read the file, between two requests."""
-        for path, body in (
-            ("/pause?mode=wait", {}),
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": {"path": str(self._file.resolve())}}),
-            ("/finish_weight_update", {"weight_version": self._label}),
-            ("/collective_rpc", {"method": "repack_tied_head"}),
-            ("/reset_prefix_cache", {}),
-            ("/resume", {}),
-        ):
-            _call(url, path, body)
+        """Send one server the weights, between two requests."""
+        _call(url, "/pause?mode=wait", {})
+        _call(url, "/start_weight_update", {})
+        if self._section.transfer == "file":
+            _call(url, "/update_weights", {"update_info": {"path": str(self._file.resolve())}})
+        else:
+            self._broadcast(url)
+        _call(url, "/finish_weight_update", {"weight_version": self._label})
+        _call(url, "/collective_rpc", {"method": "repack_tied_head"})
+        _call(url, "/reset_prefix_cache", {})
+        _call(url, "/resume", {})
+
+    def _broadcast(self, url: str) -> None:
+        if url not in self._groups:
+            self._initialise(url)
+        own = {name: value.detach().contiguous() for name, value in self._whole(tied=False).items()}
+        tensors = [(name, str(value.dtype).removeprefix("torch."), value.shape) for name, value in own.items()]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(_call, url, "/update_weights", {"update_info": {"tensors": tensors}})
+            try:
+                for value in own.values():
+                    self._groups[url].broadcast(value, 0).wait()
+            except RuntimeError as error:
+                del self._groups[url]
+                raise ServerError(f"the broadcast of weights broke off ({one_line(error)})") from None
+            asked.result()
 
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """Tensors in which any server computes with other weights, by their digests. A collective."""
@@ -154,10 +179,24 @@ class VllmSampler(TransformersSampler):
                 failed = True
                 time.sleep(1.0)
 
-    @staticmethod
-    def _initialise(url: str) -> None:
+    def _initialise(self, url: str) -> None:
         """Let a server that was started anew take weights."""
-        _call(url, "/init_weight_transfer_engine", {"init_info": {}})
+        if self._section.transfer == "file":
+            _call(url, "/init_weight_transfer_engine", {"init_info": {}})
+            return
+        address, limit = urlsplit(url), timedelta(seconds=self._section.server_seconds)
+        try:
+            with socket.create_connection((address.hostname, address.port or 80)) as route:
+                host = route.getsockname()[0]  # of the interface that the server can reach
+            store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
+            info = {"host": host, "port": store.port, "seconds": self._section.server_seconds}
+            with ThreadPoolExecutor(1) as pool:
+                joined = pool.submit(_call, url, "/init_weight_transfer_engine", {"init_info": info})
+                kind = "ProcessGroupNCCL" if self._world.device.type == "cuda" else "ProcessGroupGloo"
+                self._groups[url] = getattr(dist, kind)(store, 0, 2, limit)
+                joined.result()
+        except (OSError, RuntimeError) as error:
+            raise ServerError(f"it did not join the broadcast of weights ({one_line(error)})") from None
 
     def _send_again(self, url: str) -> None:
         self._initialise(url)
@@ -173,13 +212,8 @@ class VllmSampler(TransformersSampler):
 
     def _answer(self, request: Request, version: str) -> Answer:
         section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
-        sampling: dict[str, Any] = {
-            "max_tokens": section.max_new_tokens,
-            "temperature": section.temperature,
-            "seed": seed,
-            **_ALL_TOKENS,
-        }
-        sampling |= {"logprobs": 0, "detokenize": False, "ignore_eos": True, "stop_token_ids": self._ends}
+        sampling: dict[str, Any] = {"max_tokens": section.max_new_tokens, "seed": seed, **_SAMPLING}
+        sampling |= {"temperature": section.temperature, "stop_token_ids": self._ends}
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}

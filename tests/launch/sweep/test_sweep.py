@@ -91,11 +91,12 @@ def test_the_rule_is_viziers_median_stopping_rule():
     draw = random.Random(0)
     seen = set()
     for _ in range(500):
-        after_steps, factor = draw.choice([1, 20, 40]), draw.choice([1.0, 1.1])
+        after_steps, factor, sign = draw.choice([1, 20, 40]), draw.choice([1.0, 1.1]), draw.choice([1, -1])
         rule = Hopeless(after_steps=after_steps, factor=factor, trials=draw.choice([1, 3]))
 
-        def curve() -> list[Report]:
+        def curve(sign: int = sign) -> list[Report]:
             losses = [draw.choice([1.0, 2.0, draw.uniform(1, 3), draw.uniform(1, 3), math.inf]) for _ in range(6)]
+            losses = [sign * loss for loss in losses if sign == 1 or loss < math.inf]  # of rewards, negative
             return [Report(10 * (n + 1), loss) for n, loss in enumerate(losses[: draw.randrange(7)])]
 
         own, others = curve(), [curve() for _ in range(draw.randrange(6))]
@@ -106,7 +107,7 @@ def test_the_rule_is_viziers_median_stopping_rule():
         expected = False
         if own and step >= rule.after_steps and len(reached) >= rule.trials:
             middle = median(sum(losses) / len(losses) for losses in reached)
-            expected = min(one.loss for one in own) > rule.factor * middle
+            expected = min(one.loss for one in own) > (factor if sign == 1 else 2 - factor) * middle
         assert (hopeless_reason(own, others, rule) is not None) == expected
         seen.add(expected)
     assert seen == {True, False}

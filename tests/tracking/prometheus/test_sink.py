@@ -119,7 +119,13 @@ def test_ranks_have_series_of_their_own_in_small_runs_only(sink: PrometheusSink)
     assert value(found, "slowest_rank") == 700 and value(found, "work_seconds", statistic="most") == 0.9
     assert not any(name.startswith("mantissa_rank_") for name, _ in found)
     sink.write(step | {"by_rank": {"work_seconds": [0.3, 0.5], "memory_bytes": [10, 20]}})
+    assert not any(name.startswith(("mantissa_reward", "mantissa_gap")) for name, _ in found), "of no run but RL's"
+    rewarded = {"reward/mean": -0.5, "reward/spread": 0.25, "gap/k3": 1e-6, "gap/of_bound": 0.5}
+    sink.write(step | {"metrics": rewarded, "by_rank": {"work_seconds": [0.3, 0.5], "memory_bytes": [10, 20]}})
     found = scrape(sink)
+    assert [value(found, name) for name in ("reward", "reward_spread", "gap_k3_nats", "gap_of_bound")] == [
+        *rewarded.values()
+    ]
     assert value(found, "slowest_rank") == 1 and value(found, "work_seconds", statistic="median") == 0.4
     assert value(found, "rank_work_seconds", rank="1") == 0.5
     assert value(found, "rank_memory_peak_bytes", rank="0") == 10

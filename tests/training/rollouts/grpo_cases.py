@@ -295,6 +295,26 @@ def _other_temperature(opened: Session) -> None:
     sampler._section = replace(sampler._section, temperature=0.7 * sampler._section.temperature)
 
 
+def _nucleus(opened: Session) -> None:
+    """The sampler draws from the likeliest tokens that have 0.9 together (top-p)."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+
+    def cut(module: Any, args: Any, output: Any) -> None:
+        shares, order = output.logits.float().softmax(-1).sort(-1, descending=True)
+        beyond = shares.cumsum(-1) - shares > 0.9
+        output.logits.masked_fill_(torch.zeros_like(beyond).scatter(-1, order, beyond), -torch.inf)
+
+    def with_top_p(requests: Any) -> Any:
+        handle = sampler.model.register_forward_hook(cut)
+        try:
+            return drawn(requests)
+        finally:
+            handle.remove()
+
+    sampler._drawn = with_top_p
+
+
 def _rounded_head(opened: Session) -> None:
     """The sampler's logits keep eight bits less than the trainer's."""
     head = opened.answers.sampler.model.lm_head
@@ -370,6 +390,30 @@ def _attends_to_padding(opened: Session) -> None:
     model.forward = lambda **given: forward(**{**given, "attention_mask": None})
 
 
+def _next_row(opened: Session) -> None:
+    """A reward function gets the columns of the row before the prompt's."""
+    answers: Any = opened.answers
+    arguments, rows = answers._arguments, list[Any]()
+
+    def shifted(row: Any, given: Any) -> Any:
+        rows.append(row)
+        return arguments(rows[-2] if len(rows) > 1 else row, given)
+
+    answers._arguments = shifted
+
+
+def _next_answers(opened: Session) -> None:
+    """The groups of answers come to the rewards one place too late, the rows do not."""
+    answers: Any = opened.answers
+    of = answers._rewards.of
+
+    def rolled(groups: Any) -> Any:
+        late = [{key: group[key] for key in ("completions", "completion_ids")} for group in groups[-1:] + groups[:-1]]
+        return of([mine | others for mine, others in zip(groups, late, strict=True)])
+
+    answers._rewards.of = rolled
+
+
 def _scored_later(opened: Session) -> None:
     """The trainer scores answers with weights of another step than the one they were sampled with."""
     answers: Any = opened.answers
@@ -389,6 +433,7 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "one tensor not synced": _one_left_out,
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
+    "top-p on one side": _nucleus,
     "rounded head": _rounded_head,
     "adapter never delivered": _adapter_never_delivered,
     "dropout in the old log-probs": _dropout_in_old,
@@ -399,4 +444,6 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "repetition penalty on one side": _penalised,
     "padding is attended to": _attends_to_padding,
     "scored with other weights": _scored_later,
+    "rewards see the row before": _next_row,
+    "rewards see other answers": _next_answers,
 }

@@ -45,6 +45,15 @@ def test_a_larger_distance_and_one_that_is_one_sided_are_beyond() -> None:
     assert gap_of(-np.abs(apart), own)["gap/of_bound"] > 1
 
 
+def test_few_prompts_that_lean_to_one_side_by_chance_are_within_the_bounds() -> None:
+    """Tokens of a prompt are alike: their differences are drawn once for each of 4, as in a step of 64 answers."""
+    draw, own = np.random.default_rng(4), np.random.default_rng(5).normal(0, 0.08, 64)
+    found = [gap_of(draw.normal(0, 0.04, (4, 1)).repeat(16, axis=1), own)["gap/of_bound"] for _ in range(2000)]
+    assert np.mean(np.array(found) > 1) < 0.003
+    assert gap_of(draw.normal(-0.1, 0.01, (4, 16)), own)["gap/of_bound"] > 1
+    assert gap_of(draw.normal(-0.04, 0.0, (1, 16)), own)["gap/one_sided"] == 1 and gap_of(own[None], own)
+
+
 def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
     """As dropout in its log-probabilities: the trainer is as far from itself as from the sampler."""
     draw = np.random.default_rng(3)

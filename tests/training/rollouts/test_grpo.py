@@ -141,6 +141,16 @@ def test_an_answer_that_is_cut_wrongly_ends_the_run(solo: ProcessGroup, folder: 
     assert found["steps"] == [] and found["stopped"].startswith("the sampler cut an answer wrongly: number ")
 
 
+@pytest.mark.parametrize("which", ["the row before", "other answers"])
+def test_a_reward_that_sees_the_wrong_row_ends_the_run(solo: ProcessGroup, folder: Path, which: str) -> None:
+    """Neither loss nor gap would show it. Rows are named by their numbers in the prepared data."""
+    [found] = solo.run(cases.first_metrics, folder=folder, fault=f"rewards see {which}")
+    said = re.match(r"rewards saw row (\d+)(.*) for the prompt of row (\d+); nothing was learned$", found["stopped"])
+    assert found["steps"] == [] and said is not None, found
+    assert said[2] == (" and the answer to another prompt" if said[1] == said[3] else "")
+    assert (said[1] == said[3]) == (which == "other answers")
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("wrong", [None, *cases.WRONG])
 def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: Path, wrong: str | None) -> None:
@@ -150,6 +160,14 @@ def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: 
     assert bool(single) == (wrong in cases.LOSSES), single
     if single:
         assert "task_loss" in single and notes[0].startswith("grpo.temperature 0.9 where 1 is asked"), notes
+
+
+def test_a_group_that_would_be_split_over_ranks_is_refused(pair: ProcessGroup, folder: Path) -> None:
+    wanted = (
+        "batch.global_size = 8: a group of grpo.group_size = 8 answers stays on one rank; make it a multiple of 8 x 2"
+    )
+    for said in pair.run(cases.refused, folder=folder, overrides=("grpo.group_size=8",)):
+        assert said.startswith(wanted)
 
 
 def test_a_reference_of_another_dtype_is_refused(solo: ProcessGroup, folder: Path) -> None:
@@ -179,7 +197,7 @@ BY_PROMPT = "padding is attended to"
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("fault", ["", "temperature on one side", *OTHERS])
+@pytest.mark.parametrize("fault", ["", "temperature on one side", "top-p on one side", *OTHERS])
 def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: str, compute: str) -> None:
     given = {"overrides": OTHERS.get(fault, ())}
     found = solo.run(cases.first_metrics, folder=folder, compute=compute, fault=fault, **given)[0]["steps"]

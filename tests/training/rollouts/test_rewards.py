@@ -11,7 +11,7 @@ import pytest
 
 from config.errors import UserError
 from config.schema import GrpoSection
-from training.rollouts.reward_worker import SHIPPED
+from training.rollouts.reward_worker import SHIPPED, digest
 from training.rollouts.rewards import Rewards
 
 OWN = """
@@ -38,8 +38,8 @@ def short(completions, **_):
     return [1.0]
 """
 GROUPS = [
-    {"completions": ["aab", "bbb", "a"], "letter": ["a", "a", "a"]},
-    {"completions": ["aab", "bbb", "b"], "letter": ["b", "b", "b"]},
+    {"completions": ["aab", "bbb", "a"], "completion_ids": [[1] * 8, [1] * 9, [1] * 20], "letter": ["a"] * 3},
+    {"completions": ["aab", "bbb", "b"], "completion_ids": [[2], [3], [4]], "letter": ["b"] * 3},
 ]
 
 
@@ -66,7 +66,10 @@ def rewards_of(opened: list[Rewards], *names: str, **options: Any) -> Rewards:
 def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]) -> None:
     rewards = rewards_of(opened, f"{own}:share", "exact_match", reward_weights=(1.0, 2.0))
     groups = [group | {"answer": ["b"] * 3} for group in GROUPS]
-    found = rewards.of(groups)
+    found, seen = rewards.of(groups)
+    rows = [digest({"letter": letter, "answer": "b"}) for letter in "aaabbb"]
+    ids = [ids for group in groups for ids in group["completion_ids"]]
+    assert seen == [[row, digest(own)] for row, own in zip(rows, ids, strict=True)] * 2
     assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
     assert rewards.total(found).tolist() == pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 3])
     assert not rewards.problems and len(rewards.sources[f"{own}:share"]) == 64
@@ -82,15 +85,15 @@ def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]
 )
 def test_a_function_that_fails_gives_no_reward(own: Path, opened: list[Rewards], name: str, problem: str) -> None:
     rewards = rewards_of(opened, f"{own}:{name}")
-    found = rewards.of(GROUPS)
-    assert np.isnan(found).all() and np.isnan(rewards.total(found)).all()
+    found, seen = rewards.of(GROUPS)
+    assert np.isnan(found).all() and np.isnan(rewards.total(found)).all() and seen == [None] * 6
     assert rewards.problems == {f"{own}:{name}: {problem}": 2}
 
 
 def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, opened: list[Rewards]) -> None:
     rewards, started = rewards_of(opened, f"{own}:hangs", reward_seconds=1.0), time.monotonic()
     for _ in range(2):
-        found = rewards.of(GROUPS)[:, 0]
+        found = rewards.of(GROUPS)[0][:, 0]
         assert found[:3].tolist() == [1.0] * 3 and np.isnan(found[3:]).all()
     assert time.monotonic() - started < 30
     assert rewards.problems == {f"{own}:hangs: no answer in time": 2}
@@ -98,8 +101,7 @@ def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, ope
 
 def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewards]) -> None:
     rewards = rewards_of(opened, f"{own}:odd", "length", reward_options={})
-    groups = [{**GROUPS[0], "completion_ids": [[1] * 8, [1] * 9, [1] * 20], "longest": [10] * 3, "slack": [2] * 3}]
-    found = rewards.of(groups)
+    found, _ = rewards.of([{**GROUPS[0], "longest": [10] * 3, "slack": [2] * 3}])
     assert found[:, 1].tolist() == [0.0, -0.5, -1.0]
     assert [math.isnan(value) for value in found[:, 0]] == [True, True, False]
     assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one

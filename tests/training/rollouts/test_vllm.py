@@ -3,6 +3,7 @@
 import copy
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from config.errors import UserError
 from config.machine.processes import free_port
 from config.schema import AdapterSection, GrpoSection
 from modeling.adapter import add_adapter
-from tests.support.jobs.launches import wait_until
+from tests.support.jobs.launches import finish, last_attempts, start, wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
 from training.rollouts.gap import FLOOR
@@ -211,7 +212,31 @@ def test_a_cached_prefix_of_other_weights_answers_nothing(sampler, monkeypatch):
     assert apart(sampler, asked, version="old") > 1e-2  # what the salt keeps away
 
 
-def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(sampler, server):
+@pytest.fixture(params=["file", "collective"])
+def sending(sampler, request: pytest.FixtureRequest) -> VllmSampler:
+    """A sampler that sends weights in a file, or by broadcast, which here is gloo's."""
+    section = replace(sampler._section, transfer=request.param)
+    found = VllmSampler(copy.deepcopy(sampler.model), section, sampler._world, ends=[END])
+    found.folder = sampler.folder
+    return found
+
+
+def test_weights_that_are_broadcast_arrive_and_one_that_was_left_out_is_named(sending, monkeypatch):
+    sending._file.unlink(missing_ok=True)
+    for _ in range(2):
+        sending.receive(changed(sending).items())
+        assert differing(sending) == []
+    assert sending._file.exists() == (sending._section.transfer == "file")
+    whole, left_out = sending._whole, "model.layers.1.mlp.down_proj.weight"
+    monkeypatch.setattr(
+        sending, "_whole", lambda *, tied=True: {k: v for k, v in whole(tied=tied).items() if tied or k != left_out}
+    )
+    sending.receive(changed(sending).items())
+    assert differing(sending) == [left_out]
+
+
+def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(sending, server):
+    sampler = sending
     sampler.receive(changed(sampler).items())
     assert differing(sampler) == []
     before = sampler.sample(requests(), version="v")
@@ -219,3 +244,40 @@ def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(samp
     os.killpg(child, signal.SIGKILL)
     after = sampler.sample(requests(), version="v")
     assert [answer.ids.tolist() for answer in after] == [answer.ids.tolist() for answer in before]
+
+
+def test_a_whole_training_of_an_adapter_resumes_after_sigkill_with_the_published_answers(server, tmp_path: Path):
+    """Killed while it learns from the third step's answers; and once more from the start on the same answers, whole."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 16)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(server[1])).save_pretrained(tmp_path / "base")
+    config = {
+        **CONFIG,
+        "model": {"name_or_path": str(tmp_path / "base")},
+        "adapter": {"kind": "lora", "r": 4},
+        "grpo": {**CONFIG["grpo"], "urls": [server[0]], "rewards": ["tests.support.rows.prompts:even"]},
+        "data": {**CONFIG["data"], "path": str(tmp_path / "prompts.jsonl"), "cache_dir": str(tmp_path / "cache")},
+        "checkpoint": {"every_steps": 1},
+        "tracking": {"wandb": "disabled"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def job(name: str) -> list[str]:
+        given = (f"run.dir={tmp_path}/runs", f"run.name={name}", "run.steps=5", "run.resume=auto")
+        return [sys.executable, f"{REPOSITORY}/train.py", "--config", f"{tmp_path}/config.yaml", *given]
+
+    rollouts = tmp_path / "runs/killed/rollouts"
+    killed = start(job("killed"))
+    third = rollouts / "step-000003.safetensors"
+    wait_until(lambda: third.exists() or killed.poll() is not None, seconds=300.0)
+    os.killpg(killed.pid, signal.SIGKILL)
+    output, _ = killed.communicate()
+    assert third.exists() and killed.returncode == -signal.SIGKILL, output
+    published = {path.name: path.read_bytes() for path in rollouts.glob("step-*.safetensors")}
+    finish(job("killed"))
+    assert {name: (rollouts / name).read_bytes() for name in published} == published
+    shutil.copytree(rollouts, tmp_path / "runs/whole/rollouts")
+    finish(job("whole"))
+    resumed, whole = (last_attempts(tmp_path, name) for name in ("killed", "whole"))
+    assert len(whole) == 5 and resumed == whole and any(step["loss"] != 0 for step in whole)
+    for path in rollouts.glob("step-*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "runs/whole/rollouts" / path.name).read_bytes()
