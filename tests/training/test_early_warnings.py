@@ -107,7 +107,7 @@ def test_answers_that_are_alike_are_a_warning_unless_their_prompts_are_solved():
     """A policy that collapsed before it learned, and one whose answers are alike because they are right."""
 
     def said(judge: EarlyWarnings, reward: float, spread: float, *, silent: float = 1.0, entropy: float = 1e-3) -> Any:
-        """What a step says whose gradient is nine times as large as before where it is not the judge's first."""
+        """Warnings of a step whose gradient is nine times as large as before where it is not the judge's first."""
         metrics = {"reward/mean": reward, "reward/spread": spread, "reward/no_signal": silent, "entropy": entropy}
         health = Health(loss=0.0, grad_norm=1.0 if silent < 1 else 9.0, metrics=metrics)
         found = judge.before_step(health) + judge.after_step(health, applied=True, warm=True)

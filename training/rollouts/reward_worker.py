@@ -46,7 +46,7 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def seen(arguments: dict[str, Any]) -> list[list[str]]:
-    """Of each answer, the digest of the row that a function is given with it, and that of its tokens."""
+    """Two digests for each answer: of the row that a function is given with it, and of its tokens."""
     row = {name: values for name, values in arguments.items() if name not in ("completions", "completion_ids")}
     rows = ({name: values[k] for name, values in row.items()} for k in range(len(arguments["completions"])))
     return [[digest(own), digest(ids)] for own, ids in zip(rows, arguments["completion_ids"], strict=True)]
