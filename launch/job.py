@@ -160,9 +160,9 @@ def launch(
                 try:
                     code = job.wait(max(0.0, min(left, REPORT_SECONDS)))
                     break
-                except subprocess.TimeoutExpired:
-                    if left <= REPORT_SECONDS:
-                        raise
+                except subprocess.TimeoutExpired as waited:
+                    if seconds is not None and left <= REPORT_SECONDS:
+                        raise subprocess.TimeoutExpired(waited.cmd, seconds) from None
                 if report is not None:
                     report()
     except BaseException:

@@ -89,7 +89,7 @@ def test_progress_is_asked_for_while_a_job_runs(tmp_path: Path, monkeypatch: pyt
         ["-c", "import time; time.sleep(0.5)"], processes=1, log=tmp_path / "log", report=lambda: asked.append(True)
     )
     assert 2 <= len(asked) <= 10
-    with pytest.raises(subprocess.TimeoutExpired):
+    with pytest.raises(subprocess.TimeoutExpired, match=r"after 0\.2 seconds"):
         jobs.launch(["-c", "import time; time.sleep(100)"], processes=1, log=tmp_path / "log", seconds=0.2)
 
 

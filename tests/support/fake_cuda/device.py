@@ -253,19 +253,18 @@ def _patch_checks() -> None:
 
     from modeling import expert_parallel
     from precision import activation_signals
-    from training.engine import build, kernels, weights
+    from training.engine import build, kernels, teacher, weights
 
     own_mesh: Any = device_mesh.init_device_mesh
-    own_documents: Any = build._require_documents_apart
+    own_apart: Any = build.require_documents_apart
 
     def init_device_mesh(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return own_mesh(*args, **kwargs)
 
-    def documents_apart(engine: Any) -> None:
+    def apart(*given: Any) -> None:
         with suppress(UserError):
-            own_documents(engine)
-        engine.model.train()
+            own_apart(*given)
 
     exchange: Any = expert_parallel._Exchange
     own_exchange = exchange.forward
@@ -275,13 +274,12 @@ def _patch_checks() -> None:
         return own_exchange(context, rows, even, even, group)
 
     exchange.forward = staticmethod(evenly)
-    builds = cast(Any, build)
     nothing: Callable[..., Any] = lambda *args: None  # noqa: E731
     update = types.SimpleNamespace(create_adam=nothing, adam_update=nothing, destroy_adam=nothing)
     cast(Any, CPUAdamBuilder).load = lambda self, verbose=True: update  # it reads addresses
     cast(Any, PreTrainedModel).from_pretrained = classmethod(_drawn)
     cast(Any, weights).compare_with_files = lambda engine, folder: set()
     cast(Any, activation_signals)._disable_current_modes = _without_observers
-    builds._require_documents_apart = documents_apart
+    cast(Any, build).require_documents_apart = cast(Any, teacher).require_documents_apart = apart
     cast(Any, device_mesh).init_device_mesh = init_device_mesh
     cast(Any, kernels).kernel_problem = lambda *args: None  # torch._scaled_mm, tried on values

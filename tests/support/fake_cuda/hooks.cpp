@@ -26,10 +26,11 @@ C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 // An H100's first choice. Were none registered, torch would take the attention that is composed of FP32 matmuls.
 static int64_t attention(
-    const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+    const at::Tensor& query, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>& mask, double, bool,
     std::optional<double>, bool grouped) {
   using enum at::SDPBackend;
   const auto kind = query.scalar_type();
+  if (mask && mask->requires_grad()) return static_cast<int64_t>(efficient_attention);  // T5's positions are trained
   const auto fused = kind == at::kFloat && !grouped ? efficient_attention : math;
   return static_cast<int64_t>(kind == at::kHalf || kind == at::kBFloat16 ? cudnn_attention : fused);
 }
