@@ -20,9 +20,9 @@ from deepspeed.utils import logger
 
 from config.errors import UserError
 from config.machine.binding import apply_binding
+from config.machine.cores import RankCpus, choose_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
-from training.start.cores import RankCpus, choose_binding
 from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
@@ -81,7 +81,8 @@ class TensorGroup(SliceGroup):
 
 @dataclass(frozen=True)
 class World:
-    """One process of the run."""
+    """One process of the run. sequence, tensor, experts: the ranks that it shares sequences, matrices or experts with;
+    None where none are shared."""
 
     rank: int
     world_size: int
@@ -90,11 +91,8 @@ class World:
     group: dist.ProcessGroup | None = None
     """Process group of the collectives; None is training's."""
     sequence: SliceGroup | None = None
-    """The ranks that this one shares sequences with; None where none are shared."""
     tensor: TensorGroup | None = None
-    """The ranks that this one shares matrices with; None where each has whole ones."""
     experts: ExpertGroup | None = None
-    """The ranks that this one shares experts with; None where each has all of them."""
 
     @property
     def zero_rank(self) -> int:

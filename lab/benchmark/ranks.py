@@ -26,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from config.cli import Arguments, entry_point
+from config.machine.members import Member
 from training.checkpoint.commit import seal_folder
 from training.checkpoint.manifest import FORMAT, Tensors, Written, find_problem, layout_of, read_manifest, shares_of
 from training.checkpoint.save import agree_on_files
 from training.distributed import World
 from training.watchdog.heartbeats import Heartbeats
-from training.watchdog.process import Member
 from training.watchdog.watch import BEAT_SECONDS, SILENCE_SECONDS
 
 CLIENTS = 4

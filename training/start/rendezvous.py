@@ -138,12 +138,11 @@ def _restarted_by_torchrun() -> bool:
 def _another_port() -> str:
     """Human-readable advice on making this process's launcher use a free port."""
     environment, free = os.environ, free_port()
-    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
-        return f"set MASTER_PORT={free} for all of its ranks"
-    if any(name.startswith("ACCELERATE_") for name in environment):
-        return f"give accelerate launch --main_process_port {free}"
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
-    if "LOCAL_SIZE" in environment:
-        return f"give deepspeed --master_port {free}"
+    if not (environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment):
+        if any(name.startswith("ACCELERATE_") for name in environment):
+            return f"give accelerate launch --main_process_port {free}"
+        if "TORCHELASTIC_RUN_ID" in environment:
+            return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
+        if "LOCAL_SIZE" in environment:
+            return f"give deepspeed --master_port {free}"
     return f"set MASTER_PORT={free} for all of its ranks"

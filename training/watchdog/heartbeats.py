@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from config.machine.members import Member
 from training.distributed import World
-from training.watchdog.process import Member
 
 LISTED = 16
 """Ranks of which a survey tells, however many there are."""
