@@ -58,19 +58,15 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     if config.run.epochs is not None:
         size = resolved.batch.global_size
         record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
-    for line in opened.corpus.notes:
-        said.append(line)
-        record.note(line)
+    of_data = list(opened.corpus.notes)
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
-        said.append(f"data: no document was drawn for validation: {tail}")
-        record.note(said[-1])
-    if opened.left_out:
-        record.note(opened.left_out)
+        of_data.append(f"data: no document was drawn for validation: {tail}")
+    said += of_data
     said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
     if world.is_main:
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
-    for line in engine.notes:
+    for line in filter(None, [*of_data, opened.left_out, *engine.notes]):
         record.note(line)
     self_checked = config.guard.self_check_every or config.guard.gradient_checks
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
@@ -147,6 +143,13 @@ def assemble(
     state: from a checkpoint that was loaded into the engine; None for a new run. further: other fields of Parts.
     """
     progress = Progress.from_state_dict(state["progress"]) if state else START
+    section, regions = resolved.config.optimizer, engine.regions
+    warnings = EarlyWarnings(
+        resolved.config.warnings,
+        beta2=section.betas[1] if set(AVERAGES) <= set(engine.optimizer_spec.states) else None,
+        clipping=section.gradient_clipping,
+        in_fp16=lambda name: (engine.compute if regions is None else regions.dtypes.get(name)) == "fp16",
+    )
     parts = Parts(
         resolved=resolved,
         engine=engine,
@@ -155,24 +158,13 @@ def assemble(
         promotions=Promotions(),
         checkpoints=checkpoints,
         record=record,
-        warnings=_early_warnings(resolved, engine),
+        warnings=warnings,
         first_step=progress.step,
         **further,
     )
     if state is not None:
         parts.load_state_dict(state)
     return parts, progress
-
-
-def _early_warnings(resolved: Resolved, engine: Engine) -> EarlyWarnings:
-    section, regions = resolved.config.optimizer, engine.regions
-    averages = set(AVERAGES) <= set(engine.optimizer_spec.states)
-    return EarlyWarnings(
-        resolved.config.warnings,
-        beta2=section.betas[1] if averages else None,
-        clipping=section.gradient_clipping,
-        in_fp16=lambda name: (engine.compute if regions is None else regions.dtypes.get(name)) == "fp16",
-    )
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:

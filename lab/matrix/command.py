@@ -33,7 +33,7 @@ AS_EXPECTED, UNEXPECTED = 0, 3
 _HANG_MINUTES = 5.0
 _CODE = [
     *("training/engine/engine", "training/engine/gradients", "training/engine/optimizer", "training/engine/build"),
-    *("training/engine/weights", "training/engine/split_masters", "training/engine/process_groups"),
+    *("training/engine/weights", "training/engine/split_masters"),
     *("training/engine/sharded_pieces", "training/engine/flat_optimizer", "training/engine/optimizers/rule"),
     *(f"training/engine/optimizers/{name}" for name in OPTIMIZERS),
     *("lab/matrix/cells", "lab/matrix/run", "tools/parity/oracle/optimizers"),

@@ -1,20 +1,12 @@
-"""Checkpoints that are complete or absent.
-
-    checkpoints/step-60/
-        manifest.json    every file with its SHA-256, size and tensors; sealed with a hash of its own
-        state.json       progress, loss scaler, guard, identity of the run
-        rng-rank-0.pt    generators of each rank
-        deepspeed/       DeepSpeed's own sharded checkpoint: parameters, masters, moments
-    checkpoints/LATEST   name of the one that was saved last, a hint
-    checkpoints/RUN      which run these are of, and the last time it went back to an older one
+"""Checkpoints that are complete or absent; docs/checkpoints.md describes their files.
 
 A checkpoint is written to a hidden folder next to it, each file hashed while it is written, flushed to disk and
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
-`python -m training.checkpoint` inspects them without loading; docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -48,7 +40,7 @@ from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.reader import Opener
 from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, read_lock
-from training.checkpoint.save import Save, SaveRequest
+from training.checkpoint.save import Save
 from training.checkpoint.writer import Files
 from training.distributed import World
 from training.engine import Engine
@@ -116,18 +108,20 @@ class Checkpoints:
         save_state(files, partial, engine, {**state, "identity": self.identity})
         if self._save_world is None:
             self._save_world = self.world.on_own_group()
-        request = SaveRequest(
-            final=final,
+        self._save = Save(
+            final,
+            files,
+            self._save_world,
+            self.reached,
             manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
             remote=self._remote,
             started=started,
         )
-        self._save = Save(request, files, self._save_world, self.reached)
         self.any_saved = True  # already now: the guard's choices must not depend on the speed of a disk
         if not self.background:
-            self._save.wait_until_published()
+            self._save.published.wait()
         self._save.stall_seconds = time.perf_counter() - started
 
     @property
@@ -140,14 +134,6 @@ class Checkpoints:
         self._collect_outcome()
         ended, self._outcomes = self._outcomes, []
         return ended
-
-    def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
-        """Save and wait. Raises SaveFailed on every rank when any of them cannot write."""
-        self.start_save(engine, state)
-        outcome = self.outcomes()[-1]
-        if isinstance(outcome, SaveFailed):
-            raise outcome
-        return outcome
 
     def take_notes(self) -> list[str]:
         """Lines for the record since the last call: checkpoints passed over, layouts converted."""
@@ -290,14 +276,9 @@ class Checkpoints:
                 self._verified.add(outcome.path)
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
-        self.any_saved = bool(self.world.from_main(self._is_any_there() if self.world.is_main else None))
+        with contextlib.suppress(UserError):  # the folder cannot be read at the moment
+            self.any_saved = self.world.on_main(lambda: newest(self.folder) is not None)
         self._log(f"{outcome}; earlier checkpoints are unchanged")
-
-    def _is_any_there(self) -> bool:
-        try:
-            return newest(self.folder) is not None
-        except UserError:  # the folder cannot be read at the moment
-            return self.any_saved
 
     def _log(self, text: str) -> str:
         if self.world.is_main:

@@ -18,7 +18,7 @@ from modeling.objectives.objective import Scored
 from precision.step_health import Health
 from training.engine.engine import Engine
 from training.engine.flips import flip_bit, flipped
-from training.engine.health import Outcome, StepSums, Update
+from training.engine.health import Outcome, Update
 from training.engine.tensors import local_gradient, shard_of
 
 _HELD = ("weight", "master", "moment", "second_moment")
@@ -63,19 +63,11 @@ class _Faults:
         self._strike(reduced=True)
         return outcome
 
-    def add_micro_batch(
-        self,
-        right: Callable[..., None],
-        index: int,
-        inputs: dict[str, Any],
-        labels: torch.Tensor,
-        share: torch.Tensor,
-        sums: StepSums,
-        on_loss: Callable[[torch.Tensor], Any] | None = None,
-    ) -> None:
+    def add_micro_batch(self, right: Callable[..., None], index: int, *given: Any) -> None:
         """Spoil activations, loss and gradients of the last micro-batch."""
+        inputs, labels, share, sums, *further = given
         with self._injected() if index == sums.micro_batches - 1 else nullcontext():
-            right(index, inputs, labels, share, sums, on_loss)
+            right(index, inputs, labels, share, sums, *further)
 
     def score(self, right: Callable[..., Scored], *args: Any, **options: Any) -> Scored:
         """Spoil the loss of the last micro-batch."""
