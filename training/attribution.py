@@ -3,9 +3,7 @@
 The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
 run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
 forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
-Ranks that share sequences get each other's values in attention, and those that share matrices in their sums: of these
-the one counts in which it began.
-Costs about two steps, and nothing while steps are finite.
+Of ranks that share sequences or matrices the one counts in which it began.
 """
 
 from collections.abc import Iterator

@@ -22,18 +22,16 @@ class Preemption:
     @property
     def requested_here(self) -> bool:
         """Whether this rank has to stop after the present step."""
-        return self._signalled or self._time_is_up
+        return self._signalled or time.monotonic() >= self._ends
 
     @property
     def reason(self) -> str:
         """Why the run stops, as far as this rank knows."""
         if self._signalled:
             return "asked to stop by SIGTERM or SIGUSR1"
-        return "run.max_minutes is up" if self._time_is_up else "another rank was asked to stop by SIGTERM or SIGUSR1"
-
-    @property
-    def _time_is_up(self) -> bool:
-        return time.monotonic() >= self._ends
+        if time.monotonic() >= self._ends:
+            return "run.max_minutes is up"
+        return "another rank was asked to stop by SIGTERM or SIGUSR1"
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

@@ -21,7 +21,7 @@ from training.corruption.passes import Passes, Row
 from training.corruption.updates import WHOLE, UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
-from training.engine.tensors import local_gradient, shard_of, trainable_parameters
+from training.engine.tensors import local_gradient, own_shards
 from training.schedule import scheduled_rate
 
 SIGNAL = "self_check"
@@ -157,9 +157,8 @@ class SelfCheck:
         """The recorded norm against that of the reduced gradients. A collective."""
         engine = self._engine
         total = torch.zeros((), dtype=torch.float64, device=engine.world.device)
-        for parameter in trainable_parameters(engine).values():
-            shard = shard_of(engine, parameter)
-            gradient = local_gradient(parameter, shard, engine.stage) if shard is not None else None
+        for _, parameter, shard in own_shards(engine):
+            gradient = local_gradient(parameter, shard, engine.stage)
             if gradient is not None:
                 total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(total.device)
         norm = float(engine.world.sum(total) if engine.stage else total) ** 0.5 / engine.loss_scale
