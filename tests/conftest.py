@@ -17,9 +17,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+from config.machine import op_builds
 from tests.support.jobs.launches import command, finish, trace
 from tests.support.jobs.process_group import ProcessGroup
-from training.start import op_builds
 
 STARTS = (
     (subprocess.Popen, "_execute_child"),

@@ -184,8 +184,8 @@ STARTS_WITH = {
     "tracking.report.command": {"yaml", "numpy", "orjson", "rich"},
     "tracking.watch.command": {"yaml", "numpy", "orjson", "rich"},
     "training.checkpoint.tool": set(),
-    "training.start.cores": set(),
-    "training.start.op_builds": set(),
+    "config.machine.cores": set(),
+    "config.machine.op_builds": set(),
     "training.start.process": set(),
     "training.watchdog.witness": set(),
 }

@@ -42,10 +42,8 @@ from training.tracing.spans import open_tracing
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
-    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`.
-
-    A collective. Raises UserError for an unusable store or a checkpoint of another run.
-    """
+    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`. A
+    collective. Raises UserError for an unusable store or a checkpoint of another run."""
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
@@ -58,19 +56,15 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     if config.run.epochs is not None:
         size = resolved.batch.global_size
         record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
-    for line in opened.corpus.notes:
-        said.append(line)
-        record.note(line)
+    of_data = list(opened.corpus.notes)
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
-        said.append(f"data: no document was drawn for validation: {tail}")
-        record.note(said[-1])
-    if opened.left_out:
-        record.note(opened.left_out)
+        of_data.append(f"data: no document was drawn for validation: {tail}")
+    said += of_data
     said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
     if world.is_main:
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
-    for line in engine.notes:
+    for line in filter(None, [*of_data, opened.left_out, *engine.notes]):
         record.note(line)
     self_checked = config.guard.self_check_every or config.guard.gradient_checks
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
@@ -99,10 +93,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
 
 def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
-    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer.
-
-    A collective.
-    """
+    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer. A collective."""
     generate, tokenizer, problem = resolved.config.generate, None, None
     if not generate.tokens or resolved.config.task in ENCODER_TASKS:
         return ""
@@ -142,11 +133,16 @@ def assemble(
     state: dict[str, Any] | None = None,
     **further: Any,
 ) -> tuple[Parts, Progress]:
-    """The parts of a run, and its progress: the only place that assembles them.
-
-    state: from a checkpoint that was loaded into the engine; None for a new run. further: other fields of Parts.
-    """
+    """The parts of a run, and its progress: the only place that assembles them. state: from a checkpoint that was
+    loaded into the engine; None for a new run. further: other fields of Parts."""
     progress = Progress.from_state_dict(state["progress"]) if state else START
+    section, regions = resolved.config.optimizer, engine.regions
+    warnings = EarlyWarnings(
+        resolved.config.warnings,
+        beta2=section.betas[1] if set(AVERAGES) <= set(engine.optimizer_spec.states) else None,
+        clipping=section.gradient_clipping,
+        in_fp16=lambda name: (engine.compute if regions is None else regions.dtypes.get(name)) == "fp16",
+    )
     parts = Parts(
         resolved=resolved,
         engine=engine,
@@ -155,24 +151,13 @@ def assemble(
         promotions=Promotions(),
         checkpoints=checkpoints,
         record=record,
-        warnings=_early_warnings(resolved, engine),
+        warnings=warnings,
         first_step=progress.step,
         **further,
     )
     if state is not None:
         parts.load_state_dict(state)
     return parts, progress
-
-
-def _early_warnings(resolved: Resolved, engine: Engine) -> EarlyWarnings:
-    section, regions = resolved.config.optimizer, engine.regions
-    averages = set(AVERAGES) <= set(engine.optimizer_spec.states)
-    return EarlyWarnings(
-        resolved.config.warnings,
-        beta2=section.betas[1] if averages else None,
-        clipping=section.gradient_clipping,
-        in_fp16=lambda name: (engine.compute if regions is None else regions.dtypes.get(name)) == "fp16",
-    )
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:

@@ -20,9 +20,9 @@ from deepspeed.utils import logger
 
 from config.errors import UserError
 from config.machine.binding import apply_binding
+from config.machine.cores import RankCpus, choose_binding
 from config.resolved import Resolved
 from precision.half_on_cpu import multiply_through_fp32
-from training.start.cores import RankCpus, choose_binding
 from training.start.rendezvous import forget_port, open_store
 
 T = TypeVar("T")
@@ -47,10 +47,8 @@ class SliceGroup:
         return rows
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
-
-        A collective of the group.
-        """
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ... A
+        collective of the group."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
         return result
@@ -81,7 +79,8 @@ class TensorGroup(SliceGroup):
 
 @dataclass(frozen=True)
 class World:
-    """One process of the run."""
+    """One process of the run. sequence, tensor, experts: the ranks that it shares sequences, matrices or experts with;
+    None where none are shared."""
 
     rank: int
     world_size: int
@@ -90,11 +89,8 @@ class World:
     group: dist.ProcessGroup | None = None
     """Process group of the collectives; None is training's."""
     sequence: SliceGroup | None = None
-    """The ranks that this one shares sequences with; None where none are shared."""
     tensor: TensorGroup | None = None
-    """The ranks that this one shares matrices with; None where each has whole ones."""
     experts: ExpertGroup | None = None
-    """The ranks that this one shares experts with; None where each has all of them."""
 
     @property
     def zero_rank(self) -> int:
@@ -118,10 +114,8 @@ class World:
         return box[0]
 
     def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
-        """The result of `act` on the main process, on every rank. A collective.
-
-        catch: exceptions of `act` that every rank raises as a UserError of the same text.
-        """
+        """The result of `act` on the main process, on every rank. A collective. catch: exceptions of `act` that every
+        rank raises as a UserError of the same text."""
         value, problem = None, None
         if self.is_main:
             try:
@@ -226,21 +220,17 @@ class World:
         return groups[self.rank // ranks]
 
     def on_own_group(self) -> Self:
-        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
-
-        Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
-        """
+        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's. Its
+        time-out is a day: a rank with more to write may reach a collective hours after the others. A collective."""
         return replace(
             self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
         )
 
 
 def build_no_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
-
-    It would be built at the first start on a machine, with g++ in about a minute, which fails where the path to torch
-    has a space, and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts.
-    """
+    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses. It would be
+    built at the first start on a machine, with g++ in about a minute, which fails where the path to torch has a space,
+    and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None
 
@@ -269,11 +259,9 @@ def start(
     deterministic: bool = False,
     job: str = "",
 ) -> World:
-    """Join the process group, select this rank's device, and its share of the machine's cores.
-
-    bind_cores, deterministic: as in `run`. job: names this job and no other, for ranks that find another one at
-    MASTER_PORT. Raises UserError as `open_store` does.
-    """
+    """Join the process group, select this rank's device, and its share of the machine's cores. bind_cores,
+    deterministic: as in `run`. job: names this job and no other, for ranks that find another one at MASTER_PORT. Raises
+    UserError as `open_store` does."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
         raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
@@ -318,9 +306,7 @@ def start(
 
 def _use_one_order(*, strictly: bool) -> None:
     """Have kernels sum in an order that is the same each time; by itself x[index] has none in its backward pass.
-
-    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it.
-    """
+    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it."""
     torch.set_deterministic_debug_mode("warn")
     if strictly:  # CUDA, NCCL and transformers read their variables when they start
         os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring", FLASH_ATTENTION_DETERMINISTIC="1")

@@ -3,12 +3,10 @@
 DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
 gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
 unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
-effect after the step. And an overflow at the minimum is reported, not raised as a bare Exception: the guard decides
-what to do about it, with a diagnosis.
+effect after the step. And an overflow at the minimum is left to the guard, not raised as a bare Exception.
 
 `precision/loss_scale.py` decides how the scale changes. The class is a `DynamicLossScaler` only so that DeepSpeed
-accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used, which is what
-DeepSpeed reads.
+accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used.
 """
 
 from collections.abc import Iterator
@@ -63,11 +61,9 @@ class LossScaler(DynamicLossScaler):
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
-        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step.
-
-        A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
-        that did overflow: the scale would never decrease.
-        """
+        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step. A step is discarded by reporting
+        an overflow to DeepSpeed, which says nothing about the scale. Not for a step that did overflow: the scale would
+        never decrease."""
         self._discarding = True
         try:
             yield

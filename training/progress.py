@@ -13,7 +13,6 @@ class Progress:
     applied: int = 0
     """Steps that changed the weights. The learning rate follows these."""
     skipped: int = 0
-    """Steps that did not."""
     consecutive_skips: int = 0
     """Skipped steps since the last applied one."""
     tokens: int = 0

@@ -16,6 +16,7 @@ from training.checkpoint.outcome import Saved
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.health import Evaluation, Update
+from training.engine.tensors import momentum_norm
 from training.progress import Progress
 from training.promotions import Causes
 
@@ -32,11 +33,9 @@ def record_step(
     seconds: float,
     waited: float,
 ) -> None:
-    """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
-
-    progress: after the step. faults: the config's. seconds: of the whole step, data wait included. waited: seconds for
-    the batch. The momentum norm of a scale event is a collective; every rank has the same change.
-    """
+    """The `step` event, and a `scale` event when the loss scale or its hysteresis changed. progress: after the step.
+    faults: the config's. seconds: of the whole step, data wait included. waited: seconds for the batch. The momentum
+    norm of a scale event is a collective; every rank has the same change."""
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in faults:
         if fault.step == batch.position + 1:
@@ -75,7 +74,7 @@ def record_step(
             reason=update.scale_change.reason,
             consecutive_overflows=progress.consecutive_skips,
             lr=update.lr,
-            momentum_norm=engine.momentum_norm(),
+            momentum_norm=momentum_norm(engine),
         )
 
 
@@ -92,21 +91,8 @@ def record_causes(record: Record, progress: Progress, causes: Causes, *, sequenc
         further = {"slice": rank % sequence + 1, "slices": sequence} if sequence > 1 else {}
         if tensor > 1:
             further |= {"tensor_slice": rank % tensor + 1, "tensor_slices": tensor}
-        record.event(
-            "nonfinite",
-            step=progress.step,
-            tokens=progress.tokens,
-            rank=rank,
-            module=finding.module,
-            tensor=finding.tensor,
-            kind=finding.kind,
-            count=finding.count,
-            largest_finite=finding.largest_finite,
-            dtype=finding.dtype,
-            micro_batch=finding.micro_batch,
-            seen=finding.seen,
-            **further,
-        )
+        fields = {name: value for name, value in asdict(finding).items() if name != "order"}
+        record.event("nonfinite", step=progress.step, tokens=progress.tokens, rank=rank, **fields, **further)
 
 
 def record_incident(
@@ -151,13 +137,6 @@ def record_evaluation(
 
 def record_checkpoint(record: Record, saved: Saved) -> None:
     """The `checkpoint` event, of the step that was saved: events of later steps may precede it."""
-    record.event(
-        "checkpoint",
-        step=saved.step,
-        tokens=saved.tokens,
-        path=saved.url or str(saved.path),
-        seconds=saved.seconds,
-        stall_seconds=saved.stall_seconds,
-        bytes=saved.bytes,
-        verified=saved.verified,
-    )
+    fields = asdict(saved) | {"path": saved.url or str(saved.path)}
+    del fields["url"]
+    record.event("checkpoint", **fields)

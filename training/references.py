@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -31,32 +31,35 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
-    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record.
-
-    The engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective.
-    Raises UserError for a log-probability that is not finite.
-    """
+    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record. The
+    engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective. Raises
+    UserError for a log-probability that is not finite."""
     world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
-    splits = {"train": _rows(corpus.train), "validation": _rows(corpus.validation)}
+    splits = {"train": cast(RowShards, corpus.train), "validation": cast(RowShards, corpus.validation)}
+    pairs = f"{sum(len(shards.longest) for shards in splits.values()):,} pairs"
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu"
     identity = _identity(corpus, resolved, base, lengths, device)
     path = corpus.folder / f"references-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.safetensors"
     tables: Arrays | None = world.from_main(_read(path, identity, splits, lengths) if world.is_main else None)
     if tables is not None:
-        notes = [f"reference: log-probabilities of {_pairs(splits)} pairs, computed earlier, from {path}"]
+        notes = [f"reference: log-probabilities of {pairs}, computed earlier, from {path}"]
     else:
         micro = resolved.batch.micro_size
         if world.is_main:
-            text = f"computing the log-probabilities of {_pairs(splits)} pairs under the start weights, before step 1"
+            text = f"computing the log-probabilities of {pairs} under the start weights, before step 1"
             print(f"reference: {text}", flush=True)
         tables = {name: _computed(engine, shards, lengths, micro) for name, shards in splits.items()}
         _require_finite(tables, splits, lengths, engine.compute)
         seconds = time.perf_counter() - started
-        notes = [f"reference: log-probabilities of {_pairs(splits)} pairs under the start weights took {seconds:.1f} s"]
+        notes = [f"reference: log-probabilities of {pairs} under the start weights took {seconds:.1f} s"]
         notes += world.from_main(_write(path, identity, tables) if world.is_main else None)
     for name, shards in splits.items():
         shards.columns[REFERENCE] = tables[name]
-    _share_out(corpus, tables["validation"])
+    first = 0
+    for split in corpus.validation_by_source.values():  # whose rows, one after the other, are the validation set's
+        shards = cast(RowShards, split)
+        shards.columns[REFERENCE] = tables["validation"][first : first + len(shards.longest)]
+        first += len(shards.longest)
     return notes
 
 
@@ -90,24 +93,6 @@ def _told(batches: Iterator[Batch], count: int, length: int) -> Iterator[Batch]:
             spoken = time.monotonic()
             print(f"reference: {number:,} of {count:,} micro-batches of {length} tokens", flush=True)
         yield batch
-
-
-def _rows(split: Any) -> RowShards:
-    assert isinstance(split, RowShards)
-    return split
-
-
-def _pairs(splits: dict[str, RowShards]) -> str:
-    return f"{sum(len(shards.longest) for shards in splits.values()):,}"
-
-
-def _share_out(corpus: Corpus, values: np.ndarray) -> None:
-    """Split the validation set's column among the sources of a mixture."""
-    first = 0
-    for split in corpus.validation_by_source.values():
-        shards = _rows(split)
-        shards.columns[REFERENCE] = values[first : first + len(shards.longest)]
-        first += len(shards.longest)
 
 
 def _identity(corpus: Corpus, resolved: Resolved, base: str | None, lengths: tuple[int, ...], device: str) -> str:

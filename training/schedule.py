@@ -9,9 +9,8 @@ def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total
     """Learning rate of the update that follows `applied` applied steps, of `total` planned ones.
 
     Warm-up rises linearly and has the peak at its last step, number W - 1 from 0. Step W has it too: there the decay
-    starts, and the last planned step, T - 1, runs at `final_ratio` x peak. So no step runs at 0. transformers'
-    schedulers start at 0 and reach the ratio one step after the last: this rate is theirs of step n + 1 during the
-    warm-up, and theirs of step n with `num_training_steps` = T - 1 after it.
+    starts, and the last planned step, T - 1, runs at `final_ratio` x peak. So no step runs at 0. It is the rate of
+    transformers' schedulers at step n + 1 during the warm-up, and at step n with `num_training_steps` = T - 1 after it.
 
     cosine: half a period (Loshchilov and Hutter 2017, "SGDR", eq. 5, one cycle). linear: a straight line. wsd:
     constant, then a straight line over the last `decay_fraction` of `total` (Hu et al. 2024, "MiniCPM", section 4).

@@ -7,7 +7,6 @@ import torch
 
 from config.load import to_dict
 from config.resolved import Resolved
-from config.schema import Config
 from data.corpora.row_shards import RowShards
 from data.text.prepare import Corpus
 from modeling.build import count_parameters
@@ -75,22 +74,14 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
         else:
             sinks.append(TrackerSink(tracker, run_dir, known["run"]))
     if config.tracking.prometheus_port is not None:
-        sinks.append(_prometheus(config, console))
+        from tracking.prometheus.sink import PrometheusSink  # brings prometheus_client, which most runs do not need
+
+        port, address = config.tracking.prometheus_port, config.tracking.prometheus_address
+        metrics = PrometheusSink(config.run.name, planned_steps=config.run.steps, port=port, address=address)
+        if metrics.url:
+            console.print_line(f"metrics for Prometheus: {metrics.url}")
+        sinks.append(metrics)
     return Record(sinks)
-
-
-def _prometheus(config: Config, console: ConsoleSink) -> Sink:
-    from tracking.prometheus.sink import PrometheusSink  # brings prometheus_client, which most runs do not need
-
-    sink = PrometheusSink(
-        config.run.name,
-        planned_steps=config.run.steps,
-        port=config.tracking.prometheus_port or 0,
-        address=config.tracking.prometheus_address,
-    )
-    if sink.url:
-        console.print_line(f"metrics for Prometheus: {sink.url}")
-    return sink
 
 
 def _accelerator(world: World) -> dict[str, Any]:

@@ -67,10 +67,8 @@ class Telemetry:
     """Measures a step: `watching` around its passes, a collective with the probe; `measure`; `finish`, a collective."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
-        """figures: those of FIGURES to measure; an event has nothing of the others.
-
-        Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
-        """
+        """figures: those of FIGURES to measure; an event has nothing of the others. Raises UserError for a probe on the
+        cast path at ZeRO-3, where no rank has whole masters to run."""
         if probe and engine.regions is None and engine.stage == 3:
             raise UserError(
                 "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
@@ -80,35 +78,39 @@ class Telemetry:
         self._probe = probe
         self._figures = figures
         self._parameters = trainable_parameters(engine)
-        self._reference: dict[str, torch.Tensor] = {}
-        self._meter: ActivationMeter | None = None
-        self._flushed = FlushMeter((), engine.world.device)
         self._numbers = self._exponents = torch.zeros(0)
         self._scale = 1.0
-        self._agreement: dict[str, Agreement] = {}
-        self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
-        self._samples: dict[int, torch.Tensor] = {}
         self._modules = [name.rpartition(".")[0] for name in self._parameters]
         self._rows: dict[str, list[int]] = defaultdict(list)  # of a module's parameters, in the model's order
         for row, module in enumerate(self._modules):
             self._rows[module].append(row)
         names = {module: name for name, module in engine.model.named_modules()}
         self._blocks = {names[block]: block for block in blocks_of(engine.model)}
-        self._attention = AttentionMeter(engine.model, active=False)
-        self._channels = ChannelMeter({})
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start without the measurements of an earlier step."""
+        self._reference: dict[str, torch.Tensor] = {}
+        self._agreement: dict[str, Agreement] = {}
+        self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
+        self._samples: dict[int, torch.Tensor] = {}
+        self._meter: ActivationMeter | None = None
+        self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
+        self._flushed = FlushMeter((), self._engine.world.device)
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Context of the measured step's forward and backward passes; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
-        model = self._engine.model
+        model, unhooked = self._engine.model, self._engine.loss_path.unhooked()
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
         whole = self._engine.world.tensor is None  # its figures are sums over ranks, which then have other heads
         wanted = "attention" in self._figures
         self._attention = AttentionMeter(model, active=wanted and whole and not compiled)
         self._channels = ChannelMeter(dict(self._blocks) if "channels" in self._figures else {})
-        self._meter = ActivationMeter(model, self._unwatched())
+        unmeasured = unhooked | {model} if self._engine.loss_path.chunked else unhooked
+        self._meter = ActivationMeter(model, unmeasured)
         with self._attention, self._channels, self._meter, self._counting_flushed():
             yield
 
@@ -118,25 +120,12 @@ class Telemetry:
         if regions is None or not regions.uses("fp8"):
             yield
             return
-        eight_bit = [name for name, compute in regions.dtypes.items() if compute == "fp8"]
-        self._flushed = FlushMeter(eight_bit, self._engine.world.device)
+        self._flushed = FlushMeter(regions.names_in("fp8"), self._engine.world.device)
         regions.fp8_count = self._flushed.of
         try:
             yield
         finally:
             regions.fp8_count = None
-
-    def _unwatched(self) -> set[nn.Module]:
-        """Modules whose outputs are not measured: those inside compiled blocks, which would run uncompiled under hooks
-        and change the step; and the head of a chunked loss, which returns the loss."""
-        model = self._engine.model
-        found: set[nn.Module] = set()
-        for module in model.modules():
-            if isinstance(module.__dict__.get("forward"), CompiledBlock):
-                found.update(inner for inner in module.modules() if inner is not module)
-        if self._engine.loss_path.chunked:
-            found.update((model, model.get_output_embeddings()))
-        return found
 
     @torch.no_grad()
     def measure(self) -> None:
@@ -147,7 +136,6 @@ class Telemetry:
         self._numbers = torch.zeros(len(self._parameters), _ADAM.stop, dtype=torch.float64, device=device)
         self._exponents = torch.zeros(EXPONENTS - 1, dtype=torch.float64, device=device)
         gradients: dict[int, torch.Tensor] = {}
-        self._masters, self._samples = {}, {}
         for row, parameter in enumerate(self._parameters.values()):
             shard = self._own_shard(parameter)
             if shard is None or not shard.length:
@@ -177,10 +165,8 @@ class Telemetry:
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part.
-
-        Replicas on ranks that share matrices are measured by the first one.
-        """
+        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part. Replicas
+        on ranks that share matrices are measured by the first one."""
         engine = self._engine
         if not counts_here(parameter, engine.world.tensor):
             return None
@@ -250,7 +236,10 @@ class Telemetry:
             "probe": to_plain(self._agreement),
             "drift": self._drift(total),
             "update_ratio": _ratio(total[:, _CHANGE].sum(), total[:, _SIZE].sum()) if applied else None,
-            "update_ratios": self._updates(total) if applied else {},
+            "update_ratios": {
+                module: _short(_ratio(total[rows, _CHANGE].sum(), total[rows, _SIZE].sum()))
+                for module, rows in (self._rows.items() if applied else ())
+            },
             "lost_updates": self._lost(total),
             "gradient_exponents": _trimmed(exponents),
             **self._forward_signals([float(top) for top in tops], iter(sums)),
@@ -260,9 +249,7 @@ class Telemetry:
         if self._flushed.modules:
             shares = self._flushed.shares(flushes.view_as(flushed))
             fields["fp8_flushed"] = {name: {key: _short(v) for key, v in row.items()} for name, row in shares.items()}
-        self._reference, self._agreement, self._masters, self._meter = {}, {}, {}, None
-        self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
-        self._flushed, self._samples = FlushMeter((), self._engine.world.device), {}
+        self._forget()
         return fields
 
     def _forward_signals(self, largest: list[float], sums: Iterator[torch.Tensor]) -> dict[str, Any]:
@@ -324,18 +311,10 @@ class Telemetry:
             "by_module": {module: far for module, far in modules.items() if far != 0},
         }
 
-    def _updates(self, total: torch.Tensor) -> dict[str, float]:
-        return {
-            module: _short(_ratio(total[rows, _CHANGE].sum(), total[rows, _SIZE].sum()))
-            for module, rows in self._rows.items()
-        }
-
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """Each module's share of weights that the step changed in the master but not in the computing weight.
-
-        Such updates are smaller than half a unit in the last place, and show only once several have added up. Modules
-        in FP32, whose weights are the masters, are left out.
-        """
+        """Each module's share of weights that the step changed in the master but not in the computing weight. Such
+        updates are smaller than half a unit in the last place, and show only once several have added up. Modules in
+        FP32, whose weights are the masters, are left out."""
         found = {}
         for module, rows in self._rows.items():
             updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())
@@ -407,11 +386,8 @@ class Telemetry:
 
         for inputs, labels in batch.micro_batches(device):
             (engine.objective.score(forward, inputs, labels).loss / tokens.clamp(min=1).float()).backward()
-        found = {}
-        for name, master in masters.items():
-            gradient = torch.zeros_like(master) if master.grad is None else master.grad
-            found[name] = engine.world.sum(gradient).detach().cpu()
-        return found
+        gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in masters.items()}
+        return {name: engine.world.sum(gradient).detach().cpu() for name, gradient in gradients.items()}
 
 
 def _short(value: float) -> float:

@@ -35,7 +35,7 @@ from tools.parity.fp8_linear import in_fp8
 from tools.parity.oracle.optimizers import optimizer_of
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine import Engine, build_engine
-from training.engine.process_groups import forget_groups
+from training.engine.expert_slices import forget_groups
 from training.engine.tensor_slices import attach_slices, joined
 from training.engine.tensors import whole_master
 

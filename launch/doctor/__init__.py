@@ -2,5 +2,5 @@
 
 Read command.py, examine.py (what each machine is asked), hosts.py and agent.py (how), facts.py and programs.py (the
 answers), host_checks.py and cluster_checks.py (what is wrong with them), report.py. agent.py and facts.py are sent to
-other machines as source, with config/machine/processes.py and training/start/op_builds.py.
+other machines as source, with processes.py and op_builds.py of config/machine.
 """

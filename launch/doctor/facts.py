@@ -22,8 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from config.machine import op_builds
 from config.machine.processes import mount_of, read
-from training.start import op_builds
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to time a folder."""

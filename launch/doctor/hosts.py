@@ -22,8 +22,7 @@ from launch.doctor.agent import bootstrap
 
 HERE = "localhost"
 _SENT_MODULES = (
-    *("config", "config.machine", "config.machine.processes"),
-    *("training", "training.start", "training.start.op_builds"),
+    *("config", "config.machine", "config.machine.processes", "config.machine.op_builds"),
     *("launch", "launch.doctor", "launch.doctor.facts", "launch.doctor.agent"),
 )
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

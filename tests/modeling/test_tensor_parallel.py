@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from config.errors import UserError
 from modeling.tensor_parallel import Cut, require_shareable
-from training.checkpoint.saved_parameters import JoinedPieces, Pieces, SlicedPieces
+from training.checkpoint.partitions import Stored
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
@@ -52,15 +52,10 @@ def test_slices_make_the_whole_and_the_whole_slices(shape: tuple[int, ...], cut:
     for part, place in zip(slices, places, strict=True):
         assert torch.equal(whole.view(-1)[place.in_whole(torch.arange(part.numel()))], part.reshape(-1))
     padded = [torch.cat([part.reshape(-1), torch.zeros(-part.numel() % 4)]).split(4) for part in slices]
-    pieces = [Pieces(each, part.numel()) for each, part in zip(padded, slices, strict=True)]
-    joined = JoinedPieces(pieces, [place.width for place in places], whole.numel())
-    alone = Pieces([whole.view(-1)], whole.numel())
-    for start in range(whole.numel()):
-        for length in range(1, whole.numel() - start + 1):
-            assert torch.equal(joined.slice(start, length), whole.view(-1)[start : start + length])
-    for part, place in zip(slices, places, strict=True):
-        for of in (alone, joined):
-            mine = SlicedPieces(of, place, part.numel())
-            for start in range(part.numel()):
-                for length in range(1, part.numel() - start + 1):
-                    assert torch.equal(mine.slice(start, length), part.reshape(-1)[start : start + length])
+    stored = [Stored(part.shape, each) for each, part in zip(padded, slices, strict=True)]
+    joined = Stored(whole.shape, slices=stored, dimension=cut.dimension)
+    assert torch.equal(joined.read(), whole)
+    for one, values in ((joined, whole), *zip(stored, slices, strict=True)):
+        for start in range(values.numel()):
+            for length in range(1, values.numel() - start + 1):
+                assert torch.equal(one.values(start, length), values.reshape(-1)[start : start + length])

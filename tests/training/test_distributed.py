@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from config.errors import UserError
+from config.machine.cores import cpus_text, divide_cores, read_cores
 from config.machine.processes import free_port
 from training.distributed import ALLOCATORS
 from training.engine.health import NORM_ROUNDING, difference
 from training.session import refuse_unordered
-from training.start.cores import cpus_text, divide_cores, read_cores
 
 PROGRAM = """
 import json, os, sys, torch

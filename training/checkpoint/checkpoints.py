@@ -1,20 +1,12 @@
-"""Checkpoints that are complete or absent.
-
-    checkpoints/step-60/
-        manifest.json    every file with its SHA-256, size and tensors; sealed with a hash of its own
-        state.json       progress, loss scaler, guard, identity of the run
-        rng-rank-0.pt    generators of each rank
-        deepspeed/       DeepSpeed's own sharded checkpoint: parameters, masters, moments
-    checkpoints/LATEST   name of the one that was saved last, a hint
-    checkpoints/RUN      which run these are of, and the last time it went back to an older one
+"""Checkpoints that are complete or absent; docs/checkpoints.md describes their files.
 
 A checkpoint is written to a hidden folder next to it, each file hashed while it is written, flushed to disk and
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
-`python -m training.checkpoint` inspects them without loading; docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -48,7 +40,7 @@ from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.reader import Opener
 from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, read_lock
-from training.checkpoint.save import Save, SaveRequest
+from training.checkpoint.save import Save
 from training.checkpoint.writer import Files
 from training.distributed import World
 from training.engine import Engine
@@ -95,11 +87,9 @@ class Checkpoints:
         self._verified: set[Path] = set()
 
     def start_save(self, engine: Engine, state: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Copy the state, then write, publish and prune in the background; `outcomes` has the result.
-
-        Waits first for a save in progress. state: plain types, returned by `load`; `progress` is one of them.
-        validation_loss: nats, of exactly these weights.
-        """
+        """Copy the state, then write, publish and prune in the background; `outcomes` has the result. Waits first for a
+        save in progress. state: plain types, returned by `load`; `progress` is one of them. validation_loss: nats, of
+        exactly these weights."""
         self._collect_outcome()
         progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
@@ -116,18 +106,20 @@ class Checkpoints:
         save_state(files, partial, engine, {**state, "identity": self.identity})
         if self._save_world is None:
             self._save_world = self.world.on_own_group()
-        request = SaveRequest(
-            final=final,
+        self._save = Save(
+            final,
+            files,
+            self._save_world,
+            self.reached,
             manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
             remote=self._remote,
             started=started,
         )
-        self._save = Save(request, files, self._save_world, self.reached)
         self.any_saved = True  # already now: the guard's choices must not depend on the speed of a disk
         if not self.background:
-            self._save.wait_until_published()
+            self._save.published.wait()
         self._save.stall_seconds = time.perf_counter() - started
 
     @property
@@ -141,25 +133,15 @@ class Checkpoints:
         ended, self._outcomes = self._outcomes, []
         return ended
 
-    def save(self, engine: Engine, state: dict[str, Any]) -> Saved:
-        """Save and wait. Raises SaveFailed on every rank when any of them cannot write."""
-        self.start_save(engine, state)
-        outcome = self.outcomes()[-1]
-        if isinstance(outcome, SaveFailed):
-            raise outcome
-        return outcome
-
     def take_notes(self) -> list[str]:
         """Lines for the record since the last call: checkpoints passed over, layouts converted."""
         lines, self._notes = self._notes, []
         return lines
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
-
-        If `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that
-        says why. Raises UserError when there are some and none is usable.
-        """
+        """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank. If
+        `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that says
+        why. Raises UserError when there are some and none is usable."""
         self._collect_outcome()
         if resume == "never":
             if self._remote is not None:
@@ -231,11 +213,9 @@ class Checkpoints:
         return True, candidates(given) or candidates(given / "checkpoints")
 
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
-        """Note that the run continues from `path`, and whether that goes back. A collective.
-
-        passed_over: the newer candidates if `path` was chosen; None if it was given. record: also in the folder, in
-        case the run ends before its next save. Raises UserError when that cannot be written.
-        """
+        """Note that the run continues from `path`, and whether that goes back. A collective. passed_over: the newer
+        candidates if `path` was chosen; None if it was given. record: also in the folder, in case the run ends before
+        its next save. Raises UserError when that cannot be written."""
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 
         def continue_from() -> str | None:
@@ -290,14 +270,9 @@ class Checkpoints:
                 self._verified.add(outcome.path)
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
-        self.any_saved = bool(self.world.from_main(self._is_any_there() if self.world.is_main else None))
+        with contextlib.suppress(UserError):  # the folder cannot be read at the moment
+            self.any_saved = self.world.on_main(lambda: newest(self.folder) is not None)
         self._log(f"{outcome}; earlier checkpoints are unchanged")
-
-    def _is_any_there(self) -> bool:
-        try:
-            return newest(self.folder) is not None
-        except UserError:  # the folder cannot be read at the moment
-            return self.any_saved
 
     def _log(self, text: str) -> str:
         if self.world.is_main:

@@ -11,7 +11,6 @@ from training.checkpoint.manifest import NAME, Unusable, is_whole, read_manifest
 from training.checkpoint.run_record import Order, Record, order_in, read_record
 
 LATEST = "LATEST"
-_LONGEST = 64  # [bytes] of a LATEST that names a checkpoint
 
 
 def step_of(path: Path) -> int:
@@ -20,10 +19,8 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first.
-
-    Raises UserError when the folder exists but cannot be read: a run must not start from scratch because of that.
-    """
+    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first. Raises UserError
+    when the folder exists but cannot be read: a run must not start from scratch because of that."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -72,13 +69,10 @@ def orders_in(folder: Path) -> list[Order]:
 
 def latest_name(folder: Path) -> str | None:
     """The name in LATEST; None without the file, or if it holds no checkpoint's name."""
-    try:
-        handle = os.open(folder / LATEST, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(handle, "rb") as file:
-            name = file.read(_LONGEST).decode("ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return name if NAME.fullmatch(name) else None
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        name = (folder / LATEST).read_text(encoding="ascii").strip()
+        return name if NAME.fullmatch(name) else None
+    return None
 
 
 def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:

@@ -25,7 +25,9 @@ class Key:
         """The key that env:NAME or file:PATH holds, in hexadecimal or base64. Raises UserError, without the key."""
         require("cryptography", name)
         kind, source = parse_key_setting(setting, name)
-        text = _from_environment(source, name) if kind == "env" else _from_file(Path(source).expanduser(), name)
+        text = os.environ.get(source, "") if kind == "env" else _from_file(Path(source).expanduser(), name)
+        if kind == "env" and not text:
+            raise UserError(f"{name} = {setting}: there is no such variable in the environment of this process")
         secret = decode_key(text.strip())
         if secret is None:
             raise UserError(f"{name} = {setting}: holds no 256-bit key; make one with `openssl rand -hex 32`")
@@ -50,12 +52,6 @@ class Key:
 
     def __reduce__(self) -> Any:
         raise TypeError("a key is not pickled; give its setting to the other process")
-
-
-def _from_environment(name: str, setting: str) -> str:
-    if not os.environ.get(name):
-        raise UserError(f"{setting} = env:{name}: there is no such variable in the environment of this process")
-    return os.environ[name]
 
 
 def _from_file(path: Path, setting: str) -> str:

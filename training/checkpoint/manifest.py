@@ -11,7 +11,7 @@ from typing import Any
 
 from config import json_text
 from config.files import file_sha256
-from training.checkpoint.run_record import read_record, run_in
+from training.checkpoint.run_record import read_record
 from training.checkpoint.seal import unsealed
 
 FORMAT = 3
@@ -32,7 +32,6 @@ _FIELDS = {
     "files": dict,
     "layouts": dict,
 }
-"""The fields of every manifest, with their types."""
 _STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.
@@ -66,10 +65,9 @@ def layout_of(tensors: Tensors) -> str:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`. Raises as `parse_manifest` does, and OSError when it cannot be read."""
     try:
-        text = (path / MANIFEST).read_bytes()
+        return parse_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
-    return parse_manifest(text)
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
@@ -161,15 +159,16 @@ def find_problem(
     path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None, *, of_any_run: bool = False
 ) -> Unusable | None:
     """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
-
-    of_any_run: accept checkpoints of another run than the folder's.
-    """
+    of_any_run: accept checkpoints of another run than the folder's."""
 
     def check() -> None:
         manifest = read_manifest(path)
-        _check_name(path, manifest)
-        if not of_any_run:
-            _check_run(path, manifest)
+        named, own = NAME.fullmatch(path.name), read_record(path.parent)
+        if named and int(named[1]) != manifest["step"]:
+            right = f"step-{manifest['step']}"
+            raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} if that is right")
+        if not of_any_run and own and (other := own.other_than(manifest)):
+            raise Unusable(f"{MANIFEST} is of {other}; run.resume={path} starts from it")
         check_sizes(path, manifest)
         further(manifest)
 
@@ -185,18 +184,3 @@ def problem_of(check: Callable[[], None], path: Path) -> Unusable | None:
     except OSError as error:
         return Unusable(f"{error.filename or path} cannot be read: {error.strerror or error}")
     return None
-
-
-def _check_name(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Unusable when the folder's name has another step than the manifest."""
-    named = NAME.fullmatch(path.name)
-    if named and int(named[1]) != manifest["step"]:
-        right = f"step-{manifest['step']}"
-        raise Unusable(f"{MANIFEST} is of step {manifest['step']}; rename the folder to {right} if that is right")
-
-
-def _check_run(path: Path, manifest: dict[str, Any]) -> None:
-    """Raises Unusable when the manifest belongs to another run than its folder."""
-    own, run = read_record(path.parent), run_in(manifest)
-    if own and run and own.id != run[0]:
-        raise Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]}); run.resume={path} starts from it")

@@ -5,11 +5,13 @@ out (0.19.8). ZeRO-1 and 2 address partitions by parameter name, ZeRO-3 by their
 are mapped, not read, unless they are encrypted.
 """
 
+from __future__ import annotations
+
 import contextlib
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -23,13 +25,54 @@ from config.optimizers import COUNT
 from modeling.tensor_parallel import Cut
 from training.checkpoint.manifest import STATE, Damaged, read_state
 from training.checkpoint.reader import PLAIN, Opener
-from training.checkpoint.saved_parameters import AnyPieces, JoinedPieces, OptimizerState, Pieces
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 
 Read = Callable[[], torch.Tensor]
 ReadFile = Callable[[Path], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the files of the ranks that have its partitions or slices, not read yet."""
+
+    shape: torch.Size
+    parts: Sequence[torch.Tensor] = ()
+    """Its values, one part after the other; what exceeds `shape` is padding."""
+    slices: Sequence[Stored] = ()
+    """In place of parts: what each of the ranks that share it has, cut at `dimension`."""
+    dimension: int = 0
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor, in the dtype that it is stored in."""
+        if self.slices:
+            return torch.cat([own.read() for own in self.slices], self.dimension)
+        return self.values(0, self.shape.numel()).view(self.shape)
+
+    def values(self, start: int, length: int) -> torch.Tensor:
+        """(length,) its values from `start` on, for which slices are read whole; a view where one part has them all."""
+        if self.slices:
+            return self.read().view(-1)[start : start + length]
+        found, at = [], 0
+        for part in self.parts:
+            lower, upper = max(start, at), min(start + length, at + part.numel())
+            if lower < upper:
+                found.append(part.reshape(-1)[lower - at : upper - at])
+            at += part.numel()
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """The optimizer's state of one parameter."""
+
+    tensors: Mapping[str, Stored]
+    """State tensors, FP32, of the parameter's size, by their names in the file."""
+    updates: int
+    """Updates so far; 0 where the optimizer does not count them."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +84,8 @@ class SavedTensor:
     """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
     second_copy: Read | None = None
     """Reads the tensor's second copy in the checkpoint, in that copy's dtype; None without one."""
-    master: AnyPieces | None = None
-    """The FP32 master by parts; None for a frozen parameter."""
+    master: Stored | None = None
+    """None for a frozen parameter."""
     state: OptimizerState | None = None
     """None for a frozen parameter, before the first applied step, and at ZeRO-0 (`SavedModel.unnamed_states`)."""
 
@@ -67,11 +110,8 @@ class SavedModel:
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
-    """Open a `deepspeed/` folder of a checkpoint.
-
-    What several ranks share (`parallel.tensor`) is joined. Raises UserError when a file is missing, damaged, in an
-    unknown layout, or names code that is not allowed.
-    """
+    """Open a `deepspeed/` folder of a checkpoint. What several ranks share (`parallel.tensor`) is joined. Raises
+    UserError when a file is missing, damaged, in an unknown layout, or names code that is not allowed."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
     matches = (_MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
@@ -107,43 +147,41 @@ def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
         cuts = {name: Cut(*cut) for name, cut in read_state(folder.parent)["tensor_slices"].items()}
     except (Damaged, KeyError, TypeError, OSError) as problem:
         raise UserError(f"{folder}: how its ranks share matrices is not in {STATE}: {one_line(problem)}") from problem
-    first = each[0]
-    names = {name for name, tensor in first.tensors.items() if name in cuts}
-    return replace(
-        first,
-        ranks=sum(saved.ranks for saved in each),
-        tensors={
-            name: _join_tensor([saved.tensors[name] for saved in each], cuts[name]) if name in names else tensor
-            for name, tensor in first.tensors.items()
-        },
-    )
+    tensors = dict(each[0].tensors)
+    for name in tensors.keys() & cuts.keys():
+        tensors[name] = _join_tensor([saved.tensors[name] for saved in each], cuts[name])
+    return replace(each[0], ranks=sum(saved.ranks for saved in each), tensors=tensors)
 
 
 def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
+    """A parameter from the slices of the ranks that share it."""
     shape = cut.whole(slices[0].shape)
-    widths = [cut.place(tensor.shape, rank).width for rank, tensor in enumerate(slices)]
 
-    def joined(pieces: list[AnyPieces | None]) -> JoinedPieces | None:
-        known = [piece for piece in pieces if piece is not None]
-        return JoinedPieces(known, widths, shape.numel()) if len(known) == len(pieces) else None
+    def joined(stored: list[Stored]) -> Stored | None:
+        return Stored(shape, slices=stored, dimension=cut.dimension) if len(stored) == len(slices) else None
 
     def read(reads: list[Read]) -> Read:
         return lambda: torch.cat([one() for one in reads], cut.dimension)
 
-    seconds, states = [tensor.second_copy for tensor in slices], [tensor.state for tensor in slices]
-    kept = [state for state in states if state is not None]
-    state = None
-    if len(kept) == len(states):
-        keys = kept[0].tensors
-        parts = {key: joined([state.tensors[key] for state in kept]) for key in keys}
-        state = OptimizerState({key: part for key, part in parts.items() if part is not None}, kept[0].updates)
+    seconds = [tensor.second_copy for tensor in slices if tensor.second_copy is not None]
+    states, state = [tensor.state for tensor in slices if tensor.state is not None], None
+    if len(states) == len(slices):
+        tensors = {key: joined([one.tensors[key] for one in states]) for key in states[0].tensors}
+        state = OptimizerState({key: stored for key, stored in tensors.items() if stored}, states[0].updates)
     return SavedTensor(
         shape,
         read([tensor.read for tensor in slices]),
-        read([second for second in seconds if second is not None]) if all(seconds) else None,
-        joined([tensor.master for tensor in slices]),
+        read(seconds) if len(seconds) == len(slices) else None,
+        joined([tensor.master for tensor in slices if tensor.master is not None]),
         state,
     )
+
+
+def _join_experts(slices: list[SavedTensor], second_copy: Read | None) -> SavedTensor:
+    """A parameter from the slices of its experts; of one, the files have a second copy of all of it."""
+    if len(slices) == 1:
+        return replace(slices[0], second_copy=second_copy)
+    return _join_tensor(slices, Cut(0, (slices[0].shape[0],) * len(slices)))
 
 
 def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
@@ -152,14 +190,15 @@ def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
     _set_buffers(saved, state)
     for name, weight in state["module"].items():
         if name not in saved.buffers:
-            whole = Pieces([weight], weight.numel()) if weight.dtype == torch.float32 else None
-            saved.tensors[name] = SavedTensor(weight.shape, _constant(weight), master=whole)
+            whole = Stored(weight.shape, [weight])
+            master = whole if weight.dtype == torch.float32 else None
+            saved.tensors[name] = SavedTensor(weight.shape, whole.read, master=master)
     optimizer = state.get("optimizer") or {"state": {}, "param_groups": []}
     for group in optimizer["param_groups"]:
         for index in group["params"]:
             state = optimizer["state"].get(index)
-            numel = max((tensor.numel() for tensor in _tensors(state).values()), default=0)
-            saved.unnamed_states.append(_joined_state(folder, f"number {index}", [state], [slice(0, numel)], numel))
+            shape = torch.Size([max((tensor.numel() for tensor in _tensors(state).values()), default=0)])
+            saved.unnamed_states.append(_joined_state(folder, f"number {index}", [state], [slice(None)], shape))
     return saved
 
 
@@ -169,25 +208,18 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
     _set_buffers(saved, state)
     module, shared = state["module"], state["shared_params"] or {}
+    partitions = states[0].get("partition_count")
     for index, shapes in enumerate(state["param_shapes"]):
-        sharing = _sharing_experts(states, index)
+        # of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor
+        sharing = len(states) // partitions[index] if isinstance(partitions, list) else 1
         for name, shape in shapes.items():
             slices = [_open_flat(folder, states[first::sharing], index, name, shape) for first in range(sharing)]
-            if sharing == 1:
-                saved.tensors[name] = replace(slices[0], second_copy=_constant(module[name]))
-            else:  # the model file has the first slice only
-                saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
+            saved.tensors[name] = _join_experts(slices, Stored(shape, [module[name]]).read)
     for name, weight in module.items():
         if name not in saved.tensors and name not in saved.buffers and name not in shared:
             saved.frozen.add(name)
-            saved.tensors[name] = SavedTensor(weight.shape, _constant(weight))
+            saved.tensors[name] = SavedTensor(weight.shape, Stored(weight.shape, [weight]).read)
     return saved
-
-
-def _sharing_experts(states: list[dict[str, Any]], index: int) -> int:
-    """The number of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor."""
-    partitions = states[0].get("partition_count", len(states))
-    return len(states) // partitions[index] if isinstance(partitions, list) else 1
 
 
 def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str, shape: torch.Size) -> SavedTensor:
@@ -209,8 +241,8 @@ def _saved_tensor(
 ) -> SavedTensor:
     """A parameter of these parts of its master. kept: states that have the same parts, at `places`."""
     _require_size(folder, name, shape, sum(part.numel() for part in parts))
-    state = _joined_state(folder, name, kept, places, shape.numel())
-    return SavedTensor(shape, _joined(parts, shape), None, Pieces(parts, shape.numel()), state)
+    master = Stored(shape, parts)
+    return SavedTensor(shape, master.read, None, master, _joined_state(folder, name, kept, places, shape))
 
 
 def _open_stage_3(
@@ -246,17 +278,14 @@ def _open_stage_3(
                 )
                 for first in range(sharing)
             ]
-            if sharing == 1:
-                saved.tensors[name] = replace(slices[0], second_copy=_read_by_deepspeed(whole, name))
-            else:
-                saved.tensors[name] = _join_tensor(slices, Cut(0, (shape[0],) * sharing))
+            saved.tensors[name] = _join_experts(slices, _read_by_deepspeed(whole, name))
         if any(flat.numel() != start for flat in flats):
             raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another one")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         _require_size(folder, name, shape, sum(part.numel() for part in parts))
         saved.frozen.add(name)
-        saved.tensors[name] = SavedTensor(shape, _joined(parts, shape), _read_by_deepspeed(whole, name))
+        saved.tensors[name] = SavedTensor(shape, Stored(shape, parts).read, _read_by_deepspeed(whole, name))
     return saved
 
 
@@ -265,21 +294,21 @@ def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
     return [optimizer["state"].get(index) for group in optimizer["param_groups"] for index in group["params"]]
 
 
-def _joined_state(folder: Path, name: str, states: list[Any], places: list[slice], numel: int) -> OptimizerState | None:
+def _joined_state(
+    folder: Path, name: str, states: list[Any], places: list[slice], shape: torch.Size
+) -> OptimizerState | None:
     """Combine each rank's state at the place of the parameter's part in it. None before the first step."""
     if not all(states):
         return None
     found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
     if len(found) > 1:
         raise UserError(f"{folder}: a file is of another save: the state of {name} is {sorted(found)} by rank")
-    (keys, updates) = found.pop()
-    pieces = {
-        key: Pieces([state[key].view(-1)[where] for state, where in zip(states, places, strict=True)], numel)
-        for key in keys
-    }
-    for piece in pieces.values():
-        _require_size(folder, name, torch.Size([numel]), sum(part.numel() for part in piece.parts))
-    return OptimizerState(pieces, updates)
+    (keys, updates), tensors = found.pop(), {}
+    for key in keys:
+        parts = [state[key].view(-1)[where] for state, where in zip(states, places, strict=True)]
+        _require_size(folder, name, shape, sum(part.numel() for part in parts))
+        tensors[key] = Stored(shape, parts)
+    return OptimizerState(tensors, updates)
 
 
 def _tensors(state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
@@ -299,14 +328,6 @@ def _read_by_deepspeed(whole: Callable[[], dict[str, Any]] | None, name: str) ->
 
 def _set_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
     saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
-
-
-def _constant(tensor: torch.Tensor) -> Read:
-    return lambda: tensor
-
-
-def _joined(parts: list[torch.Tensor], shape: torch.Size) -> Read:
-    return lambda: torch.cat([part.view(-1) for part in parts])[: shape.numel()].view(shape)
 
 
 def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> None:

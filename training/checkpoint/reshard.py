@@ -14,9 +14,8 @@ import torch
 from config.errors import UserError
 from modeling.tensor_parallel import cut
 from training.checkpoint.contents import TAG
-from training.checkpoint.partitions import SavedModel, SavedTensor, open_saved_model
+from training.checkpoint.partitions import SavedModel, SavedTensor, Stored, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
-from training.checkpoint.saved_parameters import AnyPieces, SlicedPieces
 from training.engine import Engine
 from training.engine.masters import Start
 from training.engine.tensor_slices import slice_group
@@ -25,8 +24,8 @@ from training.engine.tensors import (
     as_text,
     checksum,
     checksums_of,
-    flat_masters,
     names_by_group,
+    own_shards,
     partitioned,
     shape_of,
     shard_of,
@@ -168,7 +167,7 @@ def _with_named_states(engine: Engine, saved: SavedModel, folder: Path) -> Saved
         tensor = saved.tensors.get(name)
         if tensor is None:
             continue
-        if state is not None and any(piece.numel != tensor.shape.numel() for piece in state.tensors.values()):
+        if state is not None and any(one.shape.numel() != tensor.shape.numel() for one in state.tensors.values()):
             raise UserError(f"{folder}: the state of {name} has the wrong size; use its own layout")
         saved.tensors[name] = replace(tensor, state=state)
     for name in (set(saved.tensors) - set(order)) & set(names.values()):
@@ -208,7 +207,7 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     shard = shard_of(engine, parameter) if tensor.master else None
     if shard is None or tensor.master is None:
         return
-    shard.of(shard.flat).copy_(_own(engine, parameter, tensor.master).slice(shard.start, shard.length))
+    shard.of(shard.flat).copy_(_own(engine, parameter, tensor.master, shard.start, shard.length))
     saved = tensor.state
     names = states_of(engine, parameter)
     state = state_after(engine, shard.flat, names, saved.updates if saved else 0)
@@ -216,17 +215,16 @@ def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
         if saved is None:
             shard.of(state[name]).zero_()
         else:
-            own = _own(engine, parameter, saved.tensors[name])
-            shard.of(state[name]).copy_(own.slice(shard.start, shard.length))
+            own = _own(engine, parameter, saved.tensors[name], shard.start, shard.length)
+            shard.of(state[name]).copy_(own)
 
 
 def _restore_padding(engine: Engine, updates: int) -> None:
     """Create the optimizer state of partitions that are only padding on this rank; later checkpoints contain it."""
     if engine.stage == 0:
         return
-    held = [shard_of(engine, parameter) for parameter in trainable_parameters(engine).values()]
-    flats = {id(shard.flat) for shard in held if shard is not None}
-    for flat, names in zip(flat_masters(engine), states_of_flat_masters(engine), strict=True):
+    flats = {id(shard.flat) for _, _, shard in own_shards(engine)}
+    for flat, names in states_of_flat_masters(engine):
         if id(flat) not in flats:
             state_after(engine, flat, names, updates)
 
@@ -242,19 +240,18 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
     start = min(parameter.ds_zero_partition_rank * length, numel)
     length = min(length, numel - start)
     if tensor.master:
-        values = _own(engine, parameter, tensor.master).slice(start, length)
+        values = _own(engine, parameter, tensor.master, start, length)
     else:
         values = tensor.read().view(-1)[start : start + length]
     part.data.view(-1)[:length].copy_(values)
 
 
-def _own(engine: Engine, parameter: Any, whole: AnyPieces) -> AnyPieces:
-    """This rank's slice of a whole tensor, where ranks share it."""
+def _own(engine: Engine, parameter: Any, whole: Stored, start: int, length: int) -> torch.Tensor:
+    """(length,) values from `start` on of a tensor, or, where ranks share it, of this rank's slice of it."""
     how, group = cut(parameter), slice_group(parameter, engine.world)
     if group is None or how is None:
-        return whole
-    shape = shape_of(parameter)
-    return SlicedPieces(whole, how.place(shape, group.rank), shape.numel())
+        return whole.values(start, length)
+    return how.slice_of(whole.read(), group.rank).reshape(-1)[start : start + length]
 
 
 def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
@@ -267,9 +264,7 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
         pieces = {"master": tensor.master}
         if tensor.state is not None:
             pieces |= tensor.state.tensors
-        found += [
-            (kind, name, as_text(checksum(piece.slice(0, piece.numel), 0).tolist())) for kind, piece in pieces.items()
-        ]
+        found += [(kind, name, as_text(checksum(one.read().view(-1), 0).tolist())) for kind, one in pieces.items()]
     result: Checksums = {}
     for kind, name, text in (row for rows in world.gather_objects(found) for row in rows):
         result.setdefault(kind, {})[name] = text

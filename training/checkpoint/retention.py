@@ -2,9 +2,8 @@
 
 import fcntl
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,8 @@ class Retention:
         return [paths[step] for step in expired]
 
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Steps to delete among `steps` up to `final`. loss_of: called only where `best` is set.
-
-        Later steps are from before a rollback and are replaced when the run reaches them again.
-        """
+        """Steps to delete among `steps` up to `final`. loss_of: called only where `best` is set. Later steps are from
+        before a rollback and are replaced when the run reaches them again."""
         steps_until = sorted((step for step in steps if step <= final), reverse=True)
         kept = {final, *steps_until[: self.newest]}
         if self.every:
@@ -62,29 +59,18 @@ def loss_in(manifest: dict[str, Any]) -> float | None:
 @contextmanager
 def read_lock(path: Path) -> Iterator[None]:
     """Context in which `path` is not deleted, if the file system has locks: a shared one on its manifest."""
-    handle = None
-    with suppress(OSError):
-        handle = os.open(path / MANIFEST, os.O_RDONLY)
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    try:
+    with ExitStack() as held:
+        with suppress(OSError):
+            file = held.enter_context((path / MANIFEST).open("rb"))
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield
-    finally:
-        if handle is not None:
-            os.close(handle)
 
 
 def is_read_locked(path: Path) -> bool:
     """Whether any process holds a `read_lock` of the checkpoint."""
     try:
-        handle = os.open(path / MANIFEST, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(handle)
+        with (path / MANIFEST).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False

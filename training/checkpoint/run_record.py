@@ -34,6 +34,11 @@ class Record:
         """Whether a checkpoint is of steps that the run abandoned when it went back."""
         return order[0] < self.went_back and order[1] > self.back_to
 
+    def other_than(self, manifest: dict[str, Any]) -> str | None:
+        """The run of a manifest, human-readable, if it is another one."""
+        run = run_in(manifest)
+        return f"another run, {run[1]} ({run[0]})" if run is not None and run[0] != self.id else None
+
     def write(self, folder: Path) -> None:
         """Write it to a checkpoints folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,14 +6,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.files import file_sha256
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import Tensors, Written
+from training.checkpoint.manifest import Tensors, Written, check_hashes, problem_of
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 
@@ -23,42 +22,40 @@ if TYPE_CHECKING:
     from training.distributed import World
 
 
-@dataclass(frozen=True)
-class SaveRequest:
-    """How to treat the files of one save."""
-
-    final: Path
-    manifest: dict[str, Any]
-    """The manifest without `files`."""
-    retention: Retention
-    verify: bool
-    remote: Remote | None
-    started: float
-    """time.perf_counter() at the call."""
-
-
 class Save:
-    """Runs a request in a daemon thread, which does not keep a dying process alive."""
+    """Runs in a daemon thread, which does not keep a dying process alive."""
 
-    def __init__(self, request: SaveRequest, files: Files, world: World, reached: Callable[[str], None]) -> None:
-        """world: with a process group of its own. reached: called with each phase on each rank."""
+    def __init__(
+        self,
+        final: Path,
+        files: Files,
+        world: World,
+        reached: Callable[[str], None],
+        *,
+        manifest: dict[str, Any],
+        retention: Retention,
+        verify: bool,
+        remote: Remote | None,
+        started: float,
+    ) -> None:
+        """world: with a process group of its own. reached: called with each phase on each rank. manifest: without
+        `files`. started: time.perf_counter() at the call."""
         self.stall_seconds = 0.0
         """[s] How long the save has blocked the training thread so far."""
-        self._request, self._files, self._world, self._reached = request, files, world, reached
-        self._partial = commit.partial_of(request.final)
+        self.published = threading.Event()
+        """Set when the checkpoint is published, or the save failed."""
+        self._final, self._files, self._world, self._reached = final, files, world, reached
+        self._manifest, self._retention, self._started = manifest, retention, started
+        self._verify, self._remote = verify, remote
+        self._partial = commit.partial_of(final)
         self._outcome: Saved | BaseException | None = None
-        self._published = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"save of {request.final.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"save of {final.name}", daemon=True)
         self._thread.start()
 
     @property
     def ended(self) -> bool:
         """Whether `outcome` would return at once on this rank."""
         return not self._thread.is_alive()
-
-    def wait_until_published(self) -> None:
-        """Return when the checkpoint is published, or the save failed."""
-        self._published.wait()
 
     def outcome(self) -> Saved | SaveFailed:
         """Wait for the end. Raises any error other than SaveFailed."""
@@ -82,60 +79,58 @@ class Save:
         except BaseException as error:  # raised by `outcome`
             self._outcome = error
         finally:
-            self._published.set()
+            self.published.set()
 
     def _save(self) -> Saved:
-        request, step = self._request, int(self._request.manifest["step"])
+        final, remote, step = self._final, self._remote, int(self._manifest["step"])
         self._files.write_all()
         self._reached("written")
-        written, layouts = agree_on_files(self._world, self._files, request.final)
-        size = on_main(self._world, lambda: self._publish(written, layouts), request.final)
-        self._published.set()
-        if request.verify:
+        written, layouts = agree_on_files(self._world, self._files, final)
+        size = on_main(self._world, lambda: self._publish(written, layouts), final)
+        self.published.set()
+        if self._verify:
             self._read_back(written)
-        if request.remote is not None:
-            request.remote.upload(self._world, request.final, step, written)
+        if remote is not None:
+            remote.upload(self._world, final, step, written)
         return Saved(
-            path=request.final,
-            url=request.remote.url_of(step) if request.remote is not None else None,
+            path=final,
+            url=remote.url_of(step) if remote is not None else None,
             step=step,
-            tokens=request.manifest["data"]["tokens"],
-            seconds=time.perf_counter() - request.started,
+            tokens=self._manifest["data"]["tokens"],
+            seconds=time.perf_counter() - self._started,
             stall_seconds=0.0,
             bytes=size,
-            verified=request.verify or request.remote is not None,
+            verified=self._verify or remote is not None,
         )
 
     def _publish(self, files: dict[str, Written], layouts: dict[str, Tensors]) -> int:
-        request = self._request
         commit.add_unlisted_files(self._partial, files)
-        if request.manifest["encryption"] is not None:  # only this user may read the folder
+        if self._manifest["encryption"] is not None:  # only this user may read the folder
             self._partial.chmod(0o700)
         listed = {name: asdict(file) for name, file in files.items()}
-        manifest = {**request.manifest, "layouts": layouts, "files": listed}
+        manifest = {**self._manifest, "layouts": layouts, "files": listed}
         size = commit.seal_folder(self._partial, manifest, self._reached)
-        commit.publish(self._partial, request.final, self._reached)
-        for old in request.retention.to_delete(request.final.parent, request.final):
+        commit.publish(self._partial, self._final, self._reached)
+        for old in self._retention.to_delete(self._final.parent, self._final):
             commit.drop(old, self._reached)
         self._reached("done")
         return size + sum(file.bytes for file in files.values())
 
     def _read_back(self, files: dict[str, Written]) -> None:
         """Hash this rank's files again, from the disk. If any differs, the checkpoint is renamed and never chosen."""
-        final = self._request.final
-        mine = {name: file.sha256 for name, file in files.items() if file.rank == self._world.rank}
-        problem = next((text for text in self._world.gather_objects(_read_problem(final, mine)) if text), None)
+        final = self._final
+        mine = {name: asdict(file) for name, file in files.items() if file.rank == self._world.rank}
+        problem = problem_of(lambda: check_hashes(final, {"files": mine}, mine), final)
+        problem = next(filter(None, self._world.gather_objects(problem)), None)
         if problem is not None:
             on_main(self._world, lambda: _rename_damaged(final), final)
             raise SaveFailed(f"checkpoint {final} differs from what was written and is set aside: {problem}")
 
 
 def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:
-    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective.
-
-    Ranks have the same few layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank
-    if any could not write, NotFinite if its state is not finite.
-    """
+    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective. Ranks have the same few
+    layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank if any could not write,
+    NotFinite if its state is not finite."""
     layouts = files.layouts
     everyone = world.to_main((files.written, files.error, files.finite))
 
@@ -151,17 +146,6 @@ def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, W
     for layout, rank in unknown.items():
         layouts[layout] = world.main_receives(layouts.get(layout, {}), rank)
     return {name: file for written, *_ in everyone for name, file in sorted(written.items())} or files.written, layouts
-
-
-def _read_problem(path: Path, files: dict[str, str]) -> str | None:
-    for name, expected in files.items():
-        try:
-            found = file_sha256(path / name)
-        except OSError as error:
-            return f"{name} cannot be read back: {error.strerror or error}"
-        if found != expected:
-            return f"{name} was written with SHA-256 {expected[:12]}... and reads {found[:12]}..."
-    return None
 
 
 def _rename_damaged(path: Path) -> None:

@@ -61,13 +61,15 @@ def main(arguments: Sequence[str], say: Say = print) -> int:
         if name == "prune":
             command.add_argument("--keep", type=int, required=True, metavar="N", help="how many stay")
     given = parser.parse_args(arguments)
-    code: int = given.act(given, say)
-    return code
+    return int(given.act(given, say))
 
 
 def verify(given: argparse.Namespace, say: Say) -> int:
     """Hash every file and compare its tensors with the manifest."""
-    paths, worst, alone = _checkpoints(given.path), WHOLE, _is_checkpoint(given.path)
+    worst, alone = WHOLE, _is_checkpoint(given.path)
+    paths = [given.path] if alone else by_step(_folder(given.path))
+    if not paths:
+        raise UserError(f"{given.path}: no checkpoint there; give a checkpoints/step-N folder or a run's folder")
     key = None if given.key is None else Key.from_setting(given.key, "--key")
     for path in paths:
         check = partial(_check_everything, path, key=key)
@@ -118,8 +120,10 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
         say(f"{path}: {found}")
         return DAMAGED
     manifest, state = read_manifest(path), read_state(path)
+    regions = Counter((manifest["precision"]["regions"] or {}).values()).items()
+    compute = manifest["precision"]["compute"] + "".join(f", {count} modules in {dtype}" for dtype, count in regions)
     say(f"{path}: step {manifest['step']}, written {manifest['written']}, {_size(manifest)}")
-    say(f"  from {manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {_compute(manifest['precision'])}")
+    say(f"  from {manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {compute}")
     if _encryption(manifest):
         say(f"  encrypted with the key {_encryption(manifest)}")
     say(f"  with {', '.join(f'{name} {version}' for name, version in manifest['versions'].items())}")
@@ -143,11 +147,8 @@ def inspect(given: argparse.Namespace, say: Say) -> int:
         for dtype, count in elements.most_common()
     ]
     by_rank = [(f"rank {rank}", _human(ranks[rank])) for rank in sorted(ranks)]
-    for what, table in (
-        ("by dtype", Table(("dtype", "tensors", "elements", "size"), by_dtype)),
-        ("by rank", Table(("", ""), by_rank)),
-        ("by file", files),
-    ):
+    dtypes = Table(("dtype", "tensors", "elements", "size"), by_dtype)
+    for what, table in (("by dtype", dtypes), ("by rank", Table(("", ""), by_rank)), ("by file", files)):
         say(what)
         for text in table.lines():
             say(f"  {text}")
@@ -240,15 +241,6 @@ class _Placeholder:
         pass
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    if _is_checkpoint(path):
-        return [path]
-    found = by_step(_folder(path))
-    if not found:
-        raise UserError(f"{path}: no checkpoint there; give a checkpoints/step-N folder or a run's folder")
-    return found
-
-
 def _is_checkpoint(path: Path) -> bool:
     return path.name.startswith("step-") or any((path / name).is_file() for name in (MANIFEST, STATE))
 
@@ -262,11 +254,6 @@ def _folder(path: Path) -> Path:
 
 def _size(manifest: dict[str, Any]) -> str:
     return _human(sum(file["bytes"] for file in manifest["files"].values()))
-
-
-def _compute(precision: dict[str, Any]) -> str:
-    regions = Counter((precision["regions"] or {}).values())
-    return precision["compute"] + "".join(f", {count} modules in {dtype}" for dtype, count in regions.items())
 
 
 def _human(size: float) -> str:

@@ -74,15 +74,15 @@ class Checks:
         again: Callable[[Outcome], Health],
         suspicion: Callable[[Health], str | None],
     ) -> Examined:
-        """The step as it is to be judged: with gradients of another run where the first was not to be trusted.
-
-        again: the health of another run. suspicion: why a step is worth repeating, or None. A collective.
-        """
+        """The step as it is to be judged: with gradients of another run where the first was not to be trusted. again:
+        the health of another run. suspicion: why a step is worth repeating, or None. A collective."""
         flips = self._find(health.checks)
         events = [("corruption", self._fields(flip)) for flip in flips]
-        unrepaired = [flip for flip in flips if not flip.repaired]
-        if unrepaired:
-            return Examined(outcome, replace(health, corruption=self._corruption(unrepaired[0])), events)
+        broken = next((flip for flip in flips if not flip.repaired), None)
+        if broken is not None:
+            what = f"silent corruption: {broken.text} ({', '.join(self._hosts_of(broken.ranks))})"
+            corruption = Corruption(what, self._advice(broken.ranks), state_is_good=False)
+            return Examined(outcome, replace(health, corruption=corruption), events)
         reason = suspicion(health) if self.reexecutes else None
         if not (flips or reason or self._due(health.step)):
             return Examined(outcome, health)
@@ -163,10 +163,6 @@ class Checks:
         plain = asdict(flip)
         names = {"module": plain.pop("parameter"), "hosts": self._hosts_of(flip.ranks)}
         return plain | names | {"ranks": list(flip.ranks), "bits": list(flip.bits), "text": flip.text}
-
-    def _corruption(self, flip: Flip) -> Corruption:
-        hosts = f" ({', '.join(self._hosts_of(flip.ranks))})"
-        return Corruption(f"silent corruption: {flip.text}{hosts}", self._advice(flip.ranks), state_is_good=False)
 
     def _hosts_of(self, ranks: Sequence[int]) -> list[str]:
         return list(dict.fromkeys(self._hosts[rank] for rank in ranks))

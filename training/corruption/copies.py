@@ -6,20 +6,17 @@ out: docs/corruption.md.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from precision.corruption import Flip, different_bits, majority, odd_ranks
 from training.engine import Engine
 from training.engine.flips import as_integers, bit_sum, halves
-from training.engine.tensors import Shard, local_weight, shape_of, shard_of, trainable_parameters
+from training.engine.tensors import local_weight, own_shards, shape_of, shard_of, trainable_parameters
 
 _CHUNKS = 1 << 16, 1 << 22
 """[values] Smallest and largest: a large matrix is no lump in one step, and a GPU starts few kernels."""
-_PIECES = 64
-"""Into how many pieces a chunk is cut, again and again, to find the value that differs."""
 _MOST = 8
 """Chunks that are named; what is beyond is repaired all the same."""
 _WHOLE = 1 << 64
@@ -27,17 +24,14 @@ _CHANGES = ("dynamic", "longrope")
 """Rotary tables of these kinds follow the length of what a rank has last computed."""
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a value that every rank holds."""
+class Chunk(NamedTuple):
+    """A part of a tensor that every rank holds. kind: weight, buffer, or one of the optimizer's state tensors."""
 
     name: str
     kind: str
-    """weight, buffer, or one of the optimizer's state tensors."""
     start: int
     length: int
-    constant: bool
-    """Never trained."""
+    constant: bool  # never trained
 
 
 class Copies:
@@ -57,8 +51,10 @@ class Copies:
         """(3,) float64: both halves of the sum of this step's chunks, equal on all ranks; and how many chunks of this
         rank's weights are not their masters, rounded. No collective and no device sync."""
         self._cut()
-        total = self._sum(_share(self._chunks, step, self._every))
-        wrong = self._sum_masters(_share(self._own, step, self._every))
+        total, wrong = self._sum(_share(self._chunks, step, self._every)), self._zero()
+        for name, at, length in _share(self._own, step, self._every):
+            weight, rounded = self._weight_and_master(name, at, length)
+            wrong = wrong + (bit_sum(weight) != bit_sum(rounded))
         return torch.stack([*halves(total).double(), wrong.double()])
 
     @torch.no_grad()
@@ -94,9 +90,8 @@ class Copies:
         ]
         self._first = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
         self._own = []
-        for name, parameter in self._parameters.items() if engine.stage > 0 and engine.split_masters is None else ():
-            shard = shard_of(engine, parameter)
-            if shard is not None and shard.flat.device == engine.world.device:
+        for name, _, shard in own_shards(engine) if engine.stage > 0 and engine.split_masters is None else ():
+            if shard.flat.device == engine.world.device:
                 self._own += [(name, at, min(size, shard.length - at)) for at in range(0, shard.length, size)]
 
     def _held(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
@@ -140,13 +135,6 @@ class Copies:
                 total = total + bit_sum(values)
         return total
 
-    def _sum_masters(self, own: Sequence[tuple[str, int, int]]) -> torch.Tensor:
-        wrong = self._zero()
-        for name, at, length in own:
-            weight, rounded = self._weight_and_master(name, at, length)
-            wrong = wrong + (bit_sum(weight) != bit_sum(rounded))
-        return wrong
-
     def _weight_and_master(self, name: str, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(length,) of this rank's part of a weight, and of its master in the weight's dtype and at its alignment."""
         parameter = self._parameters[name]
@@ -185,20 +173,16 @@ class Copies:
         return flip
 
     def _first_difference(self, chunk: Chunk) -> int:
-        start, length = 0, chunk.length
-        while length > 1:
-            size = -(-length // _PIECES)
-            whole = self._values(chunk)
-            pieces = [bit_sum(whole[at : min(at + size, start + length)]) for at in range(start, start + length, size)]
-            sums = gather_integers(self._engine, torch.stack(pieces))
-            row = next(row for row, values in enumerate(zip(*sums, strict=True)) if len(set(values)) > 1)
-            start, length = start + row * size, min(size, length - row * size)
-        return start
+        """Index in the chunk of the first value that differs from rank 0's on any rank."""
+        mine = self._values(chunk)
+        of_main = mine.clone()
+        self._engine.world.copy_from(of_main, 0)
+        differ = (as_integers(mine) != as_integers(of_main)).nonzero()
+        return min(self._engine.world.gather_objects(int(differ[0]) if len(differ) else chunk.length))
 
     def _of_master(self, chunk: Chunk, index: int) -> int | None:
         """The bits of the weight that the master of a value, rounded, has; from the rank that owns it."""
-        parameter = self._parameters[chunk.name]
-        shard: Shard | None = shard_of(self._engine, parameter)
+        shard = shard_of(self._engine, self._parameters[chunk.name])
         at, mine = chunk.start + index, None
         if shard is not None and shard.start <= at < shard.start + shard.length:
             value = shard.master(at - shard.start, 1)[0].to(self._values(chunk).dtype)

@@ -1,7 +1,6 @@
 """One step's passes on this rank, observed by hooks that change nothing, and compared with plain torch afterwards.
 
-- *Modules*: outputs of one micro-batch, for the inputs that the run's module got. Leaves on some tokens; of some blocks
-  the block itself, its attention and its MLP, on the first sample or on some tokens.
+- *Modules*: outputs of one micro-batch, for the inputs that the run's module got, on some tokens or the first sample.
 - *Gradients*: of each linear layer its weight's reduced gradient G, against what its inputs and the gradients of its
   outputs sum up to over the micro-batches and ranks of the step. Compared are v G u for random signs u and v (Freivalds
   1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
@@ -24,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from config.errors import one_line
 from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, Batch
-from modeling.compiling import CompiledBlock
 from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.activation_signals import unseen
@@ -73,11 +71,7 @@ class Passes:
         self.skipped: dict[str, str] = {}
         """Parts that were not compared, each with the reason."""
         self._head: Any = engine.model.get_output_embeddings()
-        blocks = (item for item in engine.model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock))
-        self._hidden = {inner for block in blocks for inner in block.modules() if inner is not block}
-        """Modules that hooks would change: those of compiled blocks would run uncompiled."""
-        if engine.loss_path.chunked:
-            self._hidden.add(self._head)  # it returns the loss
+        self._hidden = engine.loss_path.unhooked()
         self._of_samples: set[str] = set()
         self._modules = self._draw() if whole else {}
         self._linears = self._followed()
@@ -121,7 +115,6 @@ class Passes:
         found: dict[str, nn.Module] = {}
         if regions is not None:
             self.skipped["manifest"] = "of its regions only linear layers and norms are compared, none in FP8"
-        plans = {} if regions is None else regions.dtypes
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
@@ -131,7 +124,7 @@ class Passes:
             leaf = next(module.children(), None) is None
             if module in self._hidden or not (leaf or name in drawn or name.rpartition(".")[0] in drawn):
                 continue
-            if regions is not None and (kinds.get(name) not in ("matmul", "norm") or plans[name] == "fp8"):
+            if regions is not None and (kinds.get(name) not in ("matmul", "norm") or regions.dtypes[name] == "fp8"):
                 continue
             inside = [key for key in kinds if f"{key}.".startswith(f"{name}.")]
             attention = self._resolved.config.model.attention

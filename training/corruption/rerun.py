@@ -1,20 +1,19 @@
 """A step run again, to tell a transient fault, a persistent one and a true numeric event from each other.
 
-First on other ranks: every rank computes the micro-batches of the next one, with that rank's random numbers, and signs
-its own gradient before it is reduced. Then each computes its own again. So there are three answers: the first, another
-rank's and the last, whose gradients stay and may be applied. An answer is the summed loss, the random generators' end,
-and a sum over the bits of every gradient (`training.engine.flips`).
+First every rank computes the micro-batches of the next one, with that rank's random numbers, and signs its own gradient
+before it is reduced; then its own again, whose gradients stay and may be applied. An answer is the summed loss, the
+random generators' end, and a sum over the bits of every gradient.
 
-Answers are compared bit for bit on a CPU, where equal inputs give equal bits. On a GPU that holds only where every
-kernel sums in one order (torch.use_deterministic_algorithms) and all ranks have the same device. Elsewhere an answer
-has the gradients' squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes
-the norm of a whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
+Answers are compared bit for bit where equal inputs give equal bits (`is_exact`). Elsewhere an answer has the gradients'
+squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes the norm of a
+whole gradient is seen then, and no rank is taken for broken that merely sums in another order.
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import local_gradient, shard_of, trainable_parameters
+from training.engine.tensors import local_gradient, own_shards, trainable_parameters
 
 TOLERANCE = 0.02
 """[fraction] Tolerance of a loss or a squared norm where sums have no fixed order."""
@@ -60,18 +59,13 @@ class LocalGradients:
     @contextmanager
     def signed(self) -> Iterator[None]:
         """Around the passes of a step."""
-        handles = [parameter.register_hook(self._add(row)) for row, parameter in enumerate(self._parameters)]
-        try:
+        with ExitStack() as stack:
+            for row, parameter in enumerate(self._parameters):
+                stack.callback(parameter.register_hook(partial(self._add, row)).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
-    def _add(self, row: int) -> Any:
-        def add(gradient: torch.Tensor) -> None:
-            self.sums[row] = _added(self.sums[row], gradient.detach().reshape(-1))
-
-        return add
+    def _add(self, row: int, gradient: torch.Tensor) -> None:
+        self.sums[row] = _added(self.sums[row], gradient.detach().reshape(-1))
 
 
 @dataclass(frozen=True)
@@ -80,41 +74,24 @@ class Again:
 
     outcome: Outcome
     """Outcome of the last run, whose gradients the engine holds."""
-    first: Answer
     last: Answer
-    disagreed: list[bool] | None
-    """Whether another rank computed a different answer from its inputs, by rank; None where there is one rank."""
-    finite: list[tuple[bool, bool]]
-    """Whether its last answer was finite, and the other rank's from its inputs, by rank."""
     changed: list[bool]
     """Whether its last answer differs from its first, by rank."""
-    named: list[bool]
-    """The same of its gradient before the reduction, and its loss."""
     parameters: list[str]
     """Whose reduced gradient is another one, first in the order of the backward pass."""
-
-    def judge(self, *, suspicious: bool, healthy: bool) -> Reexecution:
-        """The verdict on the repeated step. healthy: whether the last run was."""
-        return judge_reexecution(
-            suspicious=suspicious,
-            changed=self.changed,
-            healthy=healthy,
-            disagreed=self.disagreed,
-            finite=self.finite,
-            named=self.named,
-            signed=self.first.local is not None,
-        )
+    judge: Callable[..., Reexecution]
+    """`judge_reexecution` but for its arguments `suspicious` and `healthy`."""
 
 
 @torch.no_grad()
 def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> Answer:
     """Sign the step that has just been computed, before its gradients are used or discarded. No collective."""
-    reduced = torch.zeros(len(trainable_parameters(engine)), dtype=torch.int64, device=engine.world.device)
-    for row, parameter in enumerate(trainable_parameters(engine).values()):
-        shard = shard_of(engine, parameter)
-        gradient = None if shard is None else local_gradient(parameter, shard, engine.stage)
+    rows = {name: row for row, name in enumerate(trainable_parameters(engine))}
+    reduced = torch.zeros(len(rows), dtype=torch.int64, device=engine.world.device)
+    for name, parameter, shard in own_shards(engine):
+        gradient = local_gradient(parameter, shard, engine.stage)
         if gradient is not None:
-            reduced[row] = _added(reduced[row], gradient.contiguous().to(reduced.device))
+            reduced[rows[name]] = _added(reduced[rows[name]], gradient.contiguous().to(reduced.device))
     end = b"".join(state.cpu().numpy().tobytes() for state in generators(engine.world.device).values())
     digest = int.from_bytes(hashlib.sha256(end).digest()[:8], "big", signed=True)
     loss = outcome.loss_sum.detach().view(torch.int64)
@@ -125,15 +102,18 @@ def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> An
 def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> Again:
     """Run the step on other ranks and then here again, whose gradients stay. A collective."""
     world = engine.world
-    others: list[bool] | None = None
     there: Answer | None = None
     if world.world_size > 1:
         given = world.gather_objects((batch, outcome.generators))
-        their_batch, their_generators = given[(world.rank + 1) % world.world_size]
-        there, _ = _run(engine, their_batch, their_generators)
+        there, _ = _run(engine, *given[(world.rank + 1) % world.world_size])
     last, final = _run(engine, batch, outcome.generators)
+    others: list[bool] | None = None
     if there is not None:
-        others = _disagreed(engine, last, there)
+        assert last.local is not None and there.local is not None
+        mine = gather_words(engine, torch.cat([last.own, last.local]))
+        theirs = gather_words(engine, torch.cat([there.own, there.local]))
+        # by rank b: whether it and the rank before it gave different answers to the inputs of rank b
+        others = [bool(_differ(mine[rank], theirs[rank - 1]).any()) for rank in range(len(mine))]
     finite = world.gather_objects((last.finite, there.finite if there is not None else True))
     mine = own = _differ(first.own, last.own).any()[None]
     if first.local is not None and last.local is not None:
@@ -141,16 +121,16 @@ def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> 
     rows = gather_words(engine, torch.cat([own, mine, _differ(first.reduced, last.reduced)]).long()).tolist()
     differing = [any(row[2 + index] for row in rows) for index in range(len(first.reduced))]
     names = [name for name, differs in zip(trainable_parameters(engine), differing, strict=True) if differs]
-    return Again(
-        outcome=final,
-        first=first,
-        last=last,
+    changed = [any(row[1:]) for row in rows]
+    judge = partial(
+        judge_reexecution,
+        changed=changed,
         disagreed=others,
         finite=[(own_one, finite[rank - 1][1]) for rank, (own_one, _) in enumerate(finite)],
-        changed=[any(row[1:]) for row in rows],
         named=[bool(row[0]) for row in rows],
-        parameters=names[::-1],
+        signed=first.local is not None,
     )
+    return Again(final, last, changed, names[::-1], judge)
 
 
 def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
@@ -160,14 +140,6 @@ def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
     with local.signed():
         outcome = engine.forward_backward(batch, step=batch.position + 1)
     return answer(engine, outcome, local), outcome
-
-
-def _disagreed(engine: Engine, here: Answer, there: Answer) -> list[bool]:
-    """Whether rank b and the rank before it gave different answers to the inputs of rank b, by b."""
-    assert here.local is not None and there.local is not None
-    mine = gather_words(engine, torch.cat([here.own, here.local]))
-    theirs = gather_words(engine, torch.cat([there.own, there.local]))
-    return [bool(_differ(mine[rank], theirs[rank - 1]).any()) for rank in range(len(mine))]
 
 
 def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

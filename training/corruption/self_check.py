@@ -21,7 +21,7 @@ from training.corruption.passes import Passes, Row
 from training.corruption.updates import WHOLE, UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
-from training.engine.tensors import local_gradient, shard_of, trainable_parameters
+from training.engine.tensors import local_gradient, own_shards
 from training.schedule import scheduled_rate
 
 SIGNAL = "self_check"
@@ -55,10 +55,8 @@ class SelfCheck:
         self._skipped: dict[str, str] = {}
 
     def due(self, step: int, first: int) -> bool:
-        """Whether an attempted step, from 1, is checked. first: the session's.
-
-        Of each `self_check_every` steps one is drawn: a fixed period would never meet what is wrong between.
-        """
+        """Whether an attempted step, from 1, is checked. first: the session's. Of each `self_check_every` steps one is
+        drawn: a fixed period would never meet what is wrong between."""
         if self._every:
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
@@ -157,9 +155,8 @@ class SelfCheck:
         """The recorded norm against that of the reduced gradients. A collective."""
         engine = self._engine
         total = torch.zeros((), dtype=torch.float64, device=engine.world.device)
-        for parameter in trainable_parameters(engine).values():
-            shard = shard_of(engine, parameter)
-            gradient = local_gradient(parameter, shard, engine.stage) if shard is not None else None
+        for _, parameter, shard in own_shards(engine):
+            gradient = local_gradient(parameter, shard, engine.stage)
             if gradient is not None:
                 total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(total.device)
         norm = float(engine.world.sum(total) if engine.stage else total) ** 0.5 / engine.loss_scale

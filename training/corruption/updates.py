@@ -2,7 +2,7 @@
 
 Masters and moments are sharded: no other rank has them. So a copy of a random slice is kept after an update, and the
 next one is computed from it and the reduced gradient. A difference beyond FP32's rounding is a bit that flipped since,
-or a wrong update. How many values differ travels in the gather of the next step's health.
+or a wrong update; how many values differ travels in the gather of the next step's health.
 """
 
 import random
@@ -16,7 +16,7 @@ from precision.corruption import Flip
 from training.engine import Engine
 from training.engine.optimizers import adamw, lion, sgd
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.tensors import Shard, first_of_slice, local_gradient, shard_of, states_of, trainable_parameters
+from training.engine.tensors import Shard, first_of_slice, local_gradient, own_shards, states_of, trainable_parameters
 
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers with Adam's averages whose step depends on all of a parameter."""
@@ -43,12 +43,7 @@ class Compared:
     found: list[torch.Tensor]
     """Master and state as the optimizer left them."""
     excess: torch.Tensor
-    """(length,) float64: the largest of their errors in units of what rounding explains."""
-
-    @property
-    def wrong(self) -> torch.Tensor:
-        """(length,) bool: any of them beyond rounding."""
-        return self.excess > 1
+    """(length,) float64: the largest of their errors in units of what rounding explains; above 1 a value is wrong."""
 
 
 class UpdateCheck:
@@ -66,7 +61,6 @@ class UpdateCheck:
         self._slices: list[Slice] | None = None
         self._gradients: list[torch.Tensor | None] = []
         self.compared: list[Compared] = []
-        """The slices of the last update."""
 
     def forget(self) -> None:
         """The state was loaded from elsewhere: what was kept is of no use."""
@@ -76,7 +70,7 @@ class UpdateCheck:
         """() float64: how many values of the last update are not what they should be."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.world.device)
         for done in self.compared:
-            count = done.wrong.sum().double()
+            count = (done.excess > 1).sum().double()
             total = total + (count if count.device == total.device else count.to(total.device))
         return total
 
@@ -113,9 +107,9 @@ class UpdateCheck:
     def examine(self) -> list[Flip]:
         """The first wrong value of each rank, its bit where one flipped bit explains it. A collective."""
         mine: Flip | None = None
-        done = next((done for done in self.compared if bool(done.wrong.any())), None)
+        done = next((done for done in self.compared if bool((done.excess > 1).any())), None)
         if done is not None:
-            index = int(done.wrong.nonzero()[0])
+            index = int((done.excess > 1).nonzero()[0])
             kind, bits = self._explain(done, index)
             where = first_of_slice(self._engine, self._parameters[done.slice.name])
             where += done.slice.shard.start + done.slice.at + index
@@ -126,10 +120,9 @@ class UpdateCheck:
         """Copies of a slice that begins anywhere in this rank's masters, one after the other, and goes on at the first
         after the last; it may be cut into pieces of several parameters."""
         if self._shards is None:
-            groups = {name: self._engine.group_of[id(item)] for name, item in self._parameters.items()}
-            alone = {name for name in groups if not (self._section.name == "muon" and groups[name]["matrix"])}
-            shards = [(name, shard_of(self._engine, self._parameters[name])) for name in groups if name in alone]
-            self._shards = [(name, shard) for name, shard in shards if shard is not None]
+            whole = {id(p) for p in self._parameters.values() if self._engine.group_of[id(p)]["matrix"]}
+            whole = whole if self._section.name == "muon" else set()
+            self._shards = [(name, shard) for name, p, shard in own_shards(self._engine) if id(p) not in whole]
         if self._of_each:
             return [self._slice_of(name, shard) for name, shard in self._shards]
         lengths = [shard.length for _, shard in self._shards]

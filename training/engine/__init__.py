@@ -3,9 +3,8 @@
 Read engine.py (forward_backward, health, step), loss.py and gradients.py (what it computes), health.py (what it gives
 back), then build.py (how a model comes to it), optimizer.py and optimizers/ (what updates the masters;
 config/optimizers.py lists its state), flat_optimizer.py and sharded_pieces.py (whole parameters for those that need
-them), ops.py (what is compiled for it), masters.py and tensors.py (the FP32 states, whole or this rank's shard),
-split_masters.py (masters in less memory), regions.py, weights.py, rng.py, kernels.py, ledger.py, process_groups.py;
-faults.py injects a user's faults.
+them), masters.py and tensors.py (the FP32 states, whole or this rank's shard), split_masters.py (masters in less
+memory), weights.py, rng.py, kernels.py, ledger.py; faults.py injects a user's faults.
 """
 
 from training.engine.build import build_engine

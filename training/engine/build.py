@@ -31,7 +31,6 @@ from training.engine.faults import attach_faults
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
-from training.engine.tensors import attach_counted
 from training.engine.weights import hold_fp32, start_masters
 
 
@@ -109,7 +108,6 @@ def engine_on(
     held = hold_fp32(model, resolved.compute, world)
     engine = Engine(model, resolved, world, teacher, attention)
     attach_pieces(engine)
-    attach_counted(engine)
     start_masters(engine, held, resolved.config.model.name_or_path)
     return engine
 

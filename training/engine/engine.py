@@ -1,13 +1,9 @@
 """The interface to DeepSpeed: every use of its engine is here, with workarounds for gaps upstream.
 
-Loss. The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each
-micro-batch contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the
-step. DeepSpeed averages gradients over ranks, so the sum is first multiplied by the number of ranks. Accumulation, the
-number of ranks and unevenly masked labels therefore do not change the gradient. Ranks that share matrices compute the
-same micro-batches: they count as one rank, and their sums must be equal.
-
-Gradient norm. `Health.grad_norm` is the global norm of the unscaled gradient before clipping, at every ZeRO stage. It
-is known before the optimizer step, so a step can still be discarded (`training.engine.gradients`).
+The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each micro-batch
+contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the step, times
+the number of ranks, over which DeepSpeed averages gradients. Ranks that share matrices compute the same micro-batches:
+they count as one rank.
 """
 
 from __future__ import annotations
@@ -25,7 +21,10 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import PreTrainedModel
 
+from config.cli import REPOSITORY
+from config.deepspeed.combinations import Combination, refuse_combination
 from config.deepspeed.document import initializable
+from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.batches.loader import Batch
@@ -33,9 +32,11 @@ from modeling.objectives.objective import Forward, Scored
 from modeling.parameter_groups import group_of_each
 from modeling.router_balance import METRICS, router_balance, untrained_balance
 from modeling.sequence_parallel import SequenceAttention
+from precision.manifest import load_manifest
+from precision.regions import Regions
 from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
-from training.engine.expert_slices import shared_experts
+from training.engine.expert_slices import forget_groups, shared_experts
 from training.engine.gradients import ReducedGradients
 from training.engine.health import (
     NORM_ROUNDING,
@@ -43,16 +44,13 @@ from training.engine.health import (
     Evaluation,
     Outcome,
     RanksDisagree,
-    StepSums,
     Update,
     difference,
 )
 from training.engine.kernels import choose_softmax
 from training.engine.loss import LossPath, label_tokens_of_all
-from training.engine.masters import Start, UpdateMeter, local_masters, local_states, sum_of_squares
+from training.engine.masters import Start, local_masters, update_ratio
 from training.engine.optimizer import build_optimizer, import_muon_uncompiled
-from training.engine.process_groups import forget_groups
-from training.engine.regions import regions_of
 from training.engine.rng import generators, restore_generators
 from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
@@ -83,16 +81,13 @@ class Engine:
         teacher: Teacher | None = None,
         attention: SequenceAttention | None = None,
     ) -> None:
-        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks.
-
-        Both are closed with the engine.
-        """
+        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks. Both are
+        closed with the engine."""
         optimizer_section = resolved.config.optimizer
         self.world = world
         self.stage = resolved.zero_stage
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
-        """The optimizer's state tensors and settings."""
         self.group_of = group_of_each(model, optimizer_section)
         """id of each trainable parameter to its group's settings, in the order of the groups."""
         self.has_frozen_base = resolved.config.adapter.kind != "none"
@@ -123,35 +118,26 @@ class Engine:
         self.start: Start | None = None
         """The masters' starting values; None until they have them."""
         self.gradients = ReducedGradients(self.deepspeed, stage=self.stage, tensor=world.tensor)
-        self.counted_states: Callable[[str], list[torch.Tensor]] = lambda name: local_states(
-            self.deepspeed.basic_optimizer, name
-        )
-        """This rank's partition of a state tensor, each value counted once over all ranks."""
         self._replicas = Replicas(self.model, world) if world.tensor is not None else None
         self._work = WorkTime(world.device)
         self.objective = objective_of(resolved.config, self.model, teacher)
-        """The loss that the task minimises."""
         self.teacher = teacher
-        """The live teacher; None without one."""
         self._attention = attention
         self.router = router_balance(model, resolved.config.model)
-        """Router losses added to the objective; None without any."""
         softmax, notes = choose_softmax(resolved, world)
         self.loss_path = LossPath(
             self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor, softmax
         )
-        """Whether the loss is chunked, and how it is computed."""
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss computes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while building, for the record."""
         self.notes += notes if self.loss_path.chunked else []
         self.notes += untrained_balance(model, resolved.config.model)
-        self.regions = regions_of(model, resolved, stage=self.stage)
+        self.regions = regions_of(model, resolved)
         """Precision regions of the manifest path; None on the cast path."""
         self.adjustable: Any = self.regions  # by the guard; on the cast path tasks that sample have their own
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
-        self._meter = UpdateMeter(self.masters, stage=self.stage, world=world)
         self._scale_section = resolved.config.precision.loss_scale
         self._scaler: LossScaler | None = None
         self.install_scaler(None)
@@ -180,32 +166,25 @@ class Engine:
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; copies where masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)
-        if self.split_masters is None:
-            return flats
-        return [self.split_masters.of[flat].values(0, len(flat)) for flat in flats]
+        split = self.split_masters
+        return flats if split is None else [split.of[flat].values(0, len(flat)) for flat in flats]
 
     def whole_masters(self) -> AbstractContextManager[None]:
-        """Context in which the masters are writable FP32 tensors; split masters take more memory in it.
-
-        A collective. Raises UserError at the end if weights differ from their rounded masters.
-        """
+        """Context in which the masters are writable FP32 tensors; split masters take more memory in it. A collective.
+        Raises UserError at the end if weights differ from their rounded masters."""
         return nullcontext() if self.split_masters is None else self.split_masters.made_whole()
 
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch.
-
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
-        wrappers of this method, such as faults. on_loss: called with each micro-batch's summed loss before its backward
-        pass.
-        """
-        before = generators(self.world.device)
-        label_tokens = label_tokens_of_all(batch, self.world)
-        share, sums = self.world.zero_ranks / label_tokens, self._sums_of(batch)
+        """Gradients of the mean loss over the global batch. batch.input_ids and batch.labels: (accumulation,
+        micro-batch, sequence) int64. step: attempted, from 1; read by wrappers of this method, such as faults. on_loss:
+        called with each micro-batch's summed loss before its backward pass."""
+        outcome = self._begin(batch)
+        share = self.world.zero_ranks / outcome.label_tokens
         for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
-            self.add_micro_batch(index, inputs, labels, share, sums, on_loss)
-        return Outcome(sums.loss, label_tokens, before, sums.metrics, sums.routed, batch.source_names, sums.by_source)
+            self.add_micro_batch(index, inputs, labels, share, outcome, on_loss)
+        return outcome
 
     def add_micro_batch(
         self,
@@ -213,13 +192,11 @@ class Engine:
         inputs: dict[str, Any],
         labels: torch.Tensor,
         share: torch.Tensor,
-        sums: StepSums,
+        sums: Outcome,
         on_loss: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        """Run one micro-batch forward and backward, and add its part to the sums of the step.
-
-        share: () float64, the weight of its summed loss in the loss of the step.
-        """
+        """Run one micro-batch forward and backward, and add its part to the sums of the step. share: () float64, the
+        weight of its summed loss in the loss of the step."""
         share = share.float()
         with self._work.measured():
             scored = self.loss_path.score(inputs, labels, share * self.loss_scale)
@@ -234,12 +211,12 @@ class Engine:
             equal_parts = self.world.world_size * sums.micro_batches
             sums.routed += torch.cat([parts, self.router.load(experts) / equal_parts])
         self.backward(loss, last=index == sums.micro_batches - 1)
-        sums.loss += scored.loss.detach().double()
+        sums.loss_sum += scored.loss.detach().double()
         if scored.sums is not None:
             sums.metrics += scored.sums
-        if sums.sources is not None:
+        if sums.source_of is not None:
             assert scored.parts is not None, "a task with several sources knows its loss by sample"
-            sums.by_source[0] += _by_source(scored.parts, sums.sources[index], len(sums.by_source[0]))
+            sums.by_source[0] += _by_source(scored.parts, sums.source_of[index], len(sums.sources))
 
     def forward_beside(self, batch: Batch) -> None:
         """Run the step's first micro-batch forward for observers, without side effects."""
@@ -247,25 +224,31 @@ class Engine:
         self.loss_path.score(*next(iter(batch.micro_batches(self.world.device))), 0.0)
         restore_generators(before, self.world.device)
 
-    def _sums_of(self, batch: Batch) -> StepSums:
-        """The initial sums of a step."""
-        device, counts, sources = self.world.device, batch.counts_by_source, batch.sources
+    def _begin(self, batch: Batch) -> Outcome:
+        """A step whose sums are zero yet."""
+        device, counts, source_of = self.world.device, batch.counts_by_source, batch.sources
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
-        micro_batches, by_source, experts = len(batch.input_ids), zeros(2, 0), None
-        if sources is not None:
-            sources = sources.to(device, non_blocking=True)
+        by_source = zeros(2, 0)
+        if source_of is not None:
+            source_of = source_of.to(device, non_blocking=True)
             by_source = self.world.numbers([0.0] * len(counts) + [*counts]).view(2, len(counts))
-        if self.router is not None and micro_batches > 1:
-            experts = self._tokens_by_expert(batch)
-        routed = zeros(len(METRICS) if self.router else 0)
-        return StepSums(micro_batches, experts, sources, zeros(()), zeros(len(self.objective.sums)), routed, by_source)
+        return Outcome(
+            generators=generators(device),
+            label_tokens=label_tokens_of_all(batch, self.world),
+            micro_batches=len(batch.input_ids),
+            experts=self._tokens_by_expert(batch) if self.router is not None and len(batch.input_ids) > 1 else None,
+            sources=batch.source_names,
+            source_of=source_of,
+            loss_sum=zeros(()),
+            metrics=zeros(len(self.objective.sums)),
+            routed=zeros(len(METRICS) if self.router else 0),
+            by_source=by_source,
+        )
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
-        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first.
-
-        A step of one micro-batch does without: its own counts are all.
-        """
+        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first. A step of one
+        micro-batch does without: its own counts are all."""
         assert self.router is not None
         before = generators(self.world.device)
         found: Any = 0
@@ -285,10 +268,9 @@ class Engine:
         """Forward pass and summed loss of a micro-batch as the objective defines them, all logits at once."""
         return self.objective.score(self.deepspeed, inputs, labels)
 
-    def logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def logits(self, inputs: dict[str, torch.Tensor]) -> Any:
         """(micro-batch, sequence, vocabulary): a forward pass that materializes all logits."""
-        found: torch.Tensor = self.deepspeed(**inputs, use_cache=False).logits
-        return found
+        return self.deepspeed(**inputs, use_cache=False).logits
 
     def health(
         self,
@@ -382,12 +364,9 @@ class Engine:
         scale = self.loss_scale
         finite = math.isfinite(health.grad_norm)
         applied = apply and finite
-        update_ratio = None
-        if applied and self._measures_updates:
-            self._meter.start()
-            self._apply()
-            update_ratio = self._meter.ratio()
-        elif applied:
+        measures = applied and self._measures_updates
+        before = [master.detach().clone() for master in self.masters()] if measures else []
+        if applied:
             self._apply()
         elif health.scale_overflowed:
             self.gradients.discard()
@@ -401,7 +380,7 @@ class Engine:
             lr=lr,
             loss_scale=scale,
             scale_change=change,
-            update_ratio=update_ratio,
+            update_ratio=update_ratio(before, self.masters(), stage=self.stage, world=self.world) if measures else None,
         )
 
     def _apply(self) -> None:
@@ -464,11 +443,9 @@ class Engine:
         return {name: value for name, value in state.items() if name not in frozen}
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
-        """Restore weights, masters and optimizer state through `reader`.
-
-        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; the config's settings and a new
-        scaler replace them (`install_scaler` gives it the state that Mantissa saved).
-        """
+        """Restore weights, masters and optimizer state through `reader`. DeepSpeed also restores the optimizer's
+        settings and a pickled loss scaler; the config's settings and a new scaler replace them (`install_scaler` gives
+        it the state that Mantissa saved)."""
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
@@ -504,17 +481,6 @@ class Engine:
         finally:
             self.deepspeed.checkpoint_engine, self.deepspeed.has_moe_layers = original, experts
 
-    def momentum_norm(self) -> float | None:
-        """Global norm of the optimizer's momentum, in gradient units; None where it keeps none."""
-        if self.optimizer_spec.momentum is None:
-            return None
-        squares = sum_of_squares(self.counted_states(self.optimizer_spec.momentum), self.world.device)
-        if self.stage > 0:
-            self.world.sum(squares)
-        elif self.world.tensor is not None:
-            self.world.tensor.sum(squares)
-        return float(squares) ** 0.5
-
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the loss scaler as plain types; None where there is none."""
         return self._scaler.state_dict() if self._scaler else None
@@ -539,11 +505,28 @@ class Engine:
         self.deepspeed.optimizer.loss_scaler = self._scaler
 
 
-def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample.
+def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
+    """The precision regions of the manifest path. Raises UserError where their dtypes are not supported."""
+    precision, parallel = resolved.config.precision, resolved.config.parallel
+    if precision.path != "manifest" or precision.manifest is None:
+        return None
+    manifest, where = load_manifest(REPOSITORY / precision.manifest), f"precision.manifest = {precision.manifest}"
+    for key, ranks in (("tensor", parallel.tensor), ("expert", parallel.expert)):
+        if ranks > 1 and any(rule.compute == "fp8" for rule in manifest.rules):
+            raise UserError(f"{where}: FP8 is not verified with parallel.{key} = {ranks}; remove one of them")
+    regions = Regions(model, manifest, precision.fp8)
+    sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
+    kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
+    if regions.uses("fp8"):
+        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
+    path = "cast" if kind == "fp32" else "manifest"
+    refuse_combination(where, Combination(path, kind, resolved.zero_stage, resolved.offload))
+    return regions
 
-    Not by index_add, whose order of summation on a GPU is another each time.
-    """
+
+def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
+    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample. Not by
+    index_add, whose order of summation on a GPU is another each time."""
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)

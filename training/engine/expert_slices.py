@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import deepspeed
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
@@ -17,6 +18,11 @@ from torch import nn
 from training.distributed import ExpertGroup, World
 
 _MARKER = "mantissa_shared_experts"
+_OF_TENSORS = (
+    *("_TENSOR_MODEL_PARALLEL_GROUP", "_MODEL_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP", "mpu"),
+    *("_MPU_TENSOR_MODEL_PARALLEL_WORLD_SIZE", "_MPU_TENSOR_MODEL_PARALLEL_RANK"),
+)
+_OF_EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
 
 
 class _Marker(MoE):
@@ -63,12 +69,21 @@ def shared_experts(model: Any, world: World, *, stage: int) -> Iterator[None]:
         delattr(model, _MARKER)
 
 
-def gather_in_order(model: Any) -> None:
-    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order.
+def forget_groups() -> None:
+    """Forget a destroyed engine's groups, which DeepSpeed would give to the next one, or refuse to build it."""
+    for name in _OF_TENSORS:
+        setattr(groups, name, None)  # not destroyed: one may be the group of all
+    for name in _OF_EXPERTS:
+        getattr(groups, name).clear()
+        getattr(groups, f"{name}_RANKS").clear()
+    if group := groups._get_zero_param_intra_parallel_group():  # of zero_hpz_partition_size
+        deepspeed.comm.destroy_process_group(group)
 
-    DeepSpeed 0.19.8 gathers those of several modules ahead, in the order of a set, which is another one on each rank,
-    by their groups: on GPUs two collectives, of which each rank may start another one first.
-    """
+
+def gather_in_order(model: Any) -> None:
+    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order. DeepSpeed 0.19.8
+    gathers those of several modules ahead, in the order of a set, which is another one on each rank, by their groups:
+    on GPUs two collectives, of which each rank may start another one first."""
     for parameter in model.parameters():
         parameter.all_gather_coalesced = partial(_gathered_in_order, parameter.all_gather_coalesced)
 

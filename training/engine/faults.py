@@ -18,7 +18,7 @@ from modeling.objectives.objective import Scored
 from precision.step_health import Health
 from training.engine.engine import Engine
 from training.engine.flips import flip_bit, flipped
-from training.engine.health import Outcome, StepSums, Update
+from training.engine.health import Outcome, Update
 from training.engine.tensors import local_gradient, shard_of
 
 _HELD = ("weight", "master", "moment", "second_moment")
@@ -63,19 +63,11 @@ class _Faults:
         self._strike(reduced=True)
         return outcome
 
-    def add_micro_batch(
-        self,
-        right: Callable[..., None],
-        index: int,
-        inputs: dict[str, Any],
-        labels: torch.Tensor,
-        share: torch.Tensor,
-        sums: StepSums,
-        on_loss: Callable[[torch.Tensor], Any] | None = None,
-    ) -> None:
+    def add_micro_batch(self, right: Callable[..., None], index: int, *given: Any) -> None:
         """Spoil activations, loss and gradients of the last micro-batch."""
+        inputs, labels, share, sums, *further = given
         with self._injected() if index == sums.micro_batches - 1 else nullcontext():
-            right(index, inputs, labels, share, sums, on_loss)
+            right(index, inputs, labels, share, sums, *further)
 
     def score(self, right: Callable[..., Scored], *args: Any, **options: Any) -> Scored:
         """Spoil the loss of the last micro-batch."""
@@ -141,10 +133,8 @@ class _Faults:
 @torch.no_grad()
 def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | None) -> bool | None:
     """Flip the bit in the middle of this rank's part of the parameter's tensor; of a weight that is whole, of all.
-
     stuck_at: set it to this instead. Returns what it is now; None where this rank holds none: of a part of other ranks,
-    of a moment before the first update, of a second one that the optimizer does not keep.
-    """
+    of a moment before the first update, of a second one that the optimizer does not keep."""
     if fault.place == "weight":
         held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
         return flip_bit(held, held.numel() // 2, fault.bit, stuck_at=stuck_at)

@@ -12,44 +12,30 @@ from training.distributed import World
 from training.loss_scaler import ScaleChange
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
-    """The results of forward and backward of one step on this rank."""
+    """Forward and backward of one step on this rank: sums over its micro-batches, and the inputs of these sums."""
 
-    loss_sum: torch.Tensor
-    """() float64: summed loss of this rank's labels, in nats."""
-    label_tokens: torch.Tensor
-    """() float64: counted labels over all ranks."""
     generators: Any
     """States of the random generators before the step, to run it again exactly."""
-    metrics: torch.Tensor
-    """(len(objective.sums),) float64: sums of this rank, for the metrics."""
-    routed: torch.Tensor
-    """(len(METRICS),) float64: sums of this rank's routers, where they are balanced; else empty."""
-    sources: tuple[str, ...]
-    """Names of a mixture's sources; empty where there is one."""
-    by_source: torch.Tensor
-    """(2, len(sources)) float64, of this rank: each source's summed loss, then its number of counted labels (or
-    whatever the task counts)."""
-
-
-@dataclass
-class StepSums:
-    """Sums over the micro-batches of one step on this rank, and the inputs of these sums."""
-
+    label_tokens: torch.Tensor
+    """() float64: counted labels over all ranks."""
     micro_batches: int
     experts: torch.Tensor | None
     """(layers, experts) tokens of the whole step; None without routers, and where the only micro-batch has them."""
-    sources: torch.Tensor | None
+    sources: tuple[str, ...]
+    """Names of a mixture's sources; empty where there is one."""
+    source_of: torch.Tensor | None
     """(micro-batches, micro) int64: the source of each sample; None where there is one."""
-    loss: torch.Tensor
-    """() float64"""
+    loss_sum: torch.Tensor
+    """() float64: of this rank's labels, in nats."""
     metrics: torch.Tensor
     """(len(objective.sums),) float64"""
     routed: torch.Tensor
     """(len(METRICS),) float64, where routers are balanced; else empty."""
     by_source: torch.Tensor
-    """(2, sources) float64: summed losses, then counted labels, of this rank."""
+    """(2, len(sources)) float64: each source's summed loss, then its number of counted labels (or whatever the task
+    counts)."""
 
 
 class Evaluation(NamedTuple):
@@ -60,7 +46,6 @@ class Evaluation(NamedTuple):
     perplexity: float | None
     """exp(loss) of language models; None of other tasks."""
     metrics: dict[str, float]
-    """Metrics of the task's objective, by name."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +59,6 @@ class Update:
     loss_scale: float
     """Loss scale this step ran at; 1 where nothing is scaled."""
     scale_change: ScaleChange | None
-    """The change of the scale after it, or None."""
     update_ratio: float | None
     """Norm of the update over that of the weights; None when it was not measured, or nothing was applied."""
 

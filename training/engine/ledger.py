@@ -1,6 +1,5 @@
 """The actual dtype of everything in training, read from the engine and compared with the config."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,11 +27,9 @@ class Entry:
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
-    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
-
-    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
-    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it.
-    """
+    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on. reduce:
+    precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
+    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it."""
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     coded = quantised_parameters(engine.model)
@@ -55,7 +52,12 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
         of_masters = replace(_entry("masters", held), dtype="float32, less their weights")
     _require("moments", moments, torch.float32)
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
-    _require_own_dtypes(buffers, engine.buffer_dtypes)
+    for name, buffer in buffers.items():
+        own = engine.buffer_dtypes.get(name, buffer.dtype)
+        if buffer.dtype != own:
+            raise PrecisionError(
+                f"buffer {name} is in {_name(buffer.dtype)}, the model's own code has it in {_name(own)}"
+            )
     if accumulation != torch.float32:
         raise PrecisionError(f"gradients accumulate in {_name(accumulation)}, the config promises fp32")
     promised = torch.float32 if reduce == "fp32" else compute
@@ -112,15 +114,6 @@ def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None
     wrong = {tensor.dtype for tensor in tensors} - {dtype}
     if wrong:
         raise PrecisionError(f"{what} are in {', '.join(map(_name, wrong))}, the config promises {_name(dtype)}")
-
-
-def _require_own_dtypes(buffers: Mapping[str, torch.Tensor], own: Mapping[str, torch.dtype]) -> None:
-    for name, buffer in buffers.items():
-        promised = own.get(name, buffer.dtype)
-        if buffer.dtype != promised:
-            raise PrecisionError(
-                f"buffer {name} is in {_name(buffer.dtype)}, the model's own code has it in {_name(promised)}"
-            )
 
 
 def _entry(what: str, tensors: list[torch.Tensor], absent: str = "none") -> Entry:

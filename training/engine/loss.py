@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from config.batch import slice_length
 from config.errors import UserError
 from config.resolved import Resolved
 from data.batches.loader import Batch
 from modeling.chunked_head import ChunkedHead, loss_chunk
+from modeling.compiling import CompiledBlock
 from modeling.document_masking import rows_of
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
@@ -41,9 +43,7 @@ class LossPath:
     ) -> None:
         """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
         tensor: the ranks that this one shares matrices with. softmax: the kernel of a chunk; None: torch's operators.
-
-        Raises UserError where the config asks for a chunked loss and the model does not support one.
-        """
+        Raises UserError where the config asks for a chunked loss and the model does not support one."""
         self._engine, self._objective, self._device = engine, objective, device
         self._labels = objective if isinstance(objective, LabelPrediction) else None
         self._forward = engine if router is None else router.watching(engine)
@@ -96,6 +96,14 @@ class LossPath:
         with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):
             loss = forward(**given, use_cache=False).logits.sum()
         return chunked.scored(loss, head.label_losses, labels, weights, head.right)
+
+    def unhooked(self) -> set[nn.Module]:
+        """Modules that cannot be observed: those inside compiled blocks, which hooks would make run uncompiled, and the
+        head of a chunked loss, which returns the loss."""
+        model = self._engine.module
+        blocks = [item for item in model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock)]
+        found = {inner for block in blocks for inner in block.modules() if inner is not block}
+        return found | ({model.get_output_embeddings()} if self.chunked else set())
 
     def close(self) -> None:
         """Restore the model."""

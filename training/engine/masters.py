@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +47,9 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
     return total
 
 
-class UpdateMeter:
-    """Measures how large an update was against the weights it changed. Copies the masters."""
-
-    def __init__(self, masters: Callable[[], list[torch.Tensor]], *, stage: int, world: World) -> None:
-        """masters: this rank's partition of them, FP32."""
-        self._masters, self._stage, self._world = masters, stage, world
-        self._before: list[torch.Tensor] = []
-
-    def start(self) -> None:
-        """Call right before the optimizer step."""
-        self._before = [master.detach().clone() for master in self._masters()]
-
-    def ratio(self) -> float:
-        """||after - before|| / ||before|| over all ranks, to be called after the step. A collective."""
-        after, device = self._masters(), self._world.device
-        changes = (new.detach() - old for old, new in zip(self._before, after, strict=True))
-        squares = torch.stack([sum_of_squares(changes, device), sum_of_squares(self._before, device)])
-        self._before = []
-        changed, weights = (squares if self._stage == 0 else self._world.sum(squares)).tolist()
-        return (changed / weights) ** 0.5 if weights else 0.0
+def update_ratio(before: list[torch.Tensor], after: list[torch.Tensor], *, stage: int, world: World) -> float:
+    """||after - before|| / ||before|| over all ranks, of this rank's partition of the masters. A collective."""
+    changes = (new.detach() - old for old, new in zip(before, after, strict=True))
+    squares = torch.stack([sum_of_squares(changes, world.device), sum_of_squares(before, world.device)])
+    changed, weights = (squares if stage == 0 else world.sum(squares)).tolist()
+    return (changed / weights) ** 0.5 if weights else 0.0

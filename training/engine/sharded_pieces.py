@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import chain
 from math import ceil
 
 import torch
@@ -12,7 +12,8 @@ from config.optimizers import EXCHANGED_VALUES
 from modeling.tensor_parallel import cut
 from training.engine.engine import Engine
 from training.engine.flat_optimizer import Piece, Pieces, Rule, WholeParameterOptimizer
-from training.engine.tensors import first_of_slice, flat_masters, shard_of, trainable_parameters, whole_shape_of
+from training.engine.masters import local_masters
+from training.engine.tensors import first_of_slice, shard_of, trainable_parameters, whole_shape_of
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,24 @@ class ShardedPieces(Pieces):
     def __init__(self, engine: Engine) -> None:
         """Reads shapes and places; no collective."""
         self._world = engine.world
-        self._flats = [id(flat) for flat in flat_masters(engine)]
+        self._flats = [id(flat) for flat in local_masters(engine.deepspeed.optimizer)]
         self._of: dict[int, list[Piece]] = {flat: [] for flat in self._flats}
         parameters = trainable_parameters(engine).values()
         self._parameters = len(parameters)
-        self._shapes = [whole_shape_of(parameter) for parameter in parameters]
-        self._stay = [cut(parameter) is not None for parameter in parameters]
-        """Whether a parameter's matrices are computed where they are: each rank has as many whole experts as others."""
+        self._matrices: list[range] = []
+        """The numbers of each parameter's matrices, counted over all parameters."""
+        self._shapes: list[torch.Size] = []
+        """Shape by the matrix' number."""
+        self._stay: list[bool] = []
+        """Whether a matrix is computed by a rank that has values of it: each has as many whole experts as others."""
         for row, parameter in enumerate(parameters):
-            shard = shard_of(engine, parameter)
+            shape, shard, first = whole_shape_of(parameter), shard_of(engine, parameter), len(self._shapes)
+            self._shapes += [torch.Size(shape[1:])] * shape[0] if len(shape) == 3 else [shape]
+            self._matrices.append(range(first, len(self._shapes)))
+            self._stay += [cut(parameter) is not None] * len(self._matrices[row])
             if shard is not None:
                 start = first_of_slice(engine, parameter) + shard.start
-                piece = Piece(row, shard.at, start, shard.length, self._shapes[row].numel())
-                self._of[id(shard.flat)].append(piece)
+                self._of[id(shard.flat)].append(Piece(row, shard.at, start, shard.length, shape.numel()))
 
     def of(self, flat: torch.Tensor) -> list[Piece]:
         return self._of[id(flat)]
@@ -61,29 +67,6 @@ class ShardedPieces(Pieces):
         for batch in self._batches[id(flat)]:
             self._exchange(batch, values, rule)
         return values
-
-    @cached_property
-    def _matrices(self) -> list[list[int]]:
-        """The numbers of each parameter's matrices, counted over all parameters."""
-        counts = [shape[0] if len(shape) == 3 else 1 for shape in self._shapes]
-        ends = list(accumulate(counts))
-        return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
-
-    @cached_property
-    def _matrix_shapes(self) -> list[torch.Size]:
-        """Shape by the matrix' number."""
-        return [
-            torch.Size(shape[1:]) if len(shape) == 3 else shape
-            for shape, matrices in zip(self._shapes, self._matrices, strict=True)
-            for _ in matrices
-        ]
-
-    @cached_property
-    def _staying(self) -> set[int]:
-        """The numbers of the matrices that one of the ranks computes that have values of it."""
-        return {
-            number for matrices, stays in zip(self._matrices, self._stay, strict=True) if stays for number in matrices
-        }
 
     def _by_matrix(self, piece: Piece) -> Iterator[Piece]:
         """The piece cut where a matrix ends and the next begins: each with the matrix' number, and its place in it."""
@@ -103,7 +86,7 @@ class ShardedPieces(Pieces):
 
     def _shared_out(self, everywhere: list[list[Piece]]) -> list[Batch]:
         """The largest matrices first, each to the rank with the least work. everywhere: pieces of matrices, by rank."""
-        rank, ranks, shapes = self._world.rank, self._world.world_size, self._matrix_shapes
+        rank, ranks, shapes = self._world.rank, self._world.world_size, self._shapes
         batches, owners, work, size = list[Batch](), dict[int, tuple[Batch, int]](), [0] * ranks, 0
         holders: dict[int, list[int]] = {}
         for holder, pieces in enumerate(everywhere):
@@ -115,7 +98,7 @@ class ShardedPieces(Pieces):
                 batches.append(Batch({}, [[] for _ in range(ranks)], [[] for _ in range(ranks)]))
                 size = 0
             size += numel
-            among = holders[number] if number in self._staying else range(ranks)
+            among = holders[number] if self._stay[number] else range(ranks)
             owner = min(among, key=lambda rank: (work[rank], rank))
             work[owner] += numel * min(shapes[number], default=1)
             owners[number] = batches[-1], owner

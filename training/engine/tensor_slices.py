@@ -5,7 +5,7 @@ diverge leaves the gradient norm the same on all ranks (docs/upstream/): each st
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,15 +47,9 @@ class SharedVocabulary:
     """[token] First of this rank's rows."""
     size: int
     """[tokens] Rows of all ranks."""
-    group: TensorGroup
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place sum over the ranks."""
-        return self.group.sum(values)
-
-    def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place largest value of the ranks."""
-        return self.group.maximum(values)
+    sum: Callable[[torch.Tensor], torch.Tensor]
+    """In-place sum over the ranks."""
+    maximum: Callable[[torch.Tensor], torch.Tensor]
 
 
 def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary | None:
@@ -63,7 +57,7 @@ def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary
     how = cut(getattr(model.get_output_embeddings(), "weight", None))
     if group is None or how is None or how.dimension:
         return None
-    return SharedVocabulary(sum(how.sizes[: group.rank]), sum(how.sizes), group)
+    return SharedVocabulary(sum(how.sizes[: group.rank]), sum(how.sizes), group.sum, group.maximum)
 
 
 def replicas(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

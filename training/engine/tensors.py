@@ -4,9 +4,7 @@ Functions that return a whole tensor are collectives with the same result on eve
 parameter at a time, and too slow for a training step.
 
 The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
-modulo 2**64: of b(i), and of (i + 1) b(i). Each rank sums over its own part and the sums are added up, so nothing is
-gathered, and the result does not depend on the number of ranks, the ZeRO stage or the padding. Any one changed value
-changes it, and so does any exchange of two different ones. It detects accidents; the files' SHA-256 detects tampering.
+modulo 2**64: of b(i), and of (i + 1) b(i) (docs/elastic.md). Each rank sums over its own part, so nothing is gathered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,7 +21,7 @@ from modeling.tensor_parallel import Place, cut
 from training.engine.engine import Engine
 from training.engine.flips import halves
 from training.engine.gradients import reduced_gradient
-from training.engine.masters import local_masters
+from training.engine.masters import local_masters, sum_of_squares
 from training.engine.split_masters import SplitMaster
 from training.engine.tensor_slices import counts_here, joined, slice_group
 
@@ -41,10 +39,8 @@ class Shard:
     """The split master where `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in a state tensor of the size of `flat`.
-
-        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
-        """
+        """(length,) view of the part's values in a state tensor of the size of `flat`. Also in `flat` itself, to write
+        a master: inside `Engine.whole_masters`."""
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
     def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
@@ -90,10 +86,8 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
 
 
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
-    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step.
-
-    None for a parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU.
-    """
+    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step. None for a
+    parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU."""
     if parameter.grad is None and stage == 3:
         return safe_get_local_grad(parameter).view(-1)[: shard.length]
     mapping = getattr(parameter, "_hp_mapping", None)
@@ -170,18 +164,18 @@ def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int)
     return Shard(flat, at, start, length, engine.split_masters.of[flat] if engine.split_masters is not None else None)
 
 
-def attach_counted(engine: Engine) -> None:
-    """Let the engine count the optimizer's state of what each of several ranks has whole once, in sums over ranks."""
-    if engine.world.tensor is not None:
-        engine.counted_states = lambda name: list(_counted_states(engine, name))
-
-
-def _counted_states(engine: Engine, name: str) -> Iterator[torch.Tensor]:
-    for parameter in trainable_parameters(engine).values():
-        shard = shard_of(engine, parameter) if counts_here(parameter, engine.world.tensor) else None
-        held = shard.tensors(engine) if shard is not None else {}
-        if name in held:
-            yield held[name]
+def momentum_norm(engine: Engine) -> float | None:
+    """Global norm of the optimizer's momentum, in gradient units; None where it keeps none. A collective."""
+    name, world = engine.optimizer_spec.momentum, engine.world
+    if name is None:
+        return None
+    states = (shard.states(engine) for _, p, shard in own_shards(engine) if counts_here(p, world.tensor))
+    squares = sum_of_squares((held[name] for held in states if name in held), world.device)
+    if engine.stage > 0:
+        world.sum(squares)
+    elif world.tensor is not None:
+        world.tensor.sum(squares)
+    return float(squares) ** 0.5
 
 
 def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
@@ -207,6 +201,13 @@ def trainable_parameters(engine: Engine) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
 
 
+def own_shards(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter, Shard]]:
+    """The parameters of which this rank has a part, with their names and that part."""
+    for name, parameter in trainable_parameters(engine).items():
+        if (shard := shard_of(engine, parameter)) is not None:
+            yield name, parameter, shard
+
+
 @torch.no_grad()
 def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = None) -> Checksums:
     """Checksums of every master and state tensor. others: FP32 values to sum in a master's place. A collective."""
@@ -214,10 +215,10 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
     exists[0] = 1.0  # masters are always there
-    for row, (name, parameter) in zip(sums, parameters.items(), strict=True):
-        shard, how = shard_of(engine, parameter), cut(parameter)
-        group = slice_group(parameter, engine.world)
-        if shard is None or not counts_here(parameter, engine.world.tensor):
+    rows = dict(zip(parameters, sums, strict=True))
+    for name, parameter, shard in own_shards(engine):
+        how, group, row = cut(parameter), slice_group(parameter, engine.world), rows[name]
+        if not counts_here(parameter, engine.world.tensor):
             continue
         given = {"master": others[name]} if others and name in others else {}
         for kind, values in (shard.tensors(engine) | given).items():
@@ -245,9 +246,7 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
 
 def checksum(values: torch.Tensor, start: int, place: Place | None = None) -> torch.Tensor:
     """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor.
-
-    place: where that tensor, a slice, lies in the whole one, whose indices count then.
-    """
+    place: where that tensor, a slice, lies in the whole one, whose indices count then."""
     bits = values.detach().float().contiguous().view(torch.int32)
     size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
     ramp = torch.arange(1, min(len(bits), size) + 1, dtype=torch.int64, device=bits.device)
@@ -268,19 +267,14 @@ def as_text(sums: Any) -> str:
     return "".join(f"{int(total) % _WHOLE:016x}" for total in sums)
 
 
-def flat_masters(engine: Engine) -> list[torch.Tensor]:
-    """This rank's flat FP32 masters, to be read inside `Engine.whole_masters`; at ZeRO-0 the parameters."""
-    return local_masters(engine.deepspeed.optimizer)
-
-
-def states_of_flat_masters(engine: Engine) -> list[tuple[str, ...]]:
-    """torch's keys of the state tensors of each of `flat_masters`; from ZeRO-1 on."""
+def states_of_flat_masters(engine: Engine) -> list[tuple[torch.Tensor, tuple[str, ...]]]:
+    """Each of `local_masters` with torch's keys of its state tensors; from ZeRO-1 on."""
     optimizer: Any = engine.deepspeed.optimizer
     groups = optimizer.param_groups
     of_flat = getattr(optimizer, "sub_group_to_group_id", range(len(groups)))  # ZeRO-3 may cut a group
     return [
-        engine.optimizer_spec.states_of(matrix=groups[of_flat[index]]["matrix"])
-        for index in range(len(flat_masters(engine)))
+        (flat, engine.optimizer_spec.states_of(matrix=groups[of_flat[index]]["matrix"]))
+        for index, flat in enumerate(local_masters(optimizer))
     ]
 
 

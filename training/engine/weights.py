@@ -3,11 +3,10 @@
 DeepSpeed makes masters from the computing weights, which are rounded: a BF16 run would lose the lower 16 bits of every
 FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at ZeRO-3
 in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets what they round to, and
-`start_masters` writes each rank's part of them into its masters. Where the two differ by more than rounding, the first
-step would restore the stale master's value.
+`start_masters` writes each rank's part of them into its masters.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ from training.engine.tensors import (
     Shard,
     checksums_of,
     local_weight,
+    own_shards,
     shape_of,
     shard_of,
-    trainable_parameters,
     whole_shape_of,
     whole_weight,
 )
@@ -48,9 +47,7 @@ class StaleMaster(PrecisionError):
 
 def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
     """Round a model to the compute dtype in place, as DeepSpeed would, and return the FP32 values that are trained.
-
-    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters.
-    """
+    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters."""
     dtype, held = DTYPES[compute], dict[str, tuple[torch.Tensor, int]]()
     parameter: Any
     for name, parameter in model.named_parameters():
@@ -72,13 +69,11 @@ def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
 @torch.no_grad()
 def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -> None:
     """Give every master the value that was held for it, and compare all with the folder of safetensors they came from.
-
     A hub id, or a folder in another format, is not read again. A collective. Raises StaleMaster, on every rank, naming
-    the first parameter whose weight is not its master, rounded, or whose master is not the folder's.
-    """
+    the first parameter whose weight is not its master, rounded, or whose master is not the folder's."""
     parts: dict[str, torch.Tensor] = {}
     with engine.whole_masters():
-        for name, parameter, shard in _masters(engine):
+        for name, parameter, shard in own_shards(engine):
             if name in held:
                 parts[name] = _part(engine, parameter, shard, *held[name])
                 # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
@@ -97,10 +92,8 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
 @torch.no_grad()
 def compare_with_files(engine: Engine, folder: Path) -> set[str]:
     """Compare every master, or weight without one, with the folder's value; the dtypes of the files of masters.
-
     Parameters that the files have in another shape, in pieces or transposed are not compared. What a quantised weight
-    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective.
-    """
+    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective."""
     problems, dtypes = list[str](), set[str]()
     coded = quantised_parameters(engine.model)
     where = engine.world.from_main(_find(engine, folder) if engine.world.is_main else None)
@@ -127,13 +120,6 @@ def compare_with_files(engine: Engine, folder: Path) -> set[str]:
     return dtypes
 
 
-def _masters(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter, Shard]]:
-    """This rank's parts of the masters."""
-    for name, parameter in trainable_parameters(engine).items():
-        if (shard := shard_of(engine, parameter)) is not None:
-            yield name, parameter, shard
-
-
 def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, first: int = 0) -> torch.Tensor:
     """(shard.length,) view of this rank's part of values that begin at index `first` of the parameter."""
     how, group = cut(parameter), slice_group(parameter, engine.world)
@@ -146,7 +132,7 @@ def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, fi
 def require_fresh_masters(engine: Engine) -> None:
     """Require cast(master) == weight for every trainable parameter, bit for bit. A collective. Raises StaleMaster."""
     problems: list[str] = []
-    for name, parameter, shard in _masters(engine):
+    for name, parameter, shard in own_shards(engine):
         weight = local_weight(parameter, shard, engine.stage)
         problems += _difference(name, weight, shard.master(), shard.start, "its master has")
     engine.world.raise_first(next(iter(problems), None), StaleMaster)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +60,7 @@ class Profiling:
         """Around the attempted step of that number."""
         if self._over or (self._profiler is None and step >= self._start + self._steps):
             return nullcontext()
-        return self._profiled_step(step) if step >= self._start else self._timed_step()
+        return self._around(step)
 
     def close(self) -> None:
         """Write a profile whose last step was not reached."""
@@ -67,13 +68,12 @@ class Profiling:
             self._finish()
 
     @contextmanager
-    def _timed_step(self) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self._before.append(time.perf_counter() - started)
-
-    @contextmanager
-    def _profiled_step(self, step: int) -> Iterator[None]:
+    def _around(self, step: int) -> Iterator[None]:
+        if step < self._start:
+            started = time.perf_counter()
+            yield
+            self._before.append(time.perf_counter() - started)
+            return
         if self._profiler is None:
             self._begin()
         self._profiled.append(step)
@@ -91,22 +91,12 @@ class Profiling:
             kinds.append(ProfilerActivity.CUDA)
         with profile(activities=kinds):  # a process's first start of the profiler takes longer than a step
             torch.ones(1, device=self._engine.world.device).add_(1)
-        self._undo = [self._open_stage_ranges(), *_open_module_ranges(self._engine.model)]
+        stages = {"data": (self._batches, "next_step"), "optimizer": (self._engine, "step")}
+        stages |= {name: (self._engine, name) for name in ("forward_backward", "health")}
+        ranges = [(*method, partial(record_function, STAGE + name), None) for name, method in stages.items()]
+        self._undo = [follow(ranges), *_open_module_ranges(self._engine.model)]
         self._profiler = profile(activities=kinds, record_shapes=True)
         self._profiler.start()
-
-    def _open_stage_ranges(self) -> Callable[[], None]:
-        def stage(name: str) -> Callable[[], AbstractContextManager[Any]]:
-            return lambda: record_function(STAGE + name)
-
-        return follow(
-            [
-                (self._batches, "next_step", stage("data"), None),
-                (self._engine, "forward_backward", stage("forward_backward"), None),
-                (self._engine, "health", stage("health"), None),
-                (self._engine, "step", stage("optimizer"), None),
-            ]
-        )
 
     def _finish(self) -> None:
         """Stop, write, and report where. Training continues when the files cannot be written."""

@@ -24,11 +24,9 @@ _JOB = "mantissa/job"
 
 
 def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
-    """The store of this job, and no other's. MASTER_PORT is its port then.
-
-    job: the same text on every rank, and another one in other jobs. Raises UserError when rank 0 cannot have the
-    launcher's port, and when another job answers there.
-    """
+    """The store of this job, and no other's. MASTER_PORT is its port then. job: the same text on every rank, and
+    another one in other jobs. Raises UserError when rank 0 cannot have the launcher's port, and when another job
+    answers there."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
         if _restarted_by_torchrun():
@@ -128,22 +126,19 @@ def listen(port: int) -> socket.socket:
 
 
 def _restarted_by_torchrun() -> bool:
-    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
-
-    On several machines torchrun's count of restarts may differ from one to another.
-    """
+    """Whether torchrun --max-restarts started this process after another one died, on a single machine. On several
+    machines torchrun's count of restarts may differ from one to another."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def _another_port() -> str:
     """Human-readable advice on making this process's launcher use a free port."""
     environment, free = os.environ, free_port()
-    if environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment:
-        return f"set MASTER_PORT={free} for all of its ranks"
-    if any(name.startswith("ACCELERATE_") for name in environment):
-        return f"give accelerate launch --main_process_port {free}"
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
-    if "LOCAL_SIZE" in environment:
-        return f"give deepspeed --master_port {free}"
+    if not (environment.get("MANTISSA_START") or "SLURM_JOB_ID" in environment):
+        if any(name.startswith("ACCELERATE_") for name in environment):
+            return f"give accelerate launch --main_process_port {free}"
+        if "TORCHELASTIC_RUN_ID" in environment:
+            return f"give torchrun --master-port {free}, or --rdzv-endpoint HOST:{free} with --rdzv-backend c10d"
+        if "LOCAL_SIZE" in environment:
+            return f"give deepspeed --master_port {free}"
     return f"set MASTER_PORT={free} for all of its ranks"

@@ -5,7 +5,6 @@ import importlib
 import logging
 import random
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ class Export:
 
     def __init__(self, endpoint: str, facts: dict[str, Any]) -> None:
         """endpoint: of the collector, `/v1/traces` is added where it is missing. facts: resource attributes."""
-        _isolate_random()
+        retries: Any = importlib.import_module("opentelemetry.exporter.otlp.common.http")
+        retries.random = random.Random()  # the jitter of its retries must not draw from the generator training seeded
         self._last_warning = _LastWarning()
         for name in _LOGGERS:  # a single note instead of a line for every batch
             logger = logging.getLogger(name)
@@ -34,7 +34,8 @@ class Export:
             logger.propagate = False
         self._unanswered = False
         self.ids = Ids()
-        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=traces_url(endpoint)))
+        url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
+        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=url))
         self.provider = TracerProvider(resource=Resource.create(facts), id_generator=self.ids, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
 
@@ -110,12 +111,6 @@ def derived_id(bits: int, *parts: str | int) -> int:
     return int.from_bytes(digest[: bits // 8], "big") or 1
 
 
-def traces_url(endpoint: str) -> str:
-    """The URL for traces, from the collector's endpoint."""
-    base = endpoint.rstrip("/")
-    return base if base.endswith(_PATH) else base + _PATH
-
-
 class _LastWarning(logging.Handler):
     """Keeps the newest warning that names a reason."""
 
@@ -137,14 +132,3 @@ def _reason(text: str) -> str:
     text = text.removeprefix("Transient error ").partition(" encountered while")[0]
     _, nested, cause = text.rpartition("(Caused by ")
     return cause.rpartition(": ")[2].strip("\"')") if nested else text[:300]
-
-
-def _isolate_random() -> None:
-    """Let the exporter draw the jitter of its retries from its own generator instead of Python's seeded global one."""
-    for name in ("opentelemetry.exporter.otlp.common.http", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
-        try:
-            module: Any = importlib.import_module(name)
-        except ImportError:
-            continue  # the module that retries has moved between releases
-        if getattr(module, "random", None) is random:
-            module.random = random.Random(time.time_ns())

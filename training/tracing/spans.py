@@ -82,7 +82,7 @@ class Tracing:
         self._export = Export(endpoint, facts)
         self._tracer = self._export.provider.get_tracer("mantissa")
         self._endpoint, self._session, self._rank = endpoint, session, rank
-        self._tokens, self._note = tokens, note
+        self._tokens, self._tell = tokens, note
         self._attempts = 0
         self._attributes: dict[str, Any] = {}
         self._context: Any = None  # of the newest step: what the spans inside it and after it belong to
@@ -96,8 +96,8 @@ class Tracing:
             [
                 (batches, "next_step", lambda: self.span("data"), None),
                 (engine, "forward_backward", lambda: self.span("forward_backward"), None),
-                (engine, "health", lambda: self.span("health"), self._after_health),
-                (engine, "step", lambda: self.span("optimizer"), self._after_update),
+                (engine, "health", lambda: self.span("health"), self._note("loss", "grad_norm")),
+                (engine, "step", lambda: self.span("optimizer"), self._note("applied", "loss_scale", "lr")),
                 (engine, "evaluate", lambda: self.span("evaluation"), None),
                 (checkpoints, "start_save", self._saving, None),
                 (checkpoints, "outcomes", None, self._after_saves),
@@ -162,11 +162,9 @@ class Tracing:
         """Mark it as failed, by the type alone: a message may contain what must not leave this machine."""
         span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(error).__name__))
 
-    def _after_health(self, health: Any) -> None:
-        self._attributes |= {"loss": health.loss, "grad_norm": health.grad_norm}
-
-    def _after_update(self, update: Any) -> None:
-        self._attributes |= {"applied": update.applied, "loss_scale": update.loss_scale, "lr": update.lr}
+    def _note(self, *names: str) -> Callable[[Any], None]:
+        """Have these fields of a method's result be attributes of the step."""
+        return lambda result: self._attributes.update({name: getattr(result, name) for name in names})
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
@@ -186,15 +184,8 @@ class Tracing:
                 self._fail(span, outcome)
                 span.end()
                 continue
-            span.set_attributes(
-                {
-                    "step": outcome.step,
-                    "tokens": outcome.tokens,
-                    "bytes": outcome.bytes,
-                    "stall_seconds": outcome.stall_seconds,
-                    "verified": outcome.verified,
-                }
-            )
+            names = ("step", "tokens", "bytes", "stall_seconds", "verified")
+            span.set_attributes({name: getattr(outcome, name) for name in names})
             span.end(started + int(outcome.seconds * 1e9))
 
     def _report_loss(self) -> None:
@@ -208,4 +199,4 @@ class Tracing:
             text += "; 4317 is gRPC's port, give that of HTTP, 4318"
         if self._rank == 0:  # all ranks have the same collector
             print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
-        self._note(text)
+        self._tell(text)

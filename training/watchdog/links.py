@@ -1,8 +1,7 @@
 """An idle TCP connection between rank 0 and every rank of another machine: it breaks when a process or machine is gone.
 
-The kernels keep it alive (SO_KEEPALIVE in socket(7), TCP_KEEPIDLE and others in tcp(7)). They answer for a process that
-is stopped, swapped out or holds its interpreter for minutes; so silence means that the machine or the network is gone.
-The end of a process closes its connections at once. The process group's store shows neither.
+The kernels keep it alive (tcp(7)) and answer also for a process that is stopped, swapped out or holds its interpreter
+for minutes; so silence means that the machine or the network is gone. The end of a process closes it at once.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from config.machine.members import Member, describe_status
 from training.distributed import World
 from training.start.rendezvous import listen
-from training.watchdog.process import Member, describe_status
 from training.watchdog.witness import start_witness
 
 SILENT_MACHINE_SECONDS = 60.0

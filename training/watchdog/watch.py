@@ -1,9 +1,7 @@
-"""A rank that dies or hangs is named by the others, and they stop within a bounded time.
+"""A rank that dies or hangs is named by the others, and they stop within a bounded time (docs/restarts.md).
 
-Without this they learn of it from a failed collective, which names an address at best (gloo), or not before its
-time-out (NCCL, whose watchdog then ends the process without a Python exception). Here every rank watches the processes
-of its own machine through the kernel, and learns of those of other machines through the store of the process group and
-through a connection with rank 0, which also breaks when a machine is gone.
+Every rank watches the processes of its own machine through the kernel, and learns of those of other machines through
+the store of the process group and through a connection with rank 0, which also breaks when a machine is gone.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ import torch.distributed as dist
 
 from config.cli import BROKEN, CONFIG_ERROR, CRASH, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
 from config.errors import WAIT_SECONDS, UserError
+from config.machine.members import Member, MemoryKills, describe_exit, exit_status
 from training.distributed import World
 from training.watchdog.heartbeats import LEFT, Heartbeats
 from training.watchdog.links import Links
-from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
 
 GRACE_SECONDS = 10.0
 """The time that the main thread has to stop by itself once a rank is lost; then the process is ended."""
@@ -56,11 +54,9 @@ OnFailure = Callable[[str, int], object]
 
 @contextmanager
 def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> Iterator[None]:
-    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
-
-    Raises LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own
-    and passes with its traceback.
-    """
+    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends. Raises
+    LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own and
+    passes with its traceback."""
     watch = Watch(world, on_failure)
     try:
         yield
@@ -127,10 +123,8 @@ class Watch:
             self._links.close(agreed=agreed)
 
     def report(self, lost: str) -> None:
-        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it.
-
-        A rank that stopped for a user's mistake prints that itself.
-        """
+        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it. A
+        rank that stopped for a user's mistake prints that itself."""
         with self._lock:
             if not self._reported and not self._is_mistake(lost):
                 _print(
@@ -141,10 +135,8 @@ class Watch:
 
     def find_culprit(self, error: Exception) -> str | None:
         """The rank that made a collective fail, human-readable; None when the others look healthy, or report this.
-
         Takes up to 15 seconds, in which reports of other ranks still arrive: 10 on rank 0, whose end takes the store
-        along, so that the others still read there whether it is about to report the same error.
-        """
+        along, so that the others still read there whether it is about to report the same error."""
         ends = time.monotonic() + (3 if self._me.rank else 2) * BEAT_SECONDS * bool(self._others)
         if self._beats is not None:
             self._beat()
@@ -177,23 +169,23 @@ class Watch:
                 time.sleep(BEAT_SECONDS / 5)
 
     def is_reported(self, error: UserError) -> bool | None:
-        """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
-
-        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
-        that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
-        """
+        """Whether another rank prints this mistake, which several may meet; None where that cannot be known. One prints
+        it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank that has
+        ended with the exit code of a mistake has printed it, and may have taken the store with it."""
         if self._beats is None:
             return False
         key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
         ends = time.monotonic() + WAIT_SECONDS * bool(self._me.rank)
-        with suppress(RuntimeError):
-            while time.monotonic() < ends and CONFIG_ERROR not in self._statuses and not self._beats.store.check([key]):
-                time.sleep(0.1)
-            if CONFIG_ERROR not in self._statuses:
-                return bool(self._beats.store.add(key, 1) > 1)
         while time.monotonic() < ends and CONFIG_ERROR not in self._statuses:
+            with suppress(RuntimeError):
+                if self._beats.store.check([key]):
+                    break
             time.sleep(0.1)
-        return True if CONFIG_ERROR in self._statuses else None
+        if CONFIG_ERROR in self._statuses:
+            return True
+        with suppress(RuntimeError):
+            return bool(self._beats.store.add(key, 1) > 1)
+        return None
 
     def _watch_processes(self) -> None:
         """Wait for the end of any process of this machine. The kernel wakes this thread in time to read its status."""
@@ -229,20 +221,17 @@ class Watch:
 
     def _watch_store(self) -> None:
         """Write where this rank is, and read what the others know. Rank 0 or its launcher hosts the store."""
-        beats = self._beats
-        assert beats is not None
         while not self._over.is_set():
             self._beat()
             self._learn_of_lost()
             self._over.wait(BEAT_SECONDS)
-        with suppress(RuntimeError):
-            beats.write(LEFT, "at its end")
+        self._beat(LEFT, "at its end")
 
-    def _beat(self) -> None:
+    def _beat(self, number: int | str | None = None, line: str = "") -> None:
         """Write where the main thread is; on rank 0, where those of all ranks are."""
         with suppress(RuntimeError):  # the store's host may be what was lost
             if self._beats is not None:
-                self._beats.write(next(self._numbers), _innermost(self._main))
+                self._beats.write(number or next(self._numbers), line or _innermost(self._main))
 
     def _learn_of_lost(self) -> None:
         """Take over from the store which rank is lost."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from training.watchdog.process import Member, MemoryKills, describe_exit, exit_status
+from config.machine.members import Member, MemoryKills, describe_exit, exit_status
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from training.watchdog.witness import main; main(sys.argv[2:])"

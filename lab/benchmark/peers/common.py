@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from config.machine import op_builds
 from config.machine.processes import free_port
 from config.schema import AdapterSection, OptimizerSection
 from lab.benchmark.spec import Result, Spec
 from training.engine.work_time import peak_memory_bytes
-from training.start import op_builds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

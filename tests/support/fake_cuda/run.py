@@ -112,12 +112,18 @@ def _checksums(parts: Any, progress: Any) -> None:
     checksums_of(parts.engine)
 
 
+def _momentum(parts: Any, progress: Any) -> None:
+    from training.engine.tensors import momentum_norm
+
+    momentum_norm(parts.engine)
+
+
 _EXTRAS: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": _attribute,
     "discard": _discard,
     "evaluate": _evaluate,
     "checksums": _checksums,
-    "momentum": lambda parts, progress: parts.engine.momentum_norm(),
+    "momentum": _momentum,
 }
 
 

@@ -20,7 +20,7 @@ import torch
 
 from config.machine.processes import free_port
 from tests.support.jobs import forked
-from tests.support.models.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, state_of
+from tests.support.models.small_run import batch_of, checksum, engine_of, masters_of, resolve, restored, saved
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
@@ -173,7 +173,7 @@ def _work(
                     health = engine.health(engine.forward_backward(batch_of(world, 4, seed=progress.step), step=1))
                     progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
                 checkpoints.kill = kill if left == 0 else None
-                checkpoints.save(engine, state_of(engine, progress))
+                saved(checkpoints, engine, progress)
         distributed.stop()
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -24,6 +24,7 @@ from modeling.build import model_config
 from precision.step_health import Health
 from training import session
 from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.outcome import Saved, SaveFailed
 from training.distributed import World
 from training.engine import Engine
 from training.engine.health import Update
@@ -140,6 +141,15 @@ def refusal(world: World, resolved: Resolved) -> str:
 def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
     """The state that a run without guard and promotions saves."""
     return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
+
+
+def saved(checkpoints: Checkpoints, engine: Engine, progress: Progress, **reactions: Any) -> Saved:
+    """Save and wait. Raises SaveFailed on every rank when any of them cannot write."""
+    checkpoints.start_save(engine, state_of(engine, progress, **reactions))
+    outcome = checkpoints.outcomes()[-1]
+    if isinstance(outcome, SaveFailed):
+        raise outcome
+    return outcome
 
 
 def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Progress:

@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from tests.support.models.small_run import (
-    batch_of,
-    engine_of,
-    masters_of,
-    resolve,
-    restored,
-    state_of,
-)
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, restored, saved, state_of
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
@@ -30,6 +23,7 @@ from training.checkpoint.choice import newest
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.distributed import World
+from training.engine.tensors import momentum_norm
 from training.loop import train
 from training.progress import Progress
 
@@ -56,14 +50,13 @@ def trajectory(world: World, *, stage: int, compute: str, folder: str, first: in
             update = engine.step(health, 0.001)
             progress = progress.after(tokens=128, applied=update.applied)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
-        saved = checkpoints.save(engine, state_of(engine, progress))
         return {
             "rows": rows,
             "masters": masters_of(engine),
-            "momentum": engine.momentum_norm(),
+            "momentum": momentum_norm(engine),
             "scaler": engine.scaler_state(),
             "progress": progress,
-            "saved": saved,
+            "saved": saved(checkpoints, engine, progress),
         }
 
 
@@ -80,7 +73,7 @@ def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) 
             rows = [parity.step(batch_of(world, 4, seed=seed), applied=progress.applied + seed) for seed in range(2)]
             for row in rows:
                 progress = progress.after(tokens=128, applied=row["applied"])
-            checkpoints.save(engine, state_of(engine, progress))
+            saved(checkpoints, engine, progress)
     return rows
 
 
@@ -94,7 +87,7 @@ def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: in
         for step in range(1, steps + 1):
             health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
             progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
-            checkpoints.save(engine, state_of(engine, progress, step=step))
+            saved(checkpoints, engine, progress, step=step)
 
 
 def find(world: World, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
@@ -112,7 +105,7 @@ def go_back_and_save(world: World, *, folder: str, to: str) -> None:
     with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
         checkpoints = Checkpoints(Path(folder), keep=Retention(9), identity={}, world=world)
         progress = restored(checkpoints, checkpoints.find(f"{folder}/{to}"), engine)
-        checkpoints.save(engine, state_of(engine, progress.after(tokens=128, applied=True)))
+        saved(checkpoints, engine, progress.after(tokens=128, applied=True))
 
 
 def save_without_descriptors(world: World, *, folder: str) -> list[str]:
@@ -153,7 +146,7 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
     ballast = Path(folder).parent / "ballast"
     with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
         checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
-        checkpoints.save(engine, state_of(engine, Progress(step=1)))
+        saved(checkpoints, engine, Progress(step=1))
         masters = masters_of(engine)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit is not None and world.rank == 1:
@@ -162,7 +155,7 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
             _fill(ballast)
         world.wait_for_all()
         try:
-            checkpoints.save(engine, state_of(engine, Progress(step=2)))
+            saved(checkpoints, engine, Progress(step=2))
             error = ""
         except SaveFailed as failure:
             error = str(failure)
@@ -175,7 +168,7 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
         if limit is None and world.is_main:
             ballast.unlink()
         world.wait_for_all()
-        checkpoints.save(engine, state_of(engine, Progress(step=3)))
+        saved(checkpoints, engine, Progress(step=3))
         progress = restored(checkpoints, checkpoints.find("auto"), engine)
         after = masters_of(engine)
         return {
@@ -197,7 +190,7 @@ def spoiled_save(world: World, *, folder: str, stage: int, compute: str, split: 
     with engine_of(world, resolve(world, stage=stage, compute=compute, overrides=overrides)) as engine:
         engine.model.register_buffer("mask", torch.tensor([-math.inf]))
         checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world)
-        checkpoints.save(engine, state_of(engine, Progress(step=1)))
+        saved(checkpoints, engine, Progress(step=1))
         if world.rank == rank and engine.split_masters is not None:
             for master in engine.split_masters.of.values():
                 for _, piece in master.pieces():
@@ -205,7 +198,7 @@ def spoiled_save(world: World, *, folder: str, stage: int, compute: str, split: 
         elif world.rank == rank:
             engine.masters()[-1].detach().view(-1)[0] = math.nan
         try:
-            checkpoints.save(engine, state_of(engine, Progress(step=2)))
+            saved(checkpoints, engine, Progress(step=2))
             error = ""
         except NotFinite as failure:
             error = str(failure)
@@ -216,9 +209,7 @@ def failing_save(world: World, *, folder: str) -> str:
     """The error of a save of step 2."""
     with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
         try:
-            Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world).save(
-                engine, state_of(engine, Progress(step=2))
-            )
+            saved(Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world), engine, Progress(step=2))
         except SaveFailed as failure:
             return str(failure)
     return ""
@@ -271,9 +262,7 @@ def flushes_and_renames(world: World, *, folder: str) -> list[tuple[str, ...]]:
         patch.setattr(os, "fsync", noted_fsync)
         patch.setattr(Path, "rename", noted(renamed))
         patch.setattr(Path, "replace", noted(replaced))
-        Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world).save(
-            engine, state_of(engine, Progress(step=1))
-        )
+        saved(Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world), engine, Progress(step=1))
     return asked
 
 

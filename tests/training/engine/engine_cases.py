@@ -18,6 +18,7 @@ from tests.support.models.small_run import batch_of, changed_json, engine_of, ma
 from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import PrecisionError, read_ledger
+from training.engine.tensors import momentum_norm
 
 
 def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, over
                     "loss": health.loss,
                     "grad_norm": health.grad_norm,
                     "change": update.scale_change.reason if update.scale_change else None,
-                    "momentum": engine.momentum_norm(),
+                    "momentum": momentum_norm(engine),
                     "applied": update.applied,
                 }
             )
@@ -142,7 +143,7 @@ def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int)
             applied.append(update.applied)
             changes.append(update.scale_change.reason if update.scale_change else None)
             masters.append(masters_of(engine))
-            momenta.append(engine.momentum_norm())
+            momenta.append(momentum_norm(engine))
             assert update.applied or health.grad_norm == math.inf
     return {"applied": applied, "changes": changes, "masters": masters, "momenta": momenta}
 

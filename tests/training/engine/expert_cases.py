@@ -5,7 +5,7 @@ The oracle is plain torch on one rank: all experts, the whole global batch, torc
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from modeling.expert_parallel import share_experts
 from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
 from training.distributed import World
-from training.engine.process_groups import forget_groups
+from training.engine.expert_slices import forget_groups
+from training.engine.masters import local_states
 
 STEPS = 3
 LR = 0.01
@@ -105,8 +106,8 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
             health, update = take(engine, batch_of(world, 2, seed=step), step=step, lr=LR / step)
             norms.append(health.grad_norm)
             applied.append(update.applied)
-            tensors = [*engine.masters(), *engine.counted_states("exp_avg"), *engine.counted_states("exp_avg_sq")]
-            held.append([tensor.clone() for tensor in tensors])
+            states = (local_states(engine.deepspeed.basic_optimizer, name) for name in ("exp_avg", "exp_avg_sq"))
+            held.append([tensor.clone() for tensor in (*engine.masters(), *chain(*states))])
     same = [all(map(torch.equal, before, after)) for before, after in pairwise(held)]
     return {"norms": norms, "applied": applied, "same": same}
 

@@ -14,6 +14,7 @@ from training.engine.optimizers import muon
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import (
     checksums_of,
+    momentum_norm,
     shape_of,
     shard_of,
     states_of,
@@ -93,7 +94,7 @@ def sharded_steps(
             whole_state(engine, parameter, momentum).double().square().sum() for parameter in parameters.values()
         ]
         norm = math.sqrt(sum(map(float, squares)))
-        found = engine.momentum_norm()
+        found = momentum_norm(engine)
     return {
         "applied": applied,
         "clip": clips,

@@ -13,9 +13,9 @@ from modeling.build import build_model, model_config
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, engine_of, masters_of, resolve, take
 from tests.support.models.small_run import batch_of as batch
 from training.distributed import World
+from training.engine.expert_slices import forget_groups
 from training.engine.ledger import PrecisionError, read_start
 from training.engine.masters import local_masters
-from training.engine.process_groups import forget_groups
 from training.engine.tensors import trainable_parameters, whole_weight
 from training.engine.weights import StaleMaster
 

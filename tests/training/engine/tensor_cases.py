@@ -35,6 +35,7 @@ from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.health import RanksDisagree
 from training.engine.tensor_slices import replicas
+from training.engine.tensors import momentum_norm
 from training.progress import START
 from training.session import seed_everything
 
@@ -217,7 +218,7 @@ def against_data_ranks(world: World, *, overrides: Sequence[str]) -> dict[str, f
             for step in range(1, STEPS + 1):
                 batch = batch_of(alone, 4, seed=step)
                 health = engine.health(engine.forward_backward(batch, step=step))
-                numbers += [health.loss, health.grad_norm, engine.momentum_norm() or 0.0]
+                numbers += [health.loss, health.grad_norm, momentum_norm(engine) or 0.0]
                 engine.step(health, LR / step)
             moved = {name: master - start[name] for name, master in masters_of(engine).items()}
         runs.append((numbers, moved))

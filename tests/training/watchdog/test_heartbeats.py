@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config.machine.members import Member
 from training.distributed import World
 from training.watchdog import heartbeats
 from training.watchdog.heartbeats import LEFT, LISTED, Heartbeats
-from training.watchdog.process import Member
 
 BEAT, SILENCE = 5.0, 60.0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from config.cli import CONFIG_ERROR, LOST
+from config.machine.members import Member, MemoryKills, describe_status, exit_status
 from tests.support.jobs.launches import wait_until
 from tests.training.watchdog.watch_cases import Ranks
-from training.watchdog.process import Member, MemoryKills, describe_status, exit_status
 
 
 @pytest.fixture(scope="module")

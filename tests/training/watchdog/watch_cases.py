@@ -13,12 +13,12 @@ import torch
 
 from config.cli import CONFIG_ERROR
 from config.errors import UserError, report_error
+from config.machine.members import Member
 from config.machine.processes import free_port
 from tests.support.jobs import forked
 from training import distributed
 from training.distributed import World
 from training.watchdog import watch as lost_rank
-from training.watchdog.process import Member
 
 WORLD = 2
 

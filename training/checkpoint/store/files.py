@@ -5,6 +5,7 @@ import math
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -55,16 +56,14 @@ class StoreFiles:
         part: int = PART,
     ) -> None:
         """options: passed to fsspec's file system as they are. attempts: tries of each operation; the waits between
-        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes.
-
-        Raises UserError when no file system is installed for the URL, or a secret is in it or in the options.
-        """
+        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes. Raises
+        UserError when no file system is installed for the URL, or a secret is in it or in the options."""
         refuse_secrets(url, options or {})
         self.url, self._part = url.rstrip("/"), part
         self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
         self.retries = 0
         """Retries of all operations so far."""
-        self._retries_lock, self._given_up = threading.Lock(), threading.Event()
+        self._retries_lock = threading.Lock()
         self._options = _with_defaults(url, options or {})
         self._fs, self._root = self._connect()
 
@@ -101,28 +100,19 @@ class StoreFiles:
         return cast(bytes, content).decode(errors="replace") or None
 
     def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
-        """Fetch a file, hashed on the way; `local` appears complete or not at all.
-
-        private: only this user may read it. Raises Damaged when it is not there, or, fetched twice, has another
-        SHA-256; OSError when the disk does not take it.
-        """
+        """Fetch a file, hashed on the way; `local` appears complete or not at all. private: only this user may read it.
+        Raises Damaged when it is not there, or, fetched twice, has another SHA-256; OSError when the disk does not take
+        it."""
         partial = local.with_name(f".{local.name}.partial")
         try:
-            for last in (False, True):
+            found = self._fetch(name, partial, size, private)
+            if found != sha256:
                 found = self._fetch(name, partial, size, private)
-                if found == sha256:
-                    partial.replace(local)
-                    return
-                if last:
-                    raise Damaged(
-                        f"{self.url}/{name} has SHA-256 {found[:12]}...; it was written with {sha256[:12]}..."
-                    )
+            if found != sha256:
+                raise Damaged(f"{self.url}/{name} has SHA-256 {found[:12]}...; it was written with {sha256[:12]}...")
+            partial.replace(local)
         finally:
             partial.unlink(missing_ok=True)
-
-    def give_up(self) -> None:
-        """Stop retrying from now on: operations in progress succeed or fail at their next error."""
-        self._given_up.set()
 
     def _connect(self) -> tuple[Any, str]:
         try:
@@ -223,17 +213,14 @@ class StoreFiles:
                 raise
             except Exception as error:
                 retry = isinstance(error, _ContentDiffers) or is_transient(error)
-                if not retry or attempt >= self._attempts or self._given_up.is_set():
-                    raise self._failure(what, name, error, attempt) from error
+                if not retry or attempt >= self._attempts:
+                    tries = f" after {attempt} tries" if attempt > 1 else ""
+                    kind = Missing if is_missing(error) else StoreError
+                    raise kind(f"{self.url}/{name}: cannot {what}{tries}: {describe(error)}") from error
             with self._retries_lock:
                 self.retries += 1
             wait = min(self._longest_wait, self._first_wait * 2 ** (attempt - 1))
-            self._given_up.wait(wait * random.uniform(0.5, 1.0))
-
-    def _failure(self, what: str, name: str, error: Exception, attempt: int) -> StoreError:
-        tries = f" after {attempt} tries" if attempt > 1 else ""
-        kind = Missing if is_missing(error) else StoreError
-        return kind(f"{self.url}/{name}: cannot {what}{tries}: {describe(error)}")
+            time.sleep(wait * random.uniform(0.5, 1.0))
 
 
 def _is_s3(system: Any) -> bool:

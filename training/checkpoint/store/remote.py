@@ -15,7 +15,7 @@ from training.checkpoint.choice import newest
 from training.checkpoint.manifest import MANIFEST, Unusable, Written, read_manifest, shares_of
 from training.checkpoint.outcome import SaveFailed, on_main
 from training.checkpoint.retention import Retention, loss_in
-from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
+from training.checkpoint.run_record import Order, Record, order_in, read_record
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 from training.distributed import World
@@ -37,16 +37,20 @@ class Remote:
         """Upload the published checkpoint `folder`, then delete the expired ones. Raises SaveFailed on every rank."""
         there = self.url_of(step)
         on_main(world, lambda: self.store.delete(step), there)
-        problem = self._upload_mine(world.rank, folder, step, files)
-        world.raise_first(problem and f"checkpoint {there} was not saved: {problem}", SaveFailed)
+        problem = None
+        try:
+            for name, file in files.items():
+                if file.rank == world.rank:
+                    self.store.upload(folder / name, f"step-{step}/{name}", sha256=file.sha256, size=file.bytes)
+        except OSError as error:
+            problem = f"checkpoint {there} was not saved: {error}"
+        world.raise_first(problem, SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
 
     def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
-        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one.
-
-        log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
-        cannot be reached: a run must not start from scratch because a network is down.
-        """
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one. log:
+        called on every rank for each one that is passed over. Raises UserError, on every rank, when the store cannot be
+        reached: a run must not start from scratch because a network is down."""
         newer, passed_over = _asked(world, lambda: self._find_newer(folder))
         for text in passed_over:
             log(text)
@@ -75,15 +79,6 @@ class Remote:
                 f"checkpoint.dir = {self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, "
                 "while run.resume = never; use another run.name or checkpoint.dir, or delete them"
             )
-
-    def _upload_mine(self, rank: int, folder: Path, step: int, files: dict[str, Written]) -> str | None:
-        try:
-            for name, file in files.items():
-                if file.rank == rank:
-                    self.store.upload(folder / name, f"step-{step}/{name}", sha256=file.sha256, size=file.bytes)
-        except OSError as error:
-            return str(error)
-        return None
 
     def _publish(self, folder: Path, step: int) -> None:
         self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
@@ -143,10 +138,8 @@ def _of_another_run(manifest: dict[str, Any], step: int, record: Record | None) 
     """Why a checkpoint in the store does not match its place, or None."""
     if manifest["step"] != step:
         return Unusable(f"{MANIFEST} is of step {manifest['step']}")
-    run = run_in(manifest)
-    if record is not None and run is not None and run[0] != record.id:
-        return Unusable(f"{MANIFEST} is of another run, {run[1]} ({run[0]})")
-    return None
+    other = record and record.other_than(manifest)
+    return Unusable(f"{MANIFEST} is of {other}") if other else None
 
 
 def _is_newer(there: dict[str, Any], here: dict[str, Any], record: Record | None) -> bool:

@@ -30,9 +30,16 @@ class Store(StoreFiles):
 
     def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
         """Steps with their manifests, the newest first (`newest_first`); for a damaged one what is wrong with it."""
+
+        def read(step: int) -> dict[str, Any] | Unusable:
+            try:
+                return self.manifest(step)
+            except Unusable as problem:
+                return problem
+
         with ThreadPoolExecutor(max_workers=AT_ONCE) as readers:
             steps = self.steps()
-            found = dict(zip(steps, readers.map(self._manifest_or_problem, steps), strict=True))
+            found = dict(zip(steps, readers.map(read, steps), strict=True))
         named = NAME.fullmatch((self.read_text(LATEST) or "").strip())
         known = {step: manifest if isinstance(manifest, dict) else None for step, manifest in found.items()}
         return [(step, found[step]) for step in newest_first(known, named and int(named[1]), record)]
@@ -44,19 +51,9 @@ class Store(StoreFiles):
             raise Damaged(f"{MANIFEST} is missing")
         return parse_manifest(text.encode())
 
-    def _manifest_or_problem(self, step: int) -> dict[str, Any] | Unusable:
-        try:
-            return self.manifest(step)
-        except Unusable as problem:
-            return problem
-
     def publish(self, step: int, manifest: str) -> None:
         """Upload the sealed manifest of `step`, after all its files, then LATEST."""
         self.upload_text(f"step-{step}/{MANIFEST}", manifest)
-        self.name_latest(step)
-
-    def name_latest(self, step: int) -> None:
-        """Point LATEST to a step."""
         self.upload_text(LATEST, f"step-{step}\n")
 
     def delete(self, step: int) -> None:

@@ -1,10 +1,15 @@
 """AdamW (Loshchilov and Hutter 2019): decoupled weight decay."""
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
-from training.engine.ops import load_op
+from config.errors import UserError, one_line
+from config.machine import op_builds
 from training.engine.optimizers.rule import UpdateInputs, adam_averages
 
 _UNIT = 2.0**-24
@@ -21,6 +26,24 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
+def load_op(builder: str, needed_by: str) -> None:
+    """Build or load an op, by its class's name, before DeepSpeed does. needed_by: the setting. Raises UserError."""
+    programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "").split(os.pathsep)
+    if path[0] != programs:  # another environment's ninja would consider every op outdated and rebuild it
+        os.environ["PATH"] = os.pathsep.join([programs, *path])
+    op_builds.use_own_folder()
+    op = get_accelerator().create_op_builder(builder)
+    try:
+        with op_builds.exclusive_build(op.name, lambda line: print(line, flush=True)):
+            op.load(verbose=False)
+    except Exception as error:  # of the compiler, of torch, of the loader
+        raise UserError(
+            f"{needed_by}: DeepSpeed's op {op.name} cannot be built in {op_builds.extensions_folder()} "
+            f"({one_line(error)}); install a C++ compiler (apt-get install g++) and ninja (pip install ninja), set "
+            "TORCH_EXTENSIONS_DIR to a folder that may be written, or train without offload"
+        ) from error
+
+
 def update(given: UpdateInputs) -> torch.Tensor:
     """Algorithm 2 of the paper, the schedule inside `lr`."""
     first, second = adam_averages(given)
@@ -28,12 +51,9 @@ def update(given: UpdateInputs) -> torch.Tensor:
 
 
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each.
-
-    Every bound is a count of roundings times the unit round-off times the size of what is rounded: three of the
-    gradient (its scale, the clip, their product), two of each product, one of a sum; and what an average's error does
-    to the quotient. torch's fused kernel on a CPU stays within 0.53 of them (docs/corruption.md).
-    """
+    """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each. Every bound is
+    a count of roundings times the unit round-off times the size of what is rounded, and what an average's error does to
+    the quotient. torch's fused kernel on a CPU stays within 0.53 of them (docs/corruption.md)."""
     first, second = given.states
     (beta1, beta2), gradient, eps = given.section.betas, given.gradient, given.section.eps
     master = given.master + update(given)

@@ -4,7 +4,6 @@ import hashlib
 import random
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,7 +129,7 @@ def test_a_checkpoint_goes_there_and_back(s3: S3Server, tmp_path: Path, kind: st
         assert steps_of(other)[0] == manifest["step"], "a listing was kept from before"
     assert store.steps() == [9, 10, 20]
     assert store.manifest(9) == manifests[9]
-    store.name_latest(10)
+    store.upload_text("LATEST", "step-10\n")
     assert usable(other, tmp_path) == [20, 10, 9], "LATEST is a hint"
     for name in SIZES:
         assert (tmp_path / "back-9" / name).read_bytes() == (tmp_path / "step-9" / name).read_bytes()
@@ -206,7 +205,7 @@ def test_what_was_corrupted_on_the_way_is_sent_again(s3: S3Server, tmp_path: Pat
     assert (fault.seen, store.retries) == (1, 1)
     assert s3.content("runs", "demo/checkpoints/large") == path.read_bytes()
     s3.proxy.fail("PUT .*LATEST", "corrupt")
-    store.name_latest(3)
+    store.upload_text("LATEST", "step-3\n")
     assert store.read_text("LATEST") == "step-3\n"
 
 
@@ -231,17 +230,6 @@ def test_tries_and_waits_are_bounded(s3: S3Server) -> None:
     assert (s3.proxy.count("GET"), store.retries) == (6, 5)
 
 
-def test_giving_up_ends_the_waiting(s3: S3Server) -> None:
-    store = store_of(s3, attempts=99, first_wait=60.0, longest_wait=60.0)
-    assert store.read_text("LATEST") is None
-    s3.proxy.fail("GET", 500, times=99)
-    threading.Timer(0.3, store.give_up).start()
-    started = time.perf_counter()
-    with pytest.raises(StoreError, match="cannot read after 2 tries: InternalError"):
-        store.read_text("LATEST")
-    assert time.perf_counter() - started < 5
-
-
 def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=10)
 
@@ -263,7 +251,11 @@ def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> 
     denied = "check that these credentials may read, write, list and delete there"
     s3.proxy.fail("", 403, times=99)
     problem(lambda: store.upload(path, "one", sha256=sha256, size=10), f"/one: cannot upload: .*{denied}", 1)
-    problem(lambda: store.name_latest(3), f"LATEST: cannot upload: AccessDenied: Access Denied; {denied}", 1)
+    problem(
+        lambda: store.upload_text("LATEST", "step-3\n"),
+        f"LATEST: cannot upload: AccessDenied: Access Denied; {denied}",
+        1,
+    )
     problem(store.steps, f"cannot list: .*{denied}", 1)
     problem(store.require_usable, f"^checkpoint.dir = s3://.*{denied}", 1)
 
@@ -317,7 +309,7 @@ def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(
             put(store, tmp_path / "older", older)
         else:
             store.delete(2)
-        store.name_latest(1)
+        store.upload_text("LATEST", "step-1\n")
         cut_off(s3, after)
         try:
             put(store, tmp_path, two)
@@ -342,7 +334,7 @@ def test_wherever_a_deletion_ends_no_half_checkpoint_is_chosen(s3: S3Server, tmp
     for after in range(100):
         s3.proxy.clear()
         put(store_of(s3), tmp_path, one)
-        store_of(s3).name_latest(2)
+        store_of(s3).upload_text("LATEST", "step-2\n")
         cut_off(s3, after)
         try:
             store_of(s3).delete(1)

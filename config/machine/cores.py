@@ -1,4 +1,4 @@
-"""Division of a machine's cores among its ranks, and the cores a rank is bound to. The standard library only.
+"""Division of a machine's cores among its ranks, and the cores a rank is bound to (binding.py).
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
 (Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is a hardware
@@ -89,7 +89,7 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         with suppress(OSError, ValueError):
-            nodes[int(folder.name.removeprefix("node"))] = parse_cpus((folder / "cpulist").read_text(encoding="utf-8"))
+            nodes[int(folder.name.removeprefix("node"))] = parse_cpus(_text(folder / "cpulist"))
     if not allowed <= frozenset[int]().union(*nodes.values()):
         nodes = {0: frozenset(allowed)}
     cores: dict[int, list[Core]] = {}
@@ -104,10 +104,9 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
 
 def gpu_node(address: str, root: Path = _SYS) -> int:
     """The NUMA node of the device at a PCI address such as `0000:dc:00.0`, or UNKNOWN."""
-    try:
-        return int((root / "bus/pci/devices" / address / "numa_node").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return UNKNOWN
+    with suppress(OSError, ValueError):
+        return int(_text(root / "bus/pci/devices" / address / "numa_node"))
+    return UNKNOWN
 
 
 def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
@@ -208,10 +207,8 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
 def _socket(node: int, root: Path) -> str:
     """Id of a node's socket; the node itself where that is unknown."""
     with suppress(OSError, ValueError):
-        first = min(parse_cpus((root / f"devices/system/node/node{node}/cpulist").read_text(encoding="utf-8")))
-        return (
-            (root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").read_text(encoding="utf-8").strip()
-        )
+        first = min(parse_cpus(_text(root / f"devices/system/node/node{node}/cpulist")))
+        return _text(root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").strip()
     return f"node {node}"
 
 
@@ -225,7 +222,11 @@ def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 def _threads_of_core(cpu: int, root: Path) -> frozenset[int]:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second until Linux 5.3
         with suppress(OSError, ValueError):
-            found = parse_cpus((root / f"devices/system/cpu/cpu{cpu}/topology/{name}").read_text(encoding="utf-8"))
+            found = parse_cpus(_text(root / f"devices/system/cpu/cpu{cpu}/topology/{name}"))
             if cpu in found:
                 return found
     return frozenset((cpu,))
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

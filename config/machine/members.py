@@ -1,7 +1,6 @@
 """The state of a process that is not our child: whether it is there, how it ended, whether memory ran out. Linux only.
 
-All of it is read from /proc and /sys/fs/cgroup, as proc(5) and the kernel's cgroup documents describe them. A file that
-cannot be read, as on another system, makes the answer unknown and is never an error.
+All of it is read from /proc and /sys/fs/cgroup; a file that cannot be read makes the answer unknown, never an error.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The folder where DeepSpeed's ops are built, one at a time, and locks of killed builds. The standard library only.
+"""The folder where DeepSpeed's ops are built, one at a time, and locks of killed builds.
 
 torch builds an op under a lock file, and waits for an existing one for ever and silently. A building process keeps the
 file open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of
 other machines and users cannot be seen.
 """
 
+import fcntl
 import hashlib
 import os
 import sys
@@ -45,34 +46,30 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
     """Locks of builds of `op`: path, pid of the holder or None, age in seconds, and whether the pid is `unsure`."""
     found = {str(path.resolve()): path for path in folder.glob(f"**/{op}/lock")}
     holders = _open_files() if found else {}
-    hidden = bool(found) and None in _compilers()
     facts = []
     for real, path in found.items():
-        try:
-            age = time.time() - path.stat().st_mtime
-        except OSError:  # its build has just ended
-            continue
-        unsure = hidden or not processes.is_local(path)
-        facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
+        with suppress(OSError):  # its build has just ended
+            state = path.stat()
+            unsure = state.st_uid != os.getuid() or not processes.is_local(path)
+            age = time.time() - state.st_mtime
+            facts.append({"path": str(path), "pid": holders.get(real), "age": age, "unsure": unsure})
     return facts
 
 
 @contextmanager
 def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
     """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed."""
-    from filelock import FileLock, Timeout  # the doctor looks at locks with the standard library alone
-
     folder = extensions_folder()
     with ExitStack() as held:
         with suppress(OSError):  # a folder that may not be written, or a file system without locks
             folder.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(folder / f".{op}.mantissa", fallback_to_soft=False)
+            lock = held.enter_context((folder / f".{op}.mantissa").open("w"))
             try:
-                held.enter_context(lock.acquire(blocking=False))
-            except Timeout:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 if not any(folder.glob(f"**/{op}.so")):
                     log(f"waiting for another process, which builds {op}")
-                held.enter_context(lock.acquire())
+                fcntl.flock(lock, fcntl.LOCK_EX)
         clear_abandoned(op, log)
         yield
 
@@ -87,21 +84,11 @@ def clear_abandoned(op: str, log: Callable[[str], None]) -> None:
         elif lock["unsure"]:
             log(f"waiting for {path}: another process builds {built}; if none does, on any machine, remove that file")
         else:
-            _remove(path, log)
-
-
-def _remove(path: Path, log: Callable[[str], None]) -> None:
-    """Remove the lock of a killed build, when the compilers that it left running have ended."""
-    if str(path.parent.resolve()) in _compilers():
-        log(f"waiting for what a killed build left running in {path.parent}")
-        while str(path.parent.resolve()) in _compilers():
-            time.sleep(0.5)
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        log(f"waiting for {path}, which a killed build left: {error.strerror}; remove it")
-    else:
-        log(f"removed {path}: the build of {path.parent.name} that left it was killed")
+            try:
+                path.unlink(missing_ok=True)
+                log(f"removed {path}: the build of {built} that left it was killed")
+            except OSError as error:
+                log(f"waiting for {path}, which a killed build left: {error.strerror}; remove it")
 
 
 def _open_files() -> dict[str, int]:
@@ -114,17 +101,3 @@ def _open_files() -> dict[str, int]:
         except OSError:
             continue
     return holders
-
-
-def _compilers() -> list[str | None]:
-    """Working folder of each compiler that runs on this machine; None where it cannot be read."""
-    found: list[str | None] = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if (process / "comm").read_bytes().strip() in (b"ninja", b"cc1plus", b"nvcc", b"cicc", b"ptxas"):
-                found.append(str((process / "cwd").readlink()))
-        except PermissionError:
-            found.append(None)
-        except OSError:  # it has ended
-            continue
-    return found

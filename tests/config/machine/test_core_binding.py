@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from config.machine.binding import Binding
-from tests.training.start.test_cores import machine, two_sockets
-from training.start.cores import UNKNOWN, RankCpus, choose_binding, cpus_text, parse_cpus
+from config.machine.cores import UNKNOWN, RankCpus, choose_binding, cpus_text, parse_cpus
+from tests.config.machine.test_cores import machine, two_sockets
 
 MODES = ("auto", "always", "never")
 
@@ -128,7 +128,7 @@ PROGRAM = """
 import json, os, subprocess, sys, threading
 from pathlib import Path
 from config.machine.binding import Binding, apply_binding, binding_outcome, unbind
-from training.start.cores import RankCpus
+from config.machine.cores import RankCpus
 
 def masks():
     return [sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from training.start.cores import cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
+from config.machine.cores import cpus_text, divide_cores, gpu_node, near_gpus, parse_cpus, read_cores
 
 
 def machine(
