@@ -42,8 +42,10 @@ from training.tracing.spans import open_tracing
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
-    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`. A
-    collective. Raises UserError for an unusable store or a checkpoint of another run."""
+    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`.
+
+    A collective. Raises UserError for an unusable store or a checkpoint of another run.
+    """
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
@@ -93,7 +95,10 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
 
 def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
-    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer. A collective."""
+    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer.
+
+    A collective.
+    """
     generate, tokenizer, problem = resolved.config.generate, None, None
     if not generate.tokens or resolved.config.task in ENCODER_TASKS:
         return ""
@@ -133,8 +138,10 @@ def assemble(
     state: dict[str, Any] | None = None,
     **further: Any,
 ) -> tuple[Parts, Progress]:
-    """The parts of a run, and its progress: the only place that assembles them. state: from a checkpoint that was
-    loaded into the engine; None for a new run. further: other fields of Parts."""
+    """The parts of a run, and its progress: the only place that assembles them.
+
+    state: from a checkpoint that was loaded into the engine; None for a new run. further: other fields of Parts.
+    """
     progress = Progress.from_state_dict(state["progress"]) if state else START
     section, regions = resolved.config.optimizer, engine.regions
     warnings = EarlyWarnings(

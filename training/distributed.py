@@ -47,8 +47,10 @@ class SliceGroup:
         return rows
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ... A
-        collective of the group."""
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
+
+        A collective of the group.
+        """
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
         return result
@@ -114,8 +116,10 @@ class World:
         return box[0]
 
     def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
-        """The result of `act` on the main process, on every rank. A collective. catch: exceptions of `act` that every
-        rank raises as a UserError of the same text."""
+        """The result of `act` on the main process, on every rank. A collective.
+
+        catch: exceptions of `act` that every rank raises as a UserError of the same text.
+        """
         value, problem = None, None
         if self.is_main:
             try:
@@ -220,17 +224,21 @@ class World:
         return groups[self.rank // ranks]
 
     def on_own_group(self) -> Self:
-        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's. Its
-        time-out is a day: a rank with more to write may reach a collective hours after the others. A collective."""
+        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
+
+        Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
+        """
         return replace(
             self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
         )
 
 
 def build_no_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses. It would be
-    built at the first start on a machine, with g++ in about a minute, which fails where the path to torch has a space,
-    and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts."""
+    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
+
+    It would be built at the first start on a machine, with g++ in about a minute, which fails where the path to torch
+    has a space, and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts.
+    """
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None
 
@@ -259,9 +267,11 @@ def start(
     deterministic: bool = False,
     job: str = "",
 ) -> World:
-    """Join the process group, select this rank's device, and its share of the machine's cores. bind_cores,
-    deterministic: as in `run`. job: names this job and no other, for ranks that find another one at MASTER_PORT. Raises
-    UserError as `open_store` does."""
+    """Join the process group, select this rank's device, and its share of the machine's cores.
+
+    bind_cores, deterministic: as in `run`. job: names this job and no other, for ranks that find another one at
+    MASTER_PORT. Raises UserError as `open_store` does.
+    """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
         raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
@@ -306,7 +316,9 @@ def start(
 
 def _use_one_order(*, strictly: bool) -> None:
     """Have kernels sum in an order that is the same each time; by itself x[index] has none in its backward pass.
-    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it."""
+
+    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it.
+    """
     torch.set_deterministic_debug_mode("warn")
     if strictly:  # CUDA, NCCL and transformers read their variables when they start
         os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring", FLASH_ATTENTION_DETERMINISTIC="1")

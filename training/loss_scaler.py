@@ -61,9 +61,11 @@ class LossScaler(DynamicLossScaler):
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
-        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step. A step is discarded by reporting
-        an overflow to DeepSpeed, which says nothing about the scale. Not for a step that did overflow: the scale would
-        never decrease."""
+        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step.
+
+        A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
+        that did overflow: the scale would never decrease.
+        """
         self._discarding = True
         try:
             yield

@@ -17,7 +17,9 @@ from training.record import record_incident
 
 def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
     """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
-    repeat: the batches were not at fault, so none is skipped."""
+
+    repeat: the batches were not at fault, so none is skipped.
+    """
     path = parts.checkpoints.find("auto")
     assert path is not None, "the guard asks first"
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)

@@ -33,9 +33,11 @@ def record_step(
     seconds: float,
     waited: float,
 ) -> None:
-    """The `step` event, and a `scale` event when the loss scale or its hysteresis changed. progress: after the step.
-    faults: the config's. seconds: of the whole step, data wait included. waited: seconds for the batch. The momentum
-    norm of a scale event is a collective; every rank has the same change."""
+    """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
+
+    progress: after the step. faults: the config's. seconds: of the whole step, data wait included. waited: seconds for
+    the batch. The momentum norm of a scale event is a collective; every rank has the same change.
+    """
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in faults:
         if fault.step == batch.position + 1:

@@ -31,9 +31,11 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
-    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record. The
-    engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective. Raises
-    UserError for a log-probability that is not finite."""
+    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record.
+
+    The engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective.
+    Raises UserError for a log-probability that is not finite.
+    """
     world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
     splits = {"train": cast(RowShards, corpus.train), "validation": cast(RowShards, corpus.validation)}
     pairs = f"{sum(len(shards.longest) for shards in splits.values()):,} pairs"

@@ -30,8 +30,11 @@ _VERSION = 1
 
 
 def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str]:
-    """The corpus, with the teacher's answers if they are cached, and the teacher's identity. vocabulary: rows of the
-    student's embedding. A collective. Raises UserError if the teacher has other tokens, or cannot be loaded."""
+    """The corpus, with the teacher's answers if they are cached, and the teacher's identity.
+
+    vocabulary: rows of the student's embedding. A collective. Raises UserError if the teacher has other tokens, or
+    cannot be loaded.
+    """
     section = resolved.config.distill
     identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:

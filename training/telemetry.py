@@ -67,8 +67,10 @@ class Telemetry:
     """Measures a step: `watching` around its passes, a collective with the probe; `measure`; `finish`, a collective."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
-        """figures: those of FIGURES to measure; an event has nothing of the others. Raises UserError for a probe on the
-        cast path at ZeRO-3, where no rank has whole masters to run."""
+        """figures: those of FIGURES to measure; an event has nothing of the others.
+
+        Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
+        """
         if probe and engine.regions is None and engine.stage == 3:
             raise UserError(
                 "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
@@ -165,8 +167,10 @@ class Telemetry:
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part. Replicas
-        on ranks that share matrices are measured by the first one."""
+        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part.
+
+        Replicas on ranks that share matrices are measured by the first one.
+        """
         engine = self._engine
         if not counts_here(parameter, engine.world.tensor):
             return None
@@ -312,9 +316,11 @@ class Telemetry:
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """Each module's share of weights that the step changed in the master but not in the computing weight. Such
-        updates are smaller than half a unit in the last place, and show only once several have added up. Modules in
-        FP32, whose weights are the masters, are left out."""
+        """Each module's share of weights that the step changed in the master but not in the computing weight.
+
+        Such updates are smaller than half a unit in the last place, and show only once several have added up. Modules
+        in FP32, whose weights are the masters, are left out.
+        """
         found = {}
         for module, rows in self._rows.items():
             updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())

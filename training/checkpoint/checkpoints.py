@@ -87,9 +87,11 @@ class Checkpoints:
         self._verified: set[Path] = set()
 
     def start_save(self, engine: Engine, state: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Copy the state, then write, publish and prune in the background; `outcomes` has the result. Waits first for a
-        save in progress. state: plain types, returned by `load`; `progress` is one of them. validation_loss: nats, of
-        exactly these weights."""
+        """Copy the state, then write, publish and prune in the background; `outcomes` has the result.
+
+        Waits first for a save in progress. state: plain types, returned by `load`; `progress` is one of them.
+        validation_loss: nats, of exactly these weights.
+        """
         self._collect_outcome()
         progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
@@ -139,9 +141,11 @@ class Checkpoints:
         return lines
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank. If
-        `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that says
-        why. Raises UserError when there are some and none is usable."""
+        """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
+
+        If `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that
+        says why. Raises UserError when there are some and none is usable.
+        """
         self._collect_outcome()
         if resume == "never":
             if self._remote is not None:
@@ -213,9 +217,11 @@ class Checkpoints:
         return True, candidates(given) or candidates(given / "checkpoints")
 
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
-        """Note that the run continues from `path`, and whether that goes back. A collective. passed_over: the newer
-        candidates if `path` was chosen; None if it was given. record: also in the folder, in case the run ends before
-        its next save. Raises UserError when that cannot be written."""
+        """Note that the run continues from `path`, and whether that goes back. A collective.
+
+        passed_over: the newer candidates if `path` was chosen; None if it was given. record: also in the folder, in
+        case the run ends before its next save. Raises UserError when that cannot be written.
+        """
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 
         def continue_from() -> str | None:

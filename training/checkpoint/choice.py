@@ -19,8 +19,10 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first. Raises UserError
-    when the folder exists but cannot be read: a run must not start from scratch because of that."""
+    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first.
+
+    Raises UserError when the folder exists but cannot be read: a run must not start from scratch because of that.
+    """
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

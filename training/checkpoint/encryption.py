@@ -131,9 +131,11 @@ class DecryptedFile(io.RawIOBase):
 
 
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
-    """Open a file of a checkpoint for reading, decrypted where it is encrypted. plain: with a key, also accept a file
-    that is not encrypted. Otherwise it is refused, since anyone with write access could have put anything there, code
-    included. Raises UserError, else like DecryptedFile."""
+    """Open a file of a checkpoint for reading, decrypted where it is encrypted.
+
+    plain: with a key, also accept a file that is not encrypted. Otherwise it is refused, since anyone with write access
+    could have put anything there, code included. Raises UserError, else like DecryptedFile.
+    """
     if key is None:
         if is_encrypted(path):
             raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")

@@ -22,9 +22,11 @@ class Lineage:
         self._in_folder = False
 
     def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> None:
-        """The run continues from `path`: what counts as newer than it does no more. in_store: the checkpoints in the
-        object store. record: also in RUN, so that it holds when the run ends before its next save. Raises OSError when
-        that cannot be written."""
+        """The run continues from `path`: what counts as newer than it does no more.
+
+        in_store: the checkpoints in the object store. record: also in RUN, so that it holds when the run ends before
+        its next save. Raises OSError when that cannot be written.
+        """
         manifest, found = read_manifest(path), read_record(self._folder)
         own = path.resolve().parent == self._folder.resolve()
         order = order_in(manifest) if own else (0, -1)

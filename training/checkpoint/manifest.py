@@ -159,7 +159,9 @@ def find_problem(
     path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None, *, of_any_run: bool = False
 ) -> Unusable | None:
     """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
-    of_any_run: accept checkpoints of another run than the folder's."""
+
+    of_any_run: accept checkpoints of another run than the folder's.
+    """
 
     def check() -> None:
         manifest = read_manifest(path)

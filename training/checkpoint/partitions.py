@@ -110,8 +110,11 @@ class SavedModel:
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
-    """Open a `deepspeed/` folder of a checkpoint. What several ranks share (`parallel.tensor`) is joined. Raises
-    UserError when a file is missing, damaged, in an unknown layout, or names code that is not allowed."""
+    """Open a `deepspeed/` folder of a checkpoint.
+
+    What several ranks share (`parallel.tensor`) is joined. Raises UserError when a file is missing, damaged, in an
+    unknown layout, or names code that is not allowed.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
     matches = (_MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())

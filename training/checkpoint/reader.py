@@ -46,8 +46,10 @@ class Opener:
         return cls(key, section.accept_plain)
 
     def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-        """The content of a file. mmap: map tensors from the disk where the file is not encrypted. Raises UserError when
-        the file is missing, damaged, of another key, or refers to code that is not allowed."""
+        """The content of a file. mmap: map tensors from the disk where the file is not encrypted.
+
+        Raises UserError when the file is missing, damaged, of another key, or refers to code that is not allowed.
+        """
         try:
             with torch.serialization.safe_globals(ALLOWED):
                 if mmap and not encryption.is_encrypted(path) and self.key is None:

@@ -128,9 +128,11 @@ class Save:
 
 
 def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:
-    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective. Ranks have the same few
-    layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank if any could not write,
-    NotFinite if its state is not finite."""
+    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective.
+
+    Ranks have the same few layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank
+    if any could not write, NotFinite if its state is not finite.
+    """
     layouts = files.layouts
     everyone = world.to_main((files.written, files.error, files.finite))
 

@@ -35,7 +35,9 @@ class HashedFile(io.RawIOBase):
 
     def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
         """reached: called with "write" before every write, "flush" after the last. private: only this user may read it.
-        Raises OSError."""
+
+        Raises OSError.
+        """
         self._file = open(path, "wb", buffering=0, opener=owner_only if private else None)  # noqa: SIM115
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(max_workers=1)
@@ -169,8 +171,10 @@ def _first_bad(state: Any) -> str | None:
 
 def host_copy(state: Any) -> Any:
     """A copy of `state` with its tensors in host memory. Tensors that shared a storage still do, as in torch.save.
+
     state: nested dictionaries, lists and tuples. Tensors inside other objects are copied on their own device. The copy
-    has the same classes as `state`, and torch.save writes the same bytes for it."""
+    has the same classes as `state`, and torch.save writes the same bytes for it.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {id(tensor): _on_host(tensor, storages) for _, tensor in leaves(state)}
     copied = copy.deepcopy(state, memo)

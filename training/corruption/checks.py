@@ -74,8 +74,10 @@ class Checks:
         again: Callable[[Outcome], Health],
         suspicion: Callable[[Health], str | None],
     ) -> Examined:
-        """The step as it is to be judged: with gradients of another run where the first was not to be trusted. again:
-        the health of another run. suspicion: why a step is worth repeating, or None. A collective."""
+        """The step as it is to be judged: with gradients of another run where the first was not to be trusted.
+
+        again: the health of another run. suspicion: why a step is worth repeating, or None. A collective.
+        """
         flips = self._find(health.checks)
         events = [("corruption", self._fields(flip)) for flip in flips]
         broken = next((flip for flip in flips if not flip.repaired), None)

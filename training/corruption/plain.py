@@ -24,8 +24,10 @@ def weights_of(engine: Engine, module: torch.nn.Module) -> Weights:
 
 
 def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, attention: str) -> Any:
-    """A copy that computes with these weights, in `dtype` or, for None, in theirs, and without dropout. attention: name
-    of the implementation, of modules that have one."""
+    """A copy that computes with these weights, in `dtype` or, for None, in theirs, and without dropout.
+
+    attention: name of the implementation, of modules that have one.
+    """
     kind: Any = type(module)
     while kind.__base__.__name__ == kind.__name__:  # a kernel's class: its base has the architecture's own code
         kind = kind.__base__

@@ -55,8 +55,10 @@ class SelfCheck:
         self._skipped: dict[str, str] = {}
 
     def due(self, step: int, first: int) -> bool:
-        """Whether an attempted step, from 1, is checked. first: the session's. Of each `self_check_every` steps one is
-        drawn: a fixed period would never meet what is wrong between."""
+        """Whether an attempted step, from 1, is checked. first: the session's.
+
+        Of each `self_check_every` steps one is drawn: a fixed period would never meet what is wrong between.
+        """
         if self._every:
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)

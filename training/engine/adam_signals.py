@@ -22,8 +22,10 @@ them."""
 
 def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Tensor | None:
     """(5,) float64, COLUMNS of this rank's part of a parameter after an update; None where there are no two averages.
-    They are estimated from the sample that `sampled` takes. gradient: its sample, FP32, as the update used it: unscaled
-    and clipped."""
+
+    They are estimated from the sample that `sampled` takes. gradient: its sample, FP32, as the update used it:
+    unscaled and clipped.
+    """
     state = engine.deepspeed.basic_optimizer.state.get(shard.flat, {})
     if not all(torch.is_tensor(state.get(key)) for key in AVERAGES) or COUNT not in state:
         return None
@@ -40,8 +42,10 @@ def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Ten
 
 
 def adam_figures(engine: Engine, sums: Sequence[float]) -> dict[str, float]:
-    """`rms`, and `signal` once the first average has seen enough gradients to tell; empty without averages. sums:
-    `COLUMNS`, all but `updates` summed over ranks and a module's parameters."""
+    """`rms`, and `signal` once the first average has seen enough gradients to tell; empty without averages.
+
+    sums: `COLUMNS`, all but `updates` summed over ranks and a module's parameters.
+    """
     surprise, first, second, averaged, updates = sums
     if not averaged:
         return {}

@@ -81,8 +81,10 @@ class Engine:
         teacher: Teacher | None = None,
         attention: SequenceAttention | None = None,
     ) -> None:
-        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks. Both are
-        closed with the engine."""
+        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks.
+
+        Both are closed with the engine.
+        """
         optimizer_section = resolved.config.optimizer
         self.world = world
         self.stage = resolved.zero_stage
@@ -170,16 +172,21 @@ class Engine:
         return flats if split is None else [split.of[flat].values(0, len(flat)) for flat in flats]
 
     def whole_masters(self) -> AbstractContextManager[None]:
-        """Context in which the masters are writable FP32 tensors; split masters take more memory in it. A collective.
-        Raises UserError at the end if weights differ from their rounded masters."""
+        """Context in which the masters are writable FP32 tensors; split masters take more memory in it.
+
+        A collective. Raises UserError at the end if weights differ from their rounded masters.
+        """
         return nullcontext() if self.split_masters is None else self.split_masters.made_whole()
 
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch. batch.input_ids and batch.labels: (accumulation,
-        micro-batch, sequence) int64. step: attempted, from 1; read by wrappers of this method, such as faults. on_loss:
-        called with each micro-batch's summed loss before its backward pass."""
+        """Gradients of the mean loss over the global batch.
+
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
+        wrappers of this method, such as faults. on_loss: called with each micro-batch's summed loss before its backward
+        pass.
+        """
         outcome = self._begin(batch)
         share = self.world.zero_ranks / outcome.label_tokens
         for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
@@ -195,8 +202,10 @@ class Engine:
         sums: Outcome,
         on_loss: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        """Run one micro-batch forward and backward, and add its part to the sums of the step. share: () float64, the
-        weight of its summed loss in the loss of the step."""
+        """Run one micro-batch forward and backward, and add its part to the sums of the step.
+
+        share: () float64, the weight of its summed loss in the loss of the step.
+        """
         share = share.float()
         with self._work.measured():
             scored = self.loss_path.score(inputs, labels, share * self.loss_scale)
@@ -247,8 +256,10 @@ class Engine:
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
-        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first. A step of one
-        micro-batch does without: its own counts are all."""
+        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first.
+
+        A step of one micro-batch does without: its own counts are all.
+        """
         assert self.router is not None
         before = generators(self.world.device)
         found: Any = 0
@@ -443,9 +454,11 @@ class Engine:
         return {name: value for name, value in state.items() if name not in frozen}
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
-        """Restore weights, masters and optimizer state through `reader`. DeepSpeed also restores the optimizer's
-        settings and a pickled loss scaler; the config's settings and a new scaler replace them (`install_scaler` gives
-        it the state that Mantissa saved)."""
+        """Restore weights, masters and optimizer state through `reader`.
+
+        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; the config's settings and a new
+        scaler replace them (`install_scaler` gives it the state that Mantissa saved).
+        """
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]
@@ -525,8 +538,10 @@ def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
 
 
 def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample. Not by
-    index_add, whose order of summation on a GPU is another each time."""
+    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample.
+
+    Not by index_add, whose order of summation on a GPU is another each time.
+    """
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)

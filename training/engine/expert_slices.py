@@ -81,9 +81,11 @@ def forget_groups() -> None:
 
 
 def gather_in_order(model: Any) -> None:
-    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order. DeepSpeed 0.19.8
-    gathers those of several modules ahead, in the order of a set, which is another one on each rank, by their groups:
-    on GPUs two collectives, of which each rank may start another one first."""
+    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order.
+
+    DeepSpeed 0.19.8 gathers those of several modules ahead, in the order of a set, which is another one on each rank,
+    by their groups: on GPUs two collectives, of which each rank may start another one first.
+    """
     for parameter in model.parameters():
         parameter.all_gather_coalesced = partial(_gathered_in_order, parameter.all_gather_coalesced)
 

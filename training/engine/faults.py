@@ -133,8 +133,10 @@ class _Faults:
 @torch.no_grad()
 def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | None) -> bool | None:
     """Flip the bit in the middle of this rank's part of the parameter's tensor; of a weight that is whole, of all.
+
     stuck_at: set it to this instead. Returns what it is now; None where this rank holds none: of a part of other ranks,
-    of a moment before the first update, of a second one that the optimizer does not keep."""
+    of a moment before the first update, of a second one that the optimizer does not keep.
+    """
     if fault.place == "weight":
         held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
         return flip_bit(held, held.numel() // 2, fault.bit, stuck_at=stuck_at)

@@ -38,17 +38,21 @@ class Pieces:
 
     def sums(self, parts: Iterable[tuple[Piece, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
         """(parameters,) sums over all ranks of the scalars that this rank's pieces give, FP64, on the device of `like`.
+
         A collective where the parameters are shared out: ranks call it equally often, also for a flat tensor in which
-        they have no piece."""
+        they have no piece.
+        """
         total = torch.zeros(self._parameters, dtype=torch.float64, device=like.device)
         for piece, value in parts:
             total[piece.row] += value
         return total
 
     def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """`values`, laid out as `flat` is, in which `rule` has replaced every whole matrix. A tensor of three
-        dimensions is of fused experts: a matrix for each of them. A collective where the parameters are shared out, as
-        `sums` is. Each matrix is computed once, by one rank, whose result the others get."""
+        """`values`, laid out as `flat` is, in which `rule` has replaced every whole matrix.
+
+        A tensor of three dimensions is of fused experts: a matrix for each of them. A collective where the parameters
+        are shared out, as `sums` is. Each matrix is computed once, by one rank, whose result the others get.
+        """
         if values.dim() < 3:
             return rule(values)
         for matrix in values:

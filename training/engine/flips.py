@@ -11,9 +11,12 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def bit_sum(values: torch.Tensor) -> torch.Tensor:
-    """() int64: the sum of the values' bits, read as words of 64 bits, modulo 2**64. values: (n,) contiguous, of any
-    dtype. Any one flipped bit changes it. The words begin where the storage's do, so that two tensors have the same sum
-    only when they lie alike in theirs. 15 GB/s on one core, where a sum of 16-bit integers makes 0.4 (torch 2.13)."""
+    """() int64: the sum of the values' bits, read as words of 64 bits, modulo 2**64.
+
+    values: (n,) contiguous, of any dtype. Any one flipped bit changes it. The words begin where the storage's do, so
+    that two tensors have the same sum only when they lie alike in theirs. 15 GB/s on one core, where a sum of 16-bit
+    integers makes 0.4 (torch 2.13).
+    """
     per = 8 // values.element_size()
     head = min(-values.storage_offset() % per, len(values))
     body = (len(values) - head) // per * per

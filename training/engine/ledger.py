@@ -27,9 +27,11 @@ class Entry:
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
-    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on. reduce:
-    precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
-    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it."""
+    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
+
+    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
+    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it.
+    """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     coded = quantised_parameters(engine.model)

@@ -21,8 +21,11 @@ class Implementation(Protocol):
     def build(
         self, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool
     ) -> torch.optim.Optimizer:
-        """The optimizer of these parameter groups (`modeling.parameter_groups`). options: `lr` and its settings, as
-        torch calls them. offload_to_host: a GPU run keeps its masters and its state in host memory."""
+        """The optimizer of these parameter groups (`modeling.parameter_groups`).
+
+        options: `lr` and its settings, as torch calls them. offload_to_host: a GPU run keeps its masters and its state
+        in host memory.
+        """
 
     def update(self, given: UpdateInputs) -> torch.Tensor:
         """The change of one parameter's master, FP64 and in its shape, computed without torch's optimizer."""
@@ -56,9 +59,11 @@ def build_optimizer(
 
 
 def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is. Compiling
-    its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each process of a
-    small Llama's start (python -X importtime). Mantissa's Muon is its own."""
+    """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
+
+    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each
+    process of a small Llama's start (python -X importtime). Mantissa's Muon is its own.
+    """
     compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401

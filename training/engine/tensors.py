@@ -39,8 +39,10 @@ class Shard:
     """The split master where `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in a state tensor of the size of `flat`. Also in `flat` itself, to write
-        a master: inside `Engine.whole_masters`."""
+        """(length,) view of the part's values in a state tensor of the size of `flat`.
+
+        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
+        """
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
     def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
@@ -86,8 +88,10 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
 
 
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
-    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step. None for a
-    parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU."""
+    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step.
+
+    None for a parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU.
+    """
     if parameter.grad is None and stage == 3:
         return safe_get_local_grad(parameter).view(-1)[: shard.length]
     mapping = getattr(parameter, "_hp_mapping", None)
@@ -246,7 +250,9 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
 
 def checksum(values: torch.Tensor, start: int, place: Place | None = None) -> torch.Tensor:
     """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor.
-    place: where that tensor, a slice, lies in the whole one, whose indices count then."""
+
+    place: where that tensor, a slice, lies in the whole one, whose indices count then.
+    """
     bits = values.detach().float().contiguous().view(torch.int32)
     size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
     ramp = torch.arange(1, min(len(bits), size) + 1, dtype=torch.int64, device=bits.device)

@@ -47,7 +47,9 @@ class StaleMaster(PrecisionError):
 
 def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
     """Round a model to the compute dtype in place, as DeepSpeed would, and return the FP32 values that are trained.
-    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters."""
+
+    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters.
+    """
     dtype, held = DTYPES[compute], dict[str, tuple[torch.Tensor, int]]()
     parameter: Any
     for name, parameter in model.named_parameters():
@@ -69,8 +71,10 @@ def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
 @torch.no_grad()
 def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -> None:
     """Give every master the value that was held for it, and compare all with the folder of safetensors they came from.
+
     A hub id, or a folder in another format, is not read again. A collective. Raises StaleMaster, on every rank, naming
-    the first parameter whose weight is not its master, rounded, or whose master is not the folder's."""
+    the first parameter whose weight is not its master, rounded, or whose master is not the folder's.
+    """
     parts: dict[str, torch.Tensor] = {}
     with engine.whole_masters():
         for name, parameter, shard in own_shards(engine):
@@ -92,8 +96,10 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
 @torch.no_grad()
 def compare_with_files(engine: Engine, folder: Path) -> set[str]:
     """Compare every master, or weight without one, with the folder's value; the dtypes of the files of masters.
+
     Parameters that the files have in another shape, in pieces or transposed are not compared. What a quantised weight
-    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective."""
+    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective.
+    """
     problems, dtypes = list[str](), set[str]()
     coded = quantised_parameters(engine.model)
     where = engine.world.from_main(_find(engine, folder) if engine.world.is_main else None)

@@ -77,8 +77,10 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync. getrusage also
-    counts what started this process, up to the exec, and cannot be reset: it stands in without /proc."""
+    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync.
+
+    getrusage also counts what started this process, up to the exec, and cannot be reset: it stands in without /proc.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return peak_resident_bytes("self") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -24,9 +24,11 @@ _JOB = "mantissa/job"
 
 
 def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
-    """The store of this job, and no other's. MASTER_PORT is its port then. job: the same text on every rank, and
-    another one in other jobs. Raises UserError when rank 0 cannot have the launcher's port, and when another job
-    answers there."""
+    """The store of this job, and no other's. MASTER_PORT is its port then.
+
+    job: the same text on every rank, and another one in other jobs. Raises UserError when rank 0 cannot have the
+    launcher's port, and when another job answers there.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
         if _restarted_by_torchrun():
@@ -126,8 +128,10 @@ def listen(port: int) -> socket.socket:
 
 
 def _restarted_by_torchrun() -> bool:
-    """Whether torchrun --max-restarts started this process after another one died, on a single machine. On several
-    machines torchrun's count of restarts may differ from one to another."""
+    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
+
+    On several machines torchrun's count of restarts may differ from one to another.
+    """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 

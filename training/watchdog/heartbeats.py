@@ -38,8 +38,10 @@ class Heartbeats:
         silence_seconds: float,
     ) -> None:
         """A collective. members: by rank. store: on a connection of its own, which never waits for training's.
+
         on_silent: called once with a rank of another machine that has written nothing for silence_seconds.
-        beat_seconds: how often a rank writes and reads."""
+        beat_seconds: how often a rank writes and reads.
+        """
         self._members, self._me = members, members[world.rank]
         self._beat_seconds, self._silence_seconds, self._on_silent = beat_seconds, silence_seconds, on_silent
         self._local = {member.rank for member in members if member.machine == self._me.machine}

@@ -54,9 +54,11 @@ OnFailure = Callable[[str, int], object]
 
 @contextmanager
 def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> Iterator[None]:
-    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends. Raises
-    LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own and
-    passes with its traceback."""
+    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
+
+    Raises LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own
+    and passes with its traceback.
+    """
     watch = Watch(world, on_failure)
     try:
         yield
@@ -123,8 +125,10 @@ class Watch:
             self._links.close(agreed=agreed)
 
     def report(self, lost: str) -> None:
-        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it. A
-        rank that stopped for a user's mistake prints that itself."""
+        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it.
+
+        A rank that stopped for a user's mistake prints that itself.
+        """
         with self._lock:
             if not self._reported and not self._is_mistake(lost):
                 _print(
@@ -135,8 +139,10 @@ class Watch:
 
     def find_culprit(self, error: Exception) -> str | None:
         """The rank that made a collective fail, human-readable; None when the others look healthy, or report this.
+
         Takes up to 15 seconds, in which reports of other ranks still arrive: 10 on rank 0, whose end takes the store
-        along, so that the others still read there whether it is about to report the same error."""
+        along, so that the others still read there whether it is about to report the same error.
+        """
         ends = time.monotonic() + (3 if self._me.rank else 2) * BEAT_SECONDS * bool(self._others)
         if self._beats is not None:
             self._beat()
@@ -169,9 +175,11 @@ class Watch:
                 time.sleep(BEAT_SECONDS / 5)
 
     def is_reported(self, error: UserError) -> bool | None:
-        """Whether another rank prints this mistake, which several may meet; None where that cannot be known. One prints
-        it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank that has
-        ended with the exit code of a mistake has printed it, and may have taken the store with it."""
+        """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
+
+        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
+        that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
+        """
         if self._beats is None:
             return False
         key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"

@@ -56,8 +56,10 @@ class StoreFiles:
         part: int = PART,
     ) -> None:
         """options: passed to fsspec's file system as they are. attempts: tries of each operation; the waits between
-        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes. Raises
-        UserError when no file system is installed for the URL, or a secret is in it or in the options."""
+        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes.
+
+        Raises UserError when no file system is installed for the URL, or a secret is in it or in the options.
+        """
         refuse_secrets(url, options or {})
         self.url, self._part = url.rstrip("/"), part
         self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
@@ -100,9 +102,11 @@ class StoreFiles:
         return cast(bytes, content).decode(errors="replace") or None
 
     def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
-        """Fetch a file, hashed on the way; `local` appears complete or not at all. private: only this user may read it.
-        Raises Damaged when it is not there, or, fetched twice, has another SHA-256; OSError when the disk does not take
-        it."""
+        """Fetch a file, hashed on the way; `local` appears complete or not at all.
+
+        private: only this user may read it. Raises Damaged when it is not there, or, fetched twice, has another
+        SHA-256; OSError when the disk does not take it.
+        """
         partial = local.with_name(f".{local.name}.partial")
         try:
             found = self._fetch(name, partial, size, private)

@@ -48,9 +48,11 @@ class Remote:
         on_main(world, lambda: self._publish(folder, step), there)
 
     def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
-        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one. log:
-        called on every rank for each one that is passed over. Raises UserError, on every rank, when the store cannot be
-        reached: a run must not start from scratch because a network is down."""
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one.
+
+        log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
+        cannot be reached: a run must not start from scratch because a network is down.
+        """
         newer, passed_over = _asked(world, lambda: self._find_newer(folder))
         for text in passed_over:
             log(text)
