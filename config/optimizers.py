@@ -5,7 +5,8 @@ memory and the settings that a load leaves alone follow from a row of it. To add
 
 - its name and its settings: `OptimizerSection` of config/schema.py;
 - a row here, and for the planner in launch/plan/step.py;
-- `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, and `update`, the same in FP64.
+- `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, `update`, the same in FP64, and
+  `after`, which adds the state and bounds of FP32's roundings.
 
 Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the
 master. They are made with the first update.
@@ -43,6 +44,8 @@ class OptimizerSpec:
     """Values of settings that are null in the config."""
     matrix_states: tuple[str, ...] | None = None
     """State of hidden matrices (`modeling.parameter_groups`), where they have their own rule. None: as all others."""
+    by_value: bool = True
+    """Whether each value is updated by its own gradient alone."""
     offload_op: str | None = None
     """Op that DeepSpeed compiles to update masters in the host memory of a GPU run; None where torch's own does it."""
 
@@ -72,13 +75,14 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     ),
     "muon": replace(
         _ADAM,
+        by_value=False,
         matrix_states=AVERAGES[:1],
         settings=("momentum", "orthogonalization", "betas", "eps"),
         defaults={"momentum": 0.95},
     ),
     "lion": OptimizerSpec(states=AVERAGES[:1], momentum=AVERAGES[0], counts_updates=False, settings=("betas",)),
-    "lamb": _ADAM,
-    "stable_adamw": _ADAM,
+    "lamb": replace(_ADAM, by_value=False),
+    "stable_adamw": replace(_ADAM, by_value=False),
 }
 """optimizer.name to its row."""
 

@@ -194,7 +194,7 @@ _BESIDE: dict[str, dict[str, _Values]] = {
             **_SLICED,
         },
         "gives ranks slices of matrices, which have to be whole for": {
-            "optimizer.name": ("adamw", "lion", "sgd"),  # which update each value by its own gradient alone
+            "optimizer.name": tuple(name for name, spec in OPTIMIZERS.items() if spec.by_value),
             **dict.fromkeys(("guard.replica_checks", "guard.update_checks", "guard.gradient_checks"), (0,)),
             "guard.reexecute": ("never",),
             **dict.fromkeys(("guard.min_update_ratio", "guard.max_update_ratio"), (None,)),

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from training.corruption.updates import after
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 
@@ -66,7 +65,7 @@ def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.
 
     given: before it, by the config. master, states: after it; no states where the rule's own are not counted.
     """
-    update = IMPLEMENTATIONS[given.section.name].update
+    rule = IMPLEMENTATIONS[given.section.name]
     before = [given.master, *(given.states if states else [])]
     now = [tensor.double() for tensor in (master, *states)]
     sizes = [float((new - old).norm()) or 1.0 for new, old in zip(now, before, strict=True)]
@@ -76,7 +75,7 @@ def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.
         return torch.cat([((new - old) / size).flatten() for new, old, size in rows])
 
     def vector(other: UpdateInputs) -> torch.Tensor:
-        return moved([other.master + update(other), *(after(other)[0][1:] if states else [])])
+        return moved([other.master + rule.update(other), *(rule.after(other)[0][1:] if states else [])])
 
     in_section = variants(given.section, ("betas", "eps", "momentum"), lambda own: vector(replace(given, section=own)))
     rate: Make = lambda value: vector(replace(given, lr=value))  # noqa: E731

@@ -32,6 +32,7 @@ from config.command_line import read_command_line
 from config.errors import one_line
 from config.files import write_atomically
 from config.launcher import without_accelerate
+from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from config.schema import ParitySection
 from data.batches.loader import Batch, Batches
@@ -87,8 +88,6 @@ from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import Session, session
 
-_BY_VALUE = ("adamw", "lion", "sgd")
-"""Optimizers whose step takes each value for itself."""
 MAX_SKIPS = 12
 """Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
 
@@ -442,7 +441,7 @@ class StepParity:
                 continue
             decay, factor = self._rules[name]
             options: dict[str, Any] = {"section": section, "weight_decay": decay, "lr": lr * factor, "step": step}
-            counted = section.name in _BY_VALUE
+            counted = OPTIMIZERS[section.name].by_value
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
             # a part at a time where that is possible, since FP64 takes ten times the parameter's memory

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 
+from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from data.batches.loader import Batch
 from precision.step_health import Health
 from training.corruption.copies import Copies
 from training.corruption.passes import Passes, Row
-from training.corruption.updates import WHOLE, UpdateCheck
+from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.tensors import local_gradient, own_shards
@@ -91,7 +92,7 @@ class SelfCheck:
         if self._resolved.offload != "none":
             self._skipped["updates"] = "masters are offloaded"
             return
-        if name in (*WHOLE, "muon"):
+        if not OPTIMIZERS[name].by_value:
             self._skipped["updates"] = f"{name}'s step depends on whole parameters: what does not is compared"
         seed = config.run.seed + self._turn
         self._updates = UpdateCheck(self._engine, config.optimizer, values=_VALUES, seed=seed, of_each=True)

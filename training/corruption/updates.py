@@ -14,12 +14,9 @@ import torch
 from config.schema import OptimizerSection
 from precision.corruption import Flip
 from training.engine import Engine
-from training.engine.optimizers import adamw, lion, sgd
+from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.tensors import Shard, first_of_slice, local_gradient, own_shards, states_of, trainable_parameters
-
-WHOLE = ("lamb", "stable_adamw")
-"""Optimizers with Adam's averages whose step depends on all of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -182,22 +179,10 @@ class UpdateCheck:
         return next(kind for kind, wrong in zip(kinds, apart, strict=True) if bool(wrong[index])), ()
 
 
-def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Master and state after the step and the bounds of their errors, inf of a master that its values alone do not
-    determine."""
-    name = given.section.name
-    if name in ("lion", "sgd"):
-        return lion.after(given) if name == "lion" else sgd.after(given)
-    expected, slack = adamw.after(given)
-    if name in WHOLE:
-        slack[0] = torch.full_like(slack[0], torch.inf)
-    return expected, slack
-
-
 def excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
     """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
     is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
-    expected, slack = after(given)
+    expected, slack = IMPLEMENTATIONS[given.section.name].after(given)
     rows = []
     for a, b, c in zip(found, expected, slack, strict=True):
         apart = (a.double() - b).abs() / c.clamp_min(torch.finfo(torch.float32).tiny)

@@ -30,6 +30,10 @@ class Implementation(Protocol):
     def update(self, given: UpdateInputs) -> torch.Tensor:
         """The change of one parameter's master, FP64 and in its shape, computed without torch's optimizer."""
 
+    def after(self, given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Master and state of some values after the step, FP64, and how far a computation in FP32 may be from each: inf
+        from a master that these values alone do not determine. Not asked about hidden matrices with their own rule."""
+
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "adamw": adamw,

@@ -50,6 +50,12 @@ def update(given: UpdateInputs) -> torch.Tensor:
     return -given.lr * (given.weight_decay * given.master + first / (second.sqrt() + given.section.eps))
 
 
+def averages_after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The `after` of an optimizer with Adam's averages whose step depends on whole parameters."""
+    expected, (of_master, *slack) = after(given)
+    return expected, [torch.full_like(of_master, torch.inf), *slack]
+
+
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each. Every bound is
     a count of roundings times the unit round-off times the size of what is rounded, and what an average's error does to

@@ -9,7 +9,10 @@ import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from training.engine.flat_optimizer import WholeParameterOptimizer
+from training.engine.optimizers.adamw import after
 from training.engine.optimizers.rule import UpdateInputs, adam_averages, advance_adam
+
+__all__ = ["after", "build", "update"]
 
 (AVERAGE,) = OPTIMIZERS["muon"].states_of(matrix=True)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -6,7 +6,10 @@ import torch
 
 from config.optimizers import OPTIMIZERS
 from training.engine.flat_optimizer import WholeParameterOptimizer
+from training.engine.optimizers.adamw import averages_after as after
 from training.engine.optimizers.rule import UpdateInputs, adam_averages, advance_adam
+
+__all__ = ["after", "build", "update"]
 
 
 class StableAdamW(WholeParameterOptimizer):
