@@ -63,7 +63,7 @@ def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
     with ExitStack() as held:
         with suppress(OSError):  # a folder that may not be written, or a file system without locks
             folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / f".{op}.mantissa").open("w"))
+            lock = held.enter_context((folder / f".{op}.mantissa").open("w", encoding="utf-8"))
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

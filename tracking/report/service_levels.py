@@ -234,7 +234,7 @@ def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
     given = numbers_given("--objective", arguments, OBJECTIVES, "job_success=0.99")
     for key, value in given.items():
         if not 0.0 < value <= 1.0:
-            wrong = f"--objective {key}={value:g}"
+            wrong = f"--objective {key}={number(value)}"
             raise UserError(f"{wrong}: a share above 0 and at most 1 is needed; example: {key}=0.99")
     return OBJECTIVES | given
 

@@ -143,7 +143,7 @@ def give_way() -> None:
     for process in (this, *this.children(recursive=True)):
         with suppress(psutil.Error, OSError):  # it has ended, or this kernel has no autogroups
             process.nice(NICENESS)
-            Path(f"/proc/{process.pid}/autogroup").write_text(str(NICENESS))
+            Path(f"/proc/{process.pid}/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def log_traceback() -> None:

@@ -153,4 +153,7 @@ def test_shared_experts_are_orthogonalized_without_being_sent() -> None:
     others = shape.hidden_matrix_parameters - 2 * shape.own.expert_parameters
     assert 0 < others < shape.hidden_matrix_parameters
     assert moved["muon"].parameters - moved["adamw"].parameters == pytest.approx(8 * others / 2 / 2)
-    assert replace(moved["muon"], parameters=0.0) == replace(moved["adamw"], parameters=0.0)
+    assert moved["muon"].collectives == moved["adamw"].collectives + 1, "its matrices are a group of their own"
+    assert replace(moved["muon"], parameters=0.0, collectives=0) == replace(
+        moved["adamw"], parameters=0.0, collectives=0
+    )
