@@ -14,11 +14,8 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from config.errors import one_line
 from config.files import write_atomically
@@ -31,8 +28,6 @@ from tracking.wandb.charts import Rows
 
 POLL_S = 0.5
 _STEP = beginnings("step")
-NICENESS = 5
-"""Niceness of a client's processes, which work while ranks wait instead of holding one up, and with it all others."""
 
 
 class Delivered:
@@ -118,7 +113,6 @@ def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the last events are still to come
-    give_way()
     job = json.loads(sys.stdin.readline())
     messages = os.dup(1)
     os.dup2(2, 1)  # a client may print: into its log
@@ -134,16 +128,6 @@ def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:
         report("failed", Redactor().text(f"{type(error).__name__}: {one_line(error, 200)}"))
         return 1
     return 0
-
-
-def give_way() -> None:
-    """Lower the priority of this process and of those that it has started, and that of their sessions: Linux shares a
-    core among sessions (autogroups) first, so that a process's niceness counts only against others of its session."""
-    this = psutil.Process()
-    for process in (this, *this.children(recursive=True)):
-        with suppress(psutil.Error, OSError):  # it has ended, or this kernel has no autogroups
-            process.nice(NICENESS)
-            Path(f"/proc/{process.pid}/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def log_traceback() -> None:

@@ -18,7 +18,7 @@ from config.errors import one_line
 from config.files import write_atomically
 from config.redact import redact
 from tracking.jsonl import Follower
-from tracking.trackers.delivery import Delivered, give_way, log_traceback, report, run_client
+from tracking.trackers.delivery import Delivered, log_traceback, report, run_client
 from tracking.wandb.charts import AXIS
 from tracking.wandb.upload import NoSpaceLeft, WandbDelivery
 
@@ -82,7 +82,6 @@ def start_run(job: dict[str, Any]) -> Any:
             report("log", f"wandb is recorded offline, since online failed: {one_line(error, 200)}")
     if run is None:
         run = wandb.init(mode="offline", settings=settings, reinit="create_new", **init)
-    give_way()  # wandb-core, too, which has a session of its own
     for place in (AXIS, "step", "applied", "tokens"):
         run.define_metric(place, hidden=True)  # axes, which would be the first charts
     run.define_metric("*", step_metric=AXIS)

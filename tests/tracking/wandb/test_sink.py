@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from config.cli import REPOSITORY
@@ -21,7 +20,6 @@ from tests.support.servers.wandb_server import until
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
-from tracking.trackers.delivery import NICENESS
 from tracking.wandb.sink import WandbSink, run_id
 
 
@@ -117,22 +115,6 @@ def test_the_worker_may_use_the_cores_that_training_does_not(tmp_path: Path) -> 
         "sink._process.kill()"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=True)
-
-
-def test_what_wandb_runs_gives_way_to_training(run_dir: RunDir) -> None:
-    sink = _sink(run_dir)
-    assert sink._process is not None
-    worker = psutil.Process(sink._process.pid)
-
-    def gives_way(process: psutil.Process) -> bool:
-        session = Path(f"/proc/{process.pid}/autogroup")
-        grouped = not session.exists() or session.read_text().endswith(f"nice {NICENESS}\n")
-        return process.nice() == NICENESS and grouped
-
-    until(lambda: any(child.name() == "wandb-core" and gives_way(child) for child in worker.children()))
-    assert gives_way(worker)
-    sink.close()
-    assert psutil.Process().nice() < NICENESS
 
 
 def test_a_wandb_that_cannot_be_started_costs_one_line(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
