@@ -3,6 +3,7 @@
 Accelerate's own state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
 """
 
+import ctypes
 import importlib
 import logging
 import os
@@ -29,6 +30,8 @@ T = TypeVar("T")
 ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of `mallopt`, by malloc.h."""
 
 
 @dataclass(frozen=True)
@@ -246,7 +249,7 @@ def build_no_shared_memory_op() -> None:
 def join(resolved: Resolved) -> World:
     """Join the process group of a run by its config and the launcher's environment. Raises as `start` does."""
     run = resolved.config.run
-    return start(
+    world = start(
         rank=resolved.rank,
         world_size=resolved.world_size,
         local_rank=resolved.local_rank,
@@ -255,6 +258,9 @@ def join(resolved: Resolved) -> World:
         deterministic=run.deterministic,
         job=f"{run.dir}/{run.name} on {resolved.world_size} processes",
     )
+    if world.device.type == "cpu":
+        _keep_freed_memory()
+    return world
 
 
 def start(
@@ -312,6 +318,17 @@ def start(
     if world.is_main:
         forget_port()
     return world
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep what the step's tensors free for those of the next one, unless the user has tuned it.
+
+    Large blocks would be mapped and unmapped each time, and every page of theirs be zeroed by the kernel again.
+    """
+    tune: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if tune is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+        tune(_M_MMAP_MAX, 0)
+        tune(_M_TRIM_THRESHOLD, -1)
 
 
 def _use_one_order(*, strictly: bool) -> None:

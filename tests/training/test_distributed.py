@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.machine.cores import cpus_text, divide_cores, read_cores
 from config.machine.processes import free_port
@@ -167,3 +168,21 @@ def test_norms_may_differ_by_the_rounding_of_other_devices() -> None:
     assert difference("the norm", [3.0, 3.0000000000000004]) and difference("the norm", [1.0, math.inf], most=1.0)
     assert not difference("the norm", [math.inf, math.inf], most=NORM_ROUNDING)
     assert difference("the norm", [math.inf, 1.0], most=NORM_ROUNDING)
+
+
+def test_what_a_step_frees_is_kept_for_the_next_one_unless_the_user_tuned_glibc() -> None:
+    code = (
+        "import resource, torch; from training import distributed\n"
+        "def faults():\n"
+        "    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "    for _ in range(20): torch.ones(1 << 24)\n"  # 64 MiB each, 16,384 pages
+        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before\n"
+        "first = faults(); distributed._keep_freed_memory(); faults(); print(first, faults())"
+    )
+    for variables, kept in (({}, True), ({"MALLOC_TRIM_THRESHOLD_": "0"}, False)):
+        environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=REPOSITORY, check=True, capture_output=True, text=True
+        )
+        before, after = map(int, found.stdout.split()[-2:])
+        assert (5 * after < before) == kept
