@@ -2,7 +2,8 @@
 
 torch's operators take 27 bytes a value, in kernels for the magnitudes, their maximum, the quotient and the cast. Here
 each value is read twice, the second time from cache, and written once in 8 bits. Rows may lie across memory, as those
-of a transposed weight do. Bits are computed as integers, so that no device's division or cast has a say in them.
+of a transposed weight do. Bits are computed as integers, so that the result does not depend on a
+device's division or cast.
 """
 
 from __future__ import annotations

