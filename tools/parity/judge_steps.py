@@ -41,8 +41,9 @@ same size and not the same. In a pretrained model one token can hold nearly all 
 272 gradients 4% are more than 1.5 apart. The run and the alternatives are draws of the same, so that the largest ratio
 of the one may well be the larger, by this factor."""
 PLAIN_MOST = 0.5
-"""[fraction] Relative error of plain torch's gradient beyond which it explains nothing: `PLAIN_MARGIN` times as much is
-still less than the error of a gradient that is lost, which is 1."""
+"""[fraction] Up to this relative error of plain torch's gradient, at most `PLAIN_MARGIN` times as much is explained,
+however far sound alternatives are apart: less than the error of a gradient that is lost, which is 1. Beyond it the
+dtype itself has lost most of the gradient: 0.66 of one norm's in Gemma 3 in BF16, of which a sound run had 0.38."""
 
 IN_A_STEP = (
     *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
@@ -378,9 +379,7 @@ def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any], mar
     1 less a cosine, and so its margin, goes by the square of an error.
     """
     error = float(plain["relative_error"])
-    if not error <= PLAIN_MOST:
-        return False
-    margin = min(margin, relative(PLAIN_MARGIN * PLAIN_MOST, error))
+    margin = min(margin, PLAIN_MARGIN * max(1.0, relative(PLAIN_MOST, error)))
     if what == "relative_error":
         return float(found[what]) <= margin * float(plain[what])
     return 1.0 - float(found[what]) <= (margin**2 if what == "cosine" else margin) * (1.0 - float(plain[what]))

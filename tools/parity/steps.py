@@ -491,7 +491,8 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
         if steps.speaks:
-            print(f"{COMPARED} {measured[-1]['step']}", flush=True)
+            what = COMPARED if found["applied"] else "step skipped by the loss scaler:"
+            print(f"{what} {measured[-1]['step']}", flush=True)
     return measured
 
 
