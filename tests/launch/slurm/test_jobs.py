@@ -70,7 +70,7 @@ def test_a_job_has_the_losses_of_one_host(cluster, work, options):
     assert len(steps(work, name)) == 6 and steps(work, name) == steps(work, "alone")
     assert f"start 1, {options[0][-1]} node(s)" in log and "slurm: done (exit code 0)" in log
     assert (cluster.logs_of(number) / "task-1.log").is_file()  # a healthy rank writes nothing into it
-    (again,) = [shlex.split(line)[2:] for line in log.splitlines() if line.startswith("resume ")]
+    (again,) = [shlex.split(line)[1:] for line in log.splitlines() if line.startswith("resume ")]
     assert again[:1] == ["sbatch"] and {*options, SBATCH} < set(again)
     assert cluster.ended(cluster.submit(*again[1:]))["JobState"] == "COMPLETED"
     assert sessions(work, name)[-1]["step"] == 6

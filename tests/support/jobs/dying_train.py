@@ -1,4 +1,4 @@
-"""train.py that dies on purpose: one argument is HOW:RANK:STEP:MARK, the others are train.py's own command line.
+"""train.py that dies on purpose, as run.hypothesis=HOW,RANK,STEP,MARK says.
 
 HOW is the name of a signal, or `error` for an exception. That rank dies when it has made that step and rank 0 has
 recorded it, and leaves the file MARK; where the file is, it lives. Without a MARK it dies each time.
@@ -32,11 +32,10 @@ def _await_record(events: Path, step: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the job."""
-    death = next(word for word in arguments if not word.startswith("--"))
-    how, rank, step, mark = death.split(":")
     train_step = loop.train_step
 
     def die(parts: Any, progress: Any) -> Any:
+        how, rank, step, mark = parts.resolved.config.run.hypothesis.split(",")
         made = train_step(parts, progress)
         if (parts.engine.world.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
             _await_record(run_dir_of(parts.resolved).events, int(step))
@@ -49,7 +48,7 @@ def main(arguments: list[str]) -> int:
         return made
 
     loop.train_step = die
-    return train.main([word for word in arguments if word != death])
+    return train.main(arguments)
 
 
 if __name__ == "__main__":

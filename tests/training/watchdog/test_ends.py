@@ -21,8 +21,8 @@ QUICK = ("checkpoint.every_steps=0", "evaluate.every_steps=0", "generate.tokens=
 
 def die(folder: Path, name: str, told: str) -> tuple[list[int | None], str]:
     """A job of two ranks in which one dies as dying_train.py is told: exit codes by rank, and output."""
-    line = command("python", folder, name, *QUICK)
-    job = start([line[0], str(REPOSITORY / "tests/support/jobs/dying_train.py"), told, *line[2:]], ranks=2)
+    line = command("python", folder, name, f"run.hypothesis={told}", *QUICK)
+    job = start([line[0], str(REPOSITORY / "tests/support/jobs/dying_train.py"), *line[2:]], ranks=2)
     output, _ = job.communicate(timeout=120)
     return job.exit_codes, output
 
@@ -30,7 +30,7 @@ def die(folder: Path, name: str, told: str) -> tuple[list[int | None], str]:
 @pytest.mark.parametrize(("lost", "left"), [(0, 1), slow(1, 0)])
 def test_a_killed_rank_is_named_in_the_end_that_another_one_writes(folder, lost, left):
     name = f"killed-{lost}"
-    codes, output = die(folder, name, f"SIGKILL:{lost}:3:")
+    codes, output = die(folder, name, f"SIGKILL,{lost},3,")
     assert (codes[lost], codes[left]) == (-9, LOST), output
     (end,) = events(folder, name, "run_end")
     assert (end["status"], end["exit_code"], end["step"], end["written_by_rank"]) == ("crashed", LOST, 3, left)
@@ -41,7 +41,7 @@ def test_a_killed_rank_is_named_in_the_end_that_another_one_writes(folder, lost,
 
 
 def test_an_exception_is_named_with_its_line_by_the_rank_that_raised_it(folder):
-    codes, output = die(folder, "error", "error:1:2:")
+    codes, output = die(folder, "error", "error,1,2,")
     assert codes == [LOST, 1], output
     (end,) = events(folder, "error", "run_end")
     assert (end["status"], end["exit_code"], end["step"], end["written_by_rank"]) == ("crashed", 1, 2, 1)

@@ -60,7 +60,8 @@ class Run:
         environment.write_text(f"PATH={BIN}:{os.environ['PATH']}\nOMP_NUM_THREADS=1\n")
         line = command("python", self.folder, name, "checkpoint.every_steps=1", "generate.tokens=0", *overrides)[1:]
         if told:
-            line[:1] = [str(REPOSITORY / "tests/support/jobs/dying_train.py"), f"{told}:{self.mark}"]
+            line[:1] = [str(REPOSITORY / "tests/support/jobs/dying_train.py")]
+            line.append(f"run.hypothesis={told},{self.mark}")
         line = [*deepspeed_program(), "--hostfile", str(hostfile), *line]
         if supervised:
             line = [sys.executable, "-m", "launch.supervise", "--wait", "1", *supervised, "--", *line]
@@ -125,7 +126,7 @@ KILLED = r"error: rank 1 \(pid \d+ on right\) was killed by SIGKILL, seen at .* 
 
 
 def test_a_rank_killed_on_the_other_machine_is_named_with_its_signal(machines):
-    job = Run(machines, "killed", order="left right", told="SIGKILL:1:3")
+    job = Run(machines, "killed", order="left right", told="SIGKILL,1,3")
     job.until_marked()
     since = time.monotonic()
     assert job.seconds_until(KILLED, since, within=30) < 30
@@ -133,7 +134,7 @@ def test_a_rank_killed_on_the_other_machine_is_named_with_its_signal(machines):
 
 
 def test_a_supervised_job_goes_on_where_a_rank_was_killed(machines, unbroken):
-    job = Run(machines, "again", order="left right", told="SIGKILL:1:3", supervised=("--min-nodes", "1"))
+    job = Run(machines, "again", order="left right", told="SIGKILL,1,3", supervised=("--min-nodes", "1"))
     assert job.end(2 * START_SECONDS) == 0, job.output
     assert "supervise: rank 1 (pid " in job.output
     assert job.worlds() == [2, 2]
@@ -159,7 +160,7 @@ def kill(machine: Machine) -> None:
     ],
 )
 def test_a_lost_machine_is_named_and_the_job_goes_on_without_it(machines, unbroken, fault, order, words, seconds):
-    job = Run(machines, "it", order=order, told="SIGCONT:0:3", supervised=("--min-nodes", "1"))
+    job = Run(machines, "it", order=order, told="SIGCONT,0,3", supervised=("--min-nodes", "1"))
     job.until_marked()
     fault(machines["right"])
     since = time.monotonic()
@@ -175,7 +176,7 @@ def test_a_lost_machine_is_named_and_the_job_goes_on_without_it(machines, unbrok
 
 def test_a_rank_that_is_stopped_is_spoken_of_and_waited_for(machines):
     """A machine that answers is not lost, however long its rank says nothing."""
-    job = Run(machines, "stopped", order="left right", told="SIGSTOP:1:3")
+    job = Run(machines, "stopped", order="left right", told="SIGSTOP,1,3")
     job.until_marked()
     since = time.monotonic()
     silent = r"rank 1 \(pid (\d+) on right\) has been silent for 60 s, stopped or too busy to run Python; rank 0 waits"
