@@ -425,7 +425,7 @@ def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> N
 
 
 def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
-    """Raises UserError: transformers would ask for a package or silently change the weights. where: key and value."""
+    """Raises UserError if weights are quantised: transformers may silently change them. where: key and value."""
     for shape in (config, config.get_text_config()):
         found = getattr(shape, "quantization_config", None)
         if found:

@@ -96,7 +96,7 @@ def require_compilable(zero_stage: int) -> None:
 
 
 def quote_library_folders() -> None:
-    """Let the compiler's linker find torch below a path with a space: torch 2.13 quotes folders of headers only."""
+    """Let the compiler's linker find torch in a path with a space: torch 2.13 quotes folders of headers only."""
     from torch._inductor import cpp_builder
 
     if "-L{lib_dir} " not in inspect.getsource(cpp_builder.CppBuilder):

@@ -18,7 +18,7 @@ Kind = Literal["transient", "persistent", "numeric", "none"]
 
 @dataclass(frozen=True)
 class Flip:
-    """A value that differs from what it must be."""
+    """A value that is not the correct one."""
 
     found_by: Literal["copies", "masters", "update"]
     """copies: replicas that differ. masters: a weight that is not its rounded master. update: an optimizer step that

@@ -1,4 +1,4 @@
-"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`. docs/fp8.md has what is rounded and why.
+"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`. docs/fp8.md says what is rounded and why.
 
 For y = x W^T with gradient g of y, the operands are rounded to 8 bits, each over the dimension that is summed:
 
@@ -28,7 +28,7 @@ from precision.shared_inputs import cast_once
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
 """Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
-_EXPONENTS = (-126, 127)  # of normal FP32 numbers
+_EXPONENTS = (-126, 127)  # exponents of normal FP32 numbers
 _ALIGNED = 16  # FP8 matmuls on GPUs need weight dimensions that are multiples of this
 _TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tested with at most this many of a layer's features
 

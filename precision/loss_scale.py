@@ -34,7 +34,7 @@ class ScalePolicy(ABC):
     at_minimum: bool
     """The last update was an overflow and the scale could not get smaller."""
     reason: Reason | None
-    """Why the last update changed the scale or the hysteresis; None where it changed neither."""
+    """Why the last update changed the scale or the hysteresis; None if it changed neither."""
 
     _COUNTERS: ClassVar[dict[str, str]] = {}
     """Maps a key in a checkpoint to the attribute stored under it: an int or a list of ints."""

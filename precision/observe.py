@@ -55,7 +55,7 @@ class Observation:
     """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
 
     def __init__(self, model: torch.nn.Module, *, in_backward: Callable[[], bool] = lambda: False) -> None:
-        """in_backward: whether what runs now inside a `forward` belongs to the backward pass."""
+        """in_backward: whether code that now runs inside a `forward` belongs to the backward pass."""
         self.flops: dict[str, int] = defaultdict(int)
         """Matmul FLOPs of the observed forward passes and recomputations, by dtype."""
         self._matmuls: dict[str, set[str]] = defaultdict(set)
@@ -73,7 +73,7 @@ class Observation:
         return {**self._norms, **self._matmuls}
 
     def flop_share(self) -> dict[str, float]:
-        """Dtype to its share of all matmul FLOPs, summing to 1; empty when nothing was observed."""
+        """Share of all matmul FLOPs by dtype, summing to 1; empty when nothing was observed."""
         total = sum(self.flops.values())
         return {name: count / total for name, count in sorted(self.flops.items())} if total else {}
 

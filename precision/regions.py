@@ -100,7 +100,7 @@ class Regions:
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """Regions to promote where no module is known as the cause."""
+        """Regions to promote if no module is known as the cause."""
         return self.names_in("fp16")
 
     def names_in(self, compute: str) -> tuple[str, ...]:

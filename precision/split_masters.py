@@ -22,7 +22,7 @@ _TIE = 1 << 15
 
 
 def remainder_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(remainder, uppers) of (n,) FP32 masters: (n,) int16, and (ceil(n / 8),) uint8, a bit for each tie above."""
+    """(remainder, uppers) of (n,) FP32 masters: (n,) int16, and (ceil(n / 8),) uint8, a bit set for each upper tie."""
     upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
     apart = torch.sub(master.view(torch.int32), upper, out=upper)
     return apart.to(torch.int16), _packed(apart == _TIE)

@@ -32,8 +32,8 @@ class Agreement(NamedTuple):
     cosine: torch.Tensor
     """Cosine of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
     sign_agreement: torch.Tensor
-    """Share of values with the same sign (+, - or zero), of those that have one: not below SIGNLESS of the root mean
-    square of the reference."""
+    """Share of values with the same sign (+, - or zero) among those that have one: not below SIGNLESS times the root
+    mean square of the reference."""
     relative_error: torch.Tensor
     """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
 

@@ -109,7 +109,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only process that writes."""
+        """Whether this is rank 0, the main process, which writes whatever only one rank may write."""
         return self.rank == 0
 
     def from_main(self, value: Any) -> Any:
@@ -240,7 +240,7 @@ def build_no_shared_memory_op() -> None:
     """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
 
     It would be built at the first start on a machine, in about a minute with g++, which fails if the path to torch has
-    a space, and leave 66 MiB in /dev/shm for each rank. Call this before the process group starts.
+    a space, and would leave 66 MiB in /dev/shm for each rank. Call this before the process group starts.
     """
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None

@@ -18,7 +18,7 @@ class Promotions:
         self.by_step: dict[int, dict[str, str]] = {}
 
     def state_dict(self, regions: Regions | None) -> dict[str, Any]:
-        """Plain types, for a checkpoint: the promotions and every region's current dtype."""
+        """Plain types, for a checkpoint: the promotions, and dtypes of regions that are not the manifest's."""
         return {
             "by_step": [[step, dict(modules)] for step, modules in self.by_step.items()],
             "regions": regions.state_dict() if regions is not None else None,

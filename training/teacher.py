@@ -57,7 +57,7 @@ def _require_same_tokens(name: str, corpus: Corpus) -> None:
     """Raises UserError if the teacher's token ids do not mean the same as the corpus's."""
     try:
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
-    except Exception:  # a teacher's folder without a tokenizer: its number of tokens is compared
+    except Exception:  # the teacher's folder has no tokenizer: only its number of tokens is compared
         return
     ours = load_tokenizer(corpus.tokenizer_folder).get_vocab()
     if theirs == ours:

@@ -161,7 +161,7 @@ class Telemetry:
             self._agreement = self._compare()
 
     def _bins(self, module: str) -> tuple[int, int, int]:
-        """Numbers of `exponent_counts` bins of gradients that are subnormal or less, flushed, or any in the dtype."""
+        """Numbers of `exponent_counts` bins for gradients below the dtype's normal numbers, flushed to zero, or any."""
         info = torch.finfo(self._dtype(module))
         normal = info.smallest_normal / self._scale
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS

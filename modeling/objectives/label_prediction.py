@@ -81,7 +81,7 @@ class LabelPrediction:
 
 
 class RowPrediction(LabelPrediction):
-    """The mean over rows of each row's mean cross-entropy; rows with a label count."""
+    """The mean over rows of each row's mean cross-entropy; counts rows that have a label."""
 
     has_perplexity = False
     _own_sums = ("label_loss", "labels")

@@ -32,7 +32,7 @@ Off = Callable[[], AbstractContextManager[None]]
 
 
 class Preference:
-    """The loss of pairs of answers, in nats; pairs count."""
+    """The loss of pairs of answers, in nats; counts pairs."""
 
     sums: tuple[str, ...] = (
         *("log_prob_chosen", "log_prob_rejected", "ratio_chosen", "ratio_rejected", "preferred", "nll_chosen"),

@@ -31,7 +31,7 @@ class Record:
     """The step that the run last went back to."""
 
     def left(self, order: Order) -> bool:
-        """Whether a checkpoint is of steps that the run abandoned when it went back."""
+        """Whether the run abandoned a checkpoint of this order when it went back."""
         return order[0] < self.went_back and order[1] > self.back_to
 
     def other_than(self, manifest: dict[str, Any]) -> str | None:

@@ -1,4 +1,4 @@
-"""The only interface to DeepSpeed's engine: nothing outside this package touches it.
+"""The only interface of a run to DeepSpeed's engine: nothing else in training/ touches it.
 
 Read engine.py (forward_backward, health, step), loss.py and gradients.py (what it computes), health.py (what it
 returns), then build.py (how a model gets into it), optimizer.py and optimizers/ (what updates the masters;

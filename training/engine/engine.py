@@ -1,4 +1,4 @@
-"""The interface to DeepSpeed: every use of its engine is here, with workarounds for gaps upstream.
+"""The Engine: Mantissa's interface to DeepSpeed's engine, with workarounds for gaps upstream.
 
 The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each micro-batch
 contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the step, times

@@ -24,8 +24,8 @@ from training.start.rendezvous import listen
 from training.watchdog.witness import start_witness
 
 SILENT_MACHINE_SECONDS = 60.0
-"""A machine silent for this long counts as lost. A network with spanning tree may take 50 s to find another
-path (IEEE 802.1D: 20 s until the old one ages out, twice 15 s until the new one forwards); gloo and NCCL survive it."""
+"""A machine silent for this long counts as lost. A network with spanning tree may take 50 s to find another path (IEEE
+802.1D: 20 s until the old one ages out, twice 15 s until the new one forwards); gloo and NCCL survive it."""
 JOIN_SECONDS = 30.0
 """How long rank 0 accepts the other ranks' connections, and they try to connect."""
 _PROBES = 5

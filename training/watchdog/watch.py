@@ -105,7 +105,7 @@ class Watch:
         self._over = threading.Event()
         self._main = threading.main_thread().ident
         self._beats: Heartbeats | None = None
-        self._numbers = itertools.count(1)  # of the heartbeats
+        self._numbers = itertools.count(1)  # numbers of the heartbeats
         self._links: Links | None = None
         if self._others:
             if len({member.machine for member in members}) > 1:
@@ -237,14 +237,14 @@ class Watch:
 
     def _beat(self, number: int | str | None = None, line: str = "") -> None:
         """Write where the main thread is; on rank 0 also the survey of all ranks."""
-        with suppress(RuntimeError):  # the store's host may be what was lost
+        with suppress(RuntimeError):  # the lost rank may be the store's host
             if self._beats is not None:
                 self._beats.write(number or next(self._numbers), line or _innermost(self._main))
 
     def _learn_of_lost(self) -> None:
         """Read from the store which rank is lost."""
         lost = ""
-        with suppress(RuntimeError):  # the store's host may be what was lost
+        with suppress(RuntimeError):  # the lost rank may be the store's host
             lost = self._beats.read() if self._beats is not None else ""
         if lost and not lost.startswith(f"{self._me} "):
             self._declare_lost(lost, certain=False, publish=False)
