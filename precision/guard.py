@@ -4,8 +4,8 @@ A step is judged between its backward pass and its optimizer step, on a few numb
 step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning rate
 schedule stay unchanged, and then reacts. docs/numerics.md lists what is unhealthy and which reaction helps.
 
-Budgets are per run and finite, and each reaction has `guard.max_consecutive_skips` steps to work before another is
-chosen, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
+Budgets are per run and finite, and each reaction has `guard.max_consecutive_skips` steps to work before the next one
+is chosen, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
 steps. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 

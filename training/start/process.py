@@ -71,7 +71,7 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
 
 
 def outlive_full_disk() -> None:
-    """From now on, drop output of this process that cannot be written, so that no print raises OSError."""
+    """Drop output of this process that cannot be written from now on, so that no print raises OSError."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
