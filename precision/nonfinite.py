@@ -38,8 +38,6 @@ from precision.findings import (
 
 @dataclass(eq=False)
 class _Call:
-    """One call of one module."""
-
     module: nn.Module
     name: str
     parent: _Call | None

@@ -91,7 +91,6 @@ class Telemetry:
         self._forget()
 
     def _forget(self) -> None:
-        """Discard the measurements of an earlier step."""
         self._reference: dict[str, torch.Tensor] = {}
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}

@@ -258,7 +258,6 @@ class Watch:
             )
 
     def _on_remote_exit(self, text: str, status: int | None) -> None:
-        """Handle the end of a rank of another machine."""
         self._statuses.append(status)
         if status is None or status > 0:  # it may have published why, or a rank of its machine may know
             self._known.wait(1.5 * BEAT_SECONDS)
