@@ -2,7 +2,7 @@
 
     deepspeed train.py --config config/recipes/demo.yaml [key.sub=value ...]
 
-The same with `accelerate launch`, `torchrun`, or plain `python` for one process. `--help` is a page.
+`accelerate launch`, `torchrun` and, for one process, plain `python` work too. `--help` prints one page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from training.start.process import end_with, leave, outlive_full_disk, use_writa
 def main(arguments: Sequence[str]) -> int:
     """Run one training job; returns the process's exit code."""
     print_any_text()
-    # before torch is imported: it would print a C++ stack for each connection that a rank loses to one that has ended
+    # set before torch is imported: it would print a C++ stack trace for every connection to a rank that has exited
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     end_with(launchers())
     try:

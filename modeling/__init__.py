@@ -2,5 +2,5 @@
 
 import logging
 
-# peft imports bitsandbytes wherever it is installed, which warns of a CPU kernel that no quantised base here uses.
+# peft imports bitsandbytes if it is installed, which then warns about a CPU kernel that no quantised base here uses.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

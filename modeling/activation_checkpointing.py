@@ -1,15 +1,14 @@
 """Recompute activations in the backward pass instead of keeping them (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-Blocks are recomputed by transformers' own switch, with either implementation of torch. Two modes recompute less than a
-block, with the one that is not reentrant:
+Blocks are recomputed through transformers' own switch, with either of torch's implementations. Two modes recompute less
+than a block, with the non-reentrant one:
 
-- *attention* (Korthikanti et al. 2022, section 5): the attention module, its projections included.
-- *ops*: selective checkpointing, as torchtitan's `op`. The results of matmuls and of fused attention are kept, all else
-  is computed again from them. torch's own wants every operator of the forward pass in the recomputation, where ZeRO-3
-  gathers other parameters, and does not see a kept result overwritten through a view, as ZeRO-3's linear layers do.
-
-All of them draw the same random numbers again, so dropout drops the same values.
+- *attention* (Korthikanti et al. 2022, section 5): the attention module, including its projections.
+- *ops*: selective checkpointing, like torchtitan's `op`. Results of matmuls and fused attention are kept; everything
+  else is recomputed from them. torch's own version requires the recomputation to repeat every operator of the forward
+  pass, but ZeRO-3 gathers other parameters there; nor does it notice a kept result being overwritten through a view, as
+  ZeRO-3's linear layers do. Every mode replays the same random numbers, so dropout drops the same values.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
-    """Switch it on and return how many transformer blocks are recomputed, at least in part. Raises UserError.
+    """Enable activation checkpointing; returns how many blocks are recomputed, at least in part. Raises UserError.
 
     selective: every `every`-th block, counted from the first. budget: every block, until
     `modeling.activation_checkpointing_budget` has measured how many have to be.
@@ -77,7 +76,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentr
 
 
 def blocks_of(model: torch.nn.Module) -> list[GradientCheckpointingLayer]:
-    """The modules that can be recomputed one by one, in the order of the model."""
+    """The modules that can be recomputed individually, in model order."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -102,7 +101,7 @@ def _recompute_attention(model: PreTrainedModel, blocks: Sequence[GradientCheckp
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is what `attention` recomputes: named so, with projections below it and no further attention."""
+    """Whether mode `attention` recomputes a module: attention by its class name, and no attention below it."""
     below = list(module.modules())[1:]
     return (
         "Attention" in type(module).__name__
@@ -113,27 +112,27 @@ def is_attention(module: torch.nn.Module) -> bool:
 
 def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     forward = functools.partial(type(self).forward, self)
-    caching = any(kwargs.get(name) is not None for name in _CACHES)  # recomputation would write it a second time
+    caching = any(kwargs.get(name) is not None for name in _CACHES)  # recomputation would write to the cache again
     if caching or not (self.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _keeping() -> tuple[_Keep, _Reuse]:
-    """The contexts of a block's forward pass and of its recomputation, as torch's `checkpoint` takes them."""
+    """Contexts for a block's forward pass and for its recomputation: the `context_fn` of torch's `checkpoint`."""
     results: deque[tuple[Any, ...]] = deque()
     return _Keep(results), _Reuse(results)
 
 
 class _Keep(TorchDispatchMode):
-    """Appends the results of kept operators in their order, each copied before anything in the block overwrites it."""
+    """Records the results of kept operators in call order, copying each before anything in the block overwrites it."""
 
     def __init__(self, results: deque[tuple[Any, ...]]) -> None:
         super().__init__()
         self._results = results
-        """(call, value, its versions)."""
+        """(call, value, versions of its tensors)."""
         self._places: dict[int, int] = {}
-        """Address of a storage to the index of the result in it."""
+        """Maps a storage's address to the index of the result that it holds."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
@@ -153,7 +152,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Returns each kept result once, instead of computing it again, so that it is freed after its use."""
+    """Returns each kept result once instead of recomputing it, so that it is freed after use."""
 
     def __init__(self, results: deque[tuple[Any, ...]]) -> None:
         super().__init__()
@@ -185,7 +184,7 @@ def _versions(value: Any) -> list[int]:
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator may write into. Collectives do not declare theirs."""
+    """The tensors that an operator may write to. Collectives do not declare them in their schema."""
     schema = func._schema
     if schema.name.endswith("_") and not schema.is_mutable:
         return _tensors((args, kwargs))
@@ -197,7 +196,7 @@ def is_kept(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether `ops` keeps an operator's result."""
     if func._schema.name not in KEPT_OPERATORS:
         return False
-    # What draws random numbers must be recomputed, or later draws would differ.
+    # An operator that draws random numbers must be recomputed, or later draws would differ.
     return not _given(func, args, kwargs).get("dropout_p")
 
 

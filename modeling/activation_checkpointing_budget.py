@@ -1,11 +1,11 @@
 """Recompute as few blocks as a memory budget allows: `model.activation_checkpointing = budget`.
 
-What autograd saves is counted in a forward pass of one micro-batch, once with no block recomputed and once with all.
-What is saved inside a block is counted and released, so that counting needs no more memory than a pass without
-gradients. A storage counts once, however many views of it are saved; parameters and buffers do not count.
+The tensors that autograd saves are counted in a forward pass of one micro-batch, once with no block recomputed and once
+with all. Tensors saved inside a block are counted and released, so that counting needs no more memory than a pass
+without gradients. A storage counts once, however many views of it are saved; parameters and buffers do not count.
 
-The peak of a choice is the larger of what is kept when the backward pass begins, and of what is there while a block is
-recomputed: all that was kept up to it, and all that this block keeps when it is not recomputed.
+The peak of a choice is the larger of two amounts: what is held when the backward pass begins, and what is held while a
+block is recomputed, which is all that was kept up to that block plus what the block keeps when it is not recomputed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from modeling.activation_checkpointing import blocks_of, recompute_blocks
 
 GIB = 2**30
 _CHECKPOINT = "_gradient_checkpointing_func"
-"""Attribute of a block: torch's checkpoint, as transformers calls it."""
+"""Attribute of a block through which transformers calls torch's checkpoint function."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Saved:
     """Activations that one forward pass saves for its backward pass."""
 
     before: int
-    """[bytes] Until the first block begins."""
+    """[bytes] Saved before the first block begins."""
     blocks: tuple[int, ...]
-    """[bytes] In each block, its input included unless the block before has saved it."""
+    """[bytes] Saved in each block, including its input unless the previous block saved it."""
     after: int
-    """[bytes] Elsewhere: the final norm, logits and the loss."""
+    """[bytes] Saved elsewhere: the final norm, logits and the loss."""
 
     @property
     def total(self) -> int:
-        """[bytes] When the backward pass begins."""
+        """[bytes] Held when the backward pass begins."""
         return self.before + sum(self.blocks) + self.after
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which blocks are recomputed, and the memory that takes."""
+    """Which blocks are recomputed, and the resulting memory."""
 
     recomputed: tuple[int, ...]
     """Indices of blocks."""
@@ -63,10 +63,10 @@ def recompute_within_budget(
     forward: Callable[[], Any],
     largest: Callable[[Sequence[int]], list[int]] = list,
 ) -> Choice:
-    """Recompute the fewest blocks, spread evenly, whose peak of activations is at most `gib` GiB. Raises UserError.
+    """Recompute the fewest blocks, spread evenly, that keep peak activations within `gib` GiB. Raises UserError.
 
-    The model has activation checkpointing switched on. forward: runs one micro-batch as training will, loss included;
-    the random state stays. largest: the elementwise maximum over ranks, so that all choose alike.
+    The model must have activation checkpointing enabled. forward: runs one micro-batch as in training, loss included;
+    the random state is preserved. largest: elementwise maximum over ranks, so that all ranks choose alike.
     """
     blocks = blocks_of(model)
 
@@ -105,14 +105,14 @@ def spread(blocks: int, number: int) -> tuple[int, ...]:
 
 
 def peak(kept: Saved, recomputed: Saved, chosen: Sequence[int], *, counted: Saved | None = None) -> int:
-    """[bytes] Peak activation memory when the blocks `chosen` are recomputed. counted: for this very choice."""
+    """[bytes] Peak activation memory when the blocks `chosen` are recomputed. counted: measured for this choice."""
     each = tuple(recomputed.blocks[index] if index in chosen else whole for index, whole in enumerate(kept.blocks))
     now = counted or Saved(kept.before, each, kept.after)
     return max(now.total, *(now.before + sum(now.blocks[: index + 1]) + kept.blocks[index] for index in chosen), 0)
 
 
 def count_saved(model: PreTrainedModel, forward: Callable[[], Any]) -> Saved:
-    """Count what `forward`, a pass in training mode with gradients, saves. No backward pass can follow it."""
+    """Count the activations that `forward`, a training pass with gradients, saves. No backward pass can follow it."""
     devices = [device for device in {p.device for p in model.parameters()} if device.type == "cuda"]
     with torch.random.fork_rng(devices), _Counter(model) as counter:
         forward()
@@ -120,7 +120,7 @@ def count_saved(model: PreTrainedModel, forward: Callable[[], Any]) -> Saved:
 
 
 class _Counter:
-    """Adds up the storages that autograd saves, by block. `bytes`: of each block, then after and before them."""
+    """Sums the storages that autograd saves, by block. `bytes`: one entry a block, then after and before all blocks."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.blocks = blocks_of(model)
@@ -155,7 +155,7 @@ class _Counter:
             own[_CHECKPOINT] = function
 
     def _inside(self, index: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """torch's checkpoint of a block, which saves its input; transformers before 5.20 or so runs hooks inside."""
+        """Wrap a block's checkpoint function, which saves its input and, before transformers 5.20 or so, runs hooks."""
 
         def checkpoint(*args: Any, **kwargs: Any) -> Any:
             self._current = index
@@ -189,6 +189,6 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def _gib(size: float) -> str:
-    """Three significant digits, rounded up."""
+    """A size in GiB with three significant digits, rounded up."""
     digits = 2 - math.floor(math.log10(size / GIB)) if size else 0
     return f"{math.ceil(size / GIB * 10**digits) / 10**digits:g}"

@@ -1,8 +1,8 @@
-"""Low-rank adapters on a frozen model (Hu et al. 2021, LoRA; Liu et al. 2024, DoRA), by the library `peft`.
+"""Low-rank adapters on a frozen model (Hu et al. 2021, LoRA; Liu et al. 2024, DoRA), with the `peft` library.
 
-The adapters are put into the model's own layers: it stays the class it is, `q_proj` becomes a layer that holds the
-frozen `base_layer` and the trainable `lora_A.default` and `lora_B.default`. Their first values depend on the seed and
-their names alone, so every rank and every layout starts from the same numbers, in FP32 before anything is rounded.
+Adapters go into the model's own layers: the model keeps its class, and `q_proj` becomes a layer that holds the frozen
+`base_layer` and the trainable `lora_A.default` and `lora_B.default`. Their initial values depend only on the seed and
+their names, so every rank and every layout starts from the same FP32 numbers, before anything is rounded.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from config.schema import AdapterSection
 from config.task import CAUSAL_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 
 NAME = "default"
-"""The only adapter's name, which is part of its parameters' names."""
+"""Name of the only adapter; part of its parameters' names."""
 _CLASSIFIERS = ("classifier", "score")
-"""Names of the head that makes a classifier's logits, as `peft` has them."""
+"""Attribute names of the head that computes a classifier's logits, as in `peft`."""
 _TASK_TYPES = {
     CAUSAL_LM: "CAUSAL_LM",
     SEQ2SEQ_LM: "SEQ_2_SEQ_LM",
     SEQUENCE_CLASSIFICATION: "SEQ_CLS",
     TOKEN_CLASSIFICATION: "TOKEN_CLS",
 }
-"""The model's class to `peft`'s name of its task; the other classes have none."""
+"""Maps a model class to `peft`'s task type; other classes have none."""
 
 
 def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
-    """The `peft.LoraConfig` of the config's section. whole: names of the modules that are trained whole."""
+    """The `peft.LoraConfig` for the config's section. whole: names of the modules that are trained in full."""
     from peft import LoraConfig
 
     targets = section.target_modules
@@ -55,7 +55,7 @@ def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence
 def add_adapter(
     model: PreTrainedModel, section: AdapterSection, *, seed: int, model_class: str = CAUSAL_LM
 ) -> PreTrainedModel:
-    """Freeze the model and put the adapter into it; the same model, changed in place. model_class: of config/task.py.
+    """Freeze the model and insert the adapter, in place; returns the same model. model_class: from config/task.py.
 
     Under ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError.
     """
@@ -74,7 +74,7 @@ def wrapped_with_adapter(
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         torch.manual_seed(seed)
-        # peft asks for it by the name that it had in older versions of transformers
+        # peft reads this attribute by the name it had in older versions of transformers
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         try:
             wrapped = get_peft_model(
@@ -95,10 +95,10 @@ def wrapped_with_adapter(
 
 
 def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> list[str]:
-    """Names of the modules that are trained beside the factors: `modules_to_save`, and what the base's files lack.
+    """Names of the modules trained in full beside the factors: `modules_to_save`, and those the base's files lack.
 
-    A classifier's head is always among them, as in `peft`. Parameters that the files lack were drawn (`model.drawn`),
-    and nobody who loads the adapter has them. Raises UserError for one that shares its module with others.
+    A classifier's head is always included, as in `peft`. Missing parameters were drawn at random (`model.drawn`), so
+    the base alone cannot restore them. Raises UserError for one whose module also has parameters from the files.
     """
     found = list(section.modules_to_save)
     if model_class in (SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION):
@@ -120,7 +120,7 @@ def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> 
 
 
 def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
-    """Raise UserError for a name that is not in `known`, the model's modules; `peft` ignores it beside others."""
+    """Raise UserError for a name not in `known`, the model's modules; `peft` ignores one that is beside valid names."""
     targets = (name for name in section.target_modules if name != "all-linear")
     absent = [
         *(("target_modules", name) for name in targets if not any(f".{one}".endswith(f".{name}") for one in known)),
@@ -135,7 +135,7 @@ def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
 
 
 def head_weights(model: Any) -> set[int]:
-    """ids of the parameters of the layer that makes the logits, those of a copy that `peft` trains among them."""
+    """ids of the parameters of the layer that computes the logits, including those of a copy that `peft` trains."""
     get = getattr(model, "get_output_embeddings", None)
     head = get() if get is not None else None
     if head is None:
@@ -152,7 +152,7 @@ def head_weights(model: Any) -> set[int]:
 
 
 def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed: int) -> torch.Tensor | None:
-    """A factor's first value in FP32, zero for B, so that the model starts as its base; None: it is no factor."""
+    """A factor's initial value in FP32, zero for B so that the model starts as its base; None for other parameters."""
     if f".lora_B.{NAME}." in name:
         return torch.zeros(shape)
     if f".lora_A.{NAME}." not in name:
@@ -166,7 +166,7 @@ def initial_value(section: AdapterSection, name: str, shape: torch.Size, *, seed
 
 
 def base_name(name: str) -> str:
-    """The name that a parameter or module has in the model without adapter; a factor's stays as it is."""
+    """Name of a parameter or module in the model without its adapter; a factor's name is returned unchanged."""
     for part in (".base_layer", ".original_module", f".modules_to_save.{NAME}"):
         name = name.replace(part, "")
     return name
@@ -174,11 +174,11 @@ def base_name(name: str) -> str:
 
 @contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base, without dropout. No parameter changes, nor whether it is trained."""
+    """Context manager: the model computes as its base, without dropout. Parameters and requires_grad stay unchanged."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
-    # not `enable_adapters`, which also sets what requires a gradient, under the nose of DeepSpeed
+    # not `enable_adapters`, which also changes requires_grad without DeepSpeed noticing
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | ModulesToSaveWrapper)]
     trained = model.training
     for layer in layers:

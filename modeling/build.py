@@ -1,8 +1,8 @@
 """Build a Hugging Face language model or classifier: from a config with reproducible weights, or from saved weights.
 
 The weights of a model trained from scratch depend on the seed and the module's name only. Every module draws from its
-own generator, in FP32, and only the engine rounds, which keeps masters. So ZeRO 0, 1, 2 and 3, any number of ranks, and
-FP32 and 16-bit runs all start from the same masters and are comparable.
+own generator, in FP32, and only the engine, which keeps masters, rounds. So ZeRO 0, 1, 2 and 3, any number of ranks,
+and FP32 and 16-bit runs all start from the same masters and are comparable.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ from modeling.quantised_base import freeze_quantised, loading_options, quantised
 from modeling.tensor_parallel import cut
 
 Gather = Callable[[Sequence[torch.nn.Parameter]], AbstractContextManager[bool]]
-
-
-"""Context in which full parameters are writable; yields whether this rank must write them."""
+"""Makes a context in which full parameters are writable; it yields whether this rank must write them."""
 
 
 def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManager[bool]:
@@ -50,13 +48,13 @@ def no_gather(parameters: Sequence[torch.nn.Parameter]) -> AbstractContextManage
 
 
 _SIZE = re.compile(r"(?:num|n)_\w+|d_model|\w*(?:size|dim|layers?|heads?)")
-"""Parts of the names of sizes and counts in architectures' configs."""
+"""Names of sizes and counts in architectures' configs."""
 _NEEDED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size"),
     *EXPERT_COUNTS,
 )
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
-"""Part of the name of a block's parameter, such as model.layers.1.mlp.up_proj.weight."""
+"""Found in the names of a block's parameters, such as model.layers.1.mlp.up_proj.weight."""
 
 
 def model_config(
@@ -95,7 +93,7 @@ def model_config(
 
 
 def require_shares(config: PretrainedConfig) -> None:
-    """Raises UserError for heads and experts that do not divide evenly, which would fail in the first forward pass."""
+    """Raises UserError for counts of heads or experts that do not fit together and would fail in the forward pass."""
     heads, groups = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     latent = getattr(config, "kv_lora_rank", None)  # keys of multi-head latent attention are not shared
     if isinstance(heads, int) and isinstance(groups, int) and not latent and (groups < 1 or heads % groups):
@@ -162,7 +160,7 @@ def build_model(
 
 
 def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class: str = CAUSAL_LM) -> PreTrainedModel:
-    """The model of `build_model`, its parameters on the meta device without memory. Raises UserError."""
+    """The model of `build_model` with parameters on the meta device, which take no memory. Raises UserError."""
     with _refused(section), init_empty_weights(include_buffers=False):
         try:
             model: PreTrainedModel = getattr(transformers, model_class).from_config(config, **_options(section))
@@ -175,7 +173,7 @@ def empty_model(section: ModelSection, config: PretrainedConfig, *, model_class:
 
 
 def _wrong_shape(section: ModelSection, error: BaseException, model_class: str) -> UserError:
-    """The error for a config that an architecture refuses. It names the keys of which dropping any one helps."""
+    """The error for a config that an architecture rejects. It names each key whose removal alone would help."""
     while error.__cause__ is not None:
         error = error.__cause__  # raised inside a check of huggingface_hub
     said = one_line(error).rstrip(".")
@@ -202,7 +200,7 @@ def _options(section: ModelSection) -> dict[str, Any]:
 
 @contextmanager
 def _refused(section: ModelSection) -> Iterator[None]:
-    """Turn errors of transformers inside into a UserError."""
+    """Context manager that turns transformers' errors into a UserError."""
     try:
         yield
     except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
@@ -216,7 +214,7 @@ def _loaded(
     auto: Any, section: ModelSection, config: PretrainedConfig, options: dict[str, Any], *, seed: int, gather: Gather
 ) -> PreTrainedModel:
     """The saved model; modules missing in the files, such as a new task's head, are initialised as in a new model."""
-    # with another number of labels transformers draws a new head, from each rank's own generator
+    # for a different number of labels transformers initialises a new head from each rank's own generator
     options = {**options, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
     with _tying_by_value(gather), _without_report():
         model, found = auto.from_pretrained(section.name_or_path, config=config, **options)
@@ -244,7 +242,7 @@ def _loaded(
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context that hides transformers' table of missing and unexpected tensors; `drawn_notes` names them."""
+    """Context manager that hides transformers' table of missing and unexpected tensors; `drawn_notes` names them."""
     logger = logging.getLogger("transformers.modeling_utils")
 
     def keep(record: logging.LogRecord) -> bool:
@@ -259,9 +257,9 @@ def _without_report() -> Iterator[None]:
 
 @contextmanager
 def _tying_by_value(gather: Gather) -> Iterator[None]:
-    """Inside, transformers sees whole weights when it asks whether the files have two that it should tie as one.
+    """Context manager: transformers compares full weights when it decides whether two weights in the files are tied.
 
-    It keeps them apart where they differ, and would compare what ZeRO-3 leaves of them, which is empty and equal.
+    It leaves them untied if they differ; under ZeRO-3 it would compare empty placeholders, which are always equal.
     """
     original = PreTrainedModel.tie_weights
 
@@ -307,7 +305,7 @@ def draw_weights(
 ) -> None:
     """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
 
-    The order is transformers' own: children before parents. only: parameters to initialise, others stay.
+    The order is transformers' own: children before parents. only: parameters to initialise; others are left unchanged.
     """
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
@@ -318,8 +316,8 @@ def draw_weights(
             for child in module.children():
                 parameters.extend(child.parameters(recurse=False))
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-            # Weights are drawn on the CPU. torch.manual_seed would seed every kind of device, and where one is missing
-            # keep the call with its stack for later: 2 ms and a growing list for each module.
+            # Weights are drawn on the CPU. torch.manual_seed would seed every device type and, where one is missing,
+            # queue the call with its stack trace: 2 ms and a longer list with each module.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
             with gather(parameters) as writes:
                 if writes:
@@ -333,7 +331,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, tied ones once, in full also under ZeRO-3. trained: without frozen ones."""
+    """Number of parameters, counting tied ones once and partitioned ones in full. trained: leave out frozen ones."""
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
         if trained and not parameter.requires_grad:
@@ -357,7 +355,7 @@ def _bottom_up(
 
 @contextmanager
 def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn.Parameter] | None) -> Iterator[None]:
-    """Context with parameters in FP32 on the CPU; on exit as before, keeping writes to those of `only`."""
+    """Context manager: parameters are FP32 on the CPU; on exit they are restored, keeping writes to those in `only`."""
     originals = [(parameter, parameter.data) for parameter in parameters]
     for parameter, original in originals:
         parameter.data = original.to(device="cpu", dtype=torch.float32, copy=True)
@@ -408,11 +406,11 @@ def _require_causal(section: ModelSection, config: PretrainedConfig) -> None:
 
 
 _BY_LANGUAGE = ("mbart", "m2m_100", "nllb-moe", "plbart", "seamless_m4t", "seamless_m4t_v2")
-"""Types whose targets start with a language token, which rows do not have."""
+"""Model types whose targets start with a language token, which rows of data lack."""
 
 
 def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> None:
-    """Raises UserError for models that batches of sources and targets do not fit."""
+    """Raises UserError for models that cannot be trained on batches of sources and targets."""
     name = section.name_or_path or section.architecture
     if config.model_type in _BY_LANGUAGE:
         raise UserError(
@@ -427,7 +425,7 @@ def _require_decoder_start(section: ModelSection, config: PretrainedConfig) -> N
 
 
 def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
-    """transformers would ask for a package, or silently change the weights. where: key and value."""
+    """Raises UserError if weights are quantised: transformers may silently change them. where: key and value."""
     for shape in (config, config.get_text_config()):
         found = getattr(shape, "quantization_config", None)
         if found:
@@ -438,7 +436,7 @@ def refuse_quantised(config: PretrainedConfig, where: str, fix: str) -> None:
 def _new_config(
     section: ModelSection, model_class: str, decided: Mapping[str, Any], sequence_length: int
 ) -> PretrainedConfig:
-    """decided: arguments set by data and task unless the section sets them."""
+    """Config of a new model. decided: arguments set by data and task unless the section sets them."""
     architecture = str(section.architecture)
     known, kind = getattr(transformers, model_class)._model_mapping._model_mapping, KINDS[model_class]
     if architecture not in known:
@@ -466,10 +464,10 @@ def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
 
 
 def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None:
-    """Refuse unknown keys, which transformers silently keeps as attributes."""
+    """Refuse unknown keys, which transformers silently keeps as attributes, and invalid sizes and probabilities."""
     known = {*config.to_dict(), *config.attribute_map}
     if model_class == SEQ2SEQ_LM:
-        known.add("decoder_start_token_id")  # a T5 config keeps it and does not declare it
+        known.add("decoder_start_token_id")  # T5's config accepts it without declaring it
     for key in given:
         if key not in known and not _is_read(key, config, model_class):
             near = difflib.get_close_matches(key, known, n=1)

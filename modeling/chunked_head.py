@@ -1,10 +1,10 @@
 """Makes a model's output embedding return the loss instead of logits, whatever the model does around it.
 
 The head's `forward` is replaced on the instance, so it runs where it always did: under ZeRO-3's hooks and inside its
-precision region. The model returns the loss as its `logits`, where DeepSpeed's backward hooks and all others that read
-a model's outputs find it, and hooks on the head get it, too: a step that is observed must stay the same step.
+precision region. The model returns the loss as its `logits`, where DeepSpeed's backward hooks and everything else that
+reads a model's outputs find it. Hooks on the head get it too: observing a step must not change it.
 
-What a model does to its logits after the head is measured by one pass in which the head returns known numbers.
+Whatever a model does to its logits after the head is inferred from one pass in which the head returns known numbers.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from config.schema import ModelSection
 from modeling.linear_cross_entropy import Head, Vocabulary, linear_cross_entropy
 
 _PROBE_LIMIT = 60.0
-"""Probe logits reach from minus this to this: past every soft cap in use."""
+"""Probe logits range from minus this to plus this, past every soft cap in use."""
 CHUNK_LOGITS, CHUNK_LOGITS_ON_A_GPU = 2**26, 2**28
 """[logits] Size of one chunk, unless model.loss_chunk_tokens says otherwise: 256 MiB in FP32, and on a GPU 512 MiB in
 16 bits. Each chunk reads and writes the FP32 gradient of the head's weight, 1 GiB for the 1B recipe."""
 AUTO_FROM_LOGITS = 2**22
-"""[logits] Micro-batches from this size on are chunked by model.loss = auto, even into one chunk. In FP32 the softmax
-over so many and its gradients take 48 MiB and more time than gradients computed in place; below, as much
+"""[logits] Micro-batches from this size on are chunked by model.loss = auto, even into one chunk. At this size an FP32
+softmax and its gradients take 48 MiB, and more time than gradients computed in place; below it, as much time
 (docs/loss.md)."""
 _MULTIPLE = 64
 """[tokens] Chunks are multiples of this, for tensor cores."""
 
 
 def loss_chunk(model: ModelSection, *, tokens: int, vocabulary: int, on_cpu: bool) -> int:
-    """[tokens] Size of one chunk of the loss of a micro-batch of `tokens` tokens; 0: all logits at once."""
+    """[tokens] Chunk size of the loss for a micro-batch of `tokens` tokens; 0: all logits at once."""
     if model.loss == "full" or (model.loss == "auto" and tokens * vocabulary < AUTO_FROM_LOGITS):
         return 0
     fitting = (CHUNK_LOGITS if on_cpu else CHUNK_LOGITS_ON_A_GPU) // vocabulary // _MULTIPLE * _MULTIPLE
@@ -59,13 +59,13 @@ class _Pass:
 class ChunkedHead:
     """The output embedding of one model. Changes the model in place until `close`; inactive outside of `loss_of`.
 
-    Create it after DeepSpeed has registered its hooks: this one's hook has to see the loss that theirs return.
+    Create it after DeepSpeed has registered its hooks: its own hook must see the loss that theirs return.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None, softmax: Any = None
     ) -> None:
-        """shared, softmax: as in `Head`. Raises ValueError where the head is not a plain linear layer."""
+        """shared, softmax: as in `Head`. Raises ValueError if the head is not a plain linear layer."""
         head: Any = model.get_output_embeddings()
         kind, self._shared = type(head), shared
         plain = kind is nn.Linear if shared is None else getattr(head, "gather_output", False)
@@ -82,9 +82,9 @@ class ChunkedHead:
         self._model.forward = self._forward_model
         self._hook = head.register_forward_hook(self._keep_loss)
         self.label_losses = torch.zeros(0)
-        """Losses of the last pass inside `loss_of`, in the shape of its labels, before weights and without gradient."""
+        """Losses of the last pass inside `loss_of`, shaped like its labels, before weights and without gradient."""
         self.right: torch.Tensor | None = None
-        """Labels of the last pass inside `loss_of` that were the likeliest tokens, where that was asked for."""
+        """Result of `likeliest` for the labels of the last pass inside `loss_of`; None unless it was `judged`."""
 
     @contextmanager
     def loss_of(
@@ -95,11 +95,11 @@ class ChunkedHead:
         *,
         judged: bool = False,
     ) -> Iterator[None]:
-        """Inside, the model returns as its logits the summed loss over `labels`, of shape (1, 1, 1).
+        """Context manager: the model returns as its logits the loss summed over `labels`, of shape (1, 1, 1).
 
         labels: (batch, sequence) int64, already shifted. gradient_scale: the gradient that the loss will receive.
-        weights: FP32 of the labels' shape, factors on their losses; None: 1 each. judged: fill `right`; without
-        gradients only.
+        weights: FP32 factors on the losses, shaped like the labels; None: 1 each. judged: fill `right`; only without
+        gradients.
         """
         self._pass = _Pass(labels, gradient_scale, weights, judged)
         try:
@@ -161,7 +161,7 @@ class ChunkedHead:
             right=self.right,
         )
         loss = loss.reshape(1, 1, 1)
-        now.loss = loss if now.loss is None else now.loss  # of a call without hooks
+        now.loss = loss if now.loss is None else now.loss  # for a call that bypasses hooks
         return loss
 
     def _keep_loss(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
@@ -171,5 +171,5 @@ class ChunkedHead:
     def _forward_model(self, *args: Any, **kwargs: Any) -> Any:
         output = self._model_forward(*args, **kwargs)
         if self._pass is not None and self._pass.labels is not None:
-            output.logits = self._pass.loss  # without what the model did to it
+            output.logits = self._pass.loss  # discards whatever the model did to it
         return output

@@ -1,10 +1,10 @@
 """Compile the transformer blocks of a model with `torch.compile`, and run uncompiled while hooks are registered.
 
-Blocks of equal shape share one graph, so compiling takes as long for 48 of them as for one. What is around a block is
+Blocks of equal shape share one graph, so compiling 48 of them takes as long as compiling one. Code around a block is
 not compiled: activation checkpointing, DeepSpeed's hooks on parameters, hooks on the block itself.
 
 Hooks inside a compiled block do not fire, and all diagnostics here are hooks or dispatch modes. So each call first
-checks for them, and runs the block's own code if there are any. Both draw the same random numbers in the same order.
+checks for them, and runs the block eagerly if there are any. Both ways draw the same random numbers in the same order.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from modeling.activation_checkpointing import blocks_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CHECKPOINTS_IN_FORWARD = "__call__" not in GradientCheckpointingLayer.__dict__
-"""Whether transformers calls torch's checkpointing in the blocks' forward; before 5.20 or so, around it."""
+"""Whether transformers calls torch's checkpointing inside the blocks' forward; before about 5.20, around it."""
 _OPTIONS: dict[str, Any] = {
     # Round where the block's own code rounds: a fused chain of 16-bit operators would round once, at its end.
     "emulate_precision_casts": True,
-    # torch's generators instead of the compiler's own, which would drop other values.
+    # torch's generators instead of the compiler's own, with which dropout would drop other values.
     "fallback_random": True,
 }
 
 
 class CompiledBlock:
-    """Replaces one block's `forward`; the last to do so, after DeepSpeed and all permanent hooks."""
+    """Replaces one block's `forward`. Must be installed last, after DeepSpeed and all permanent hooks."""
 
     def __init__(self, block: GradientCheckpointingLayer) -> None:
-        """Raises ValueError where the block's forward is not that of its class."""
+        """Raises ValueError if the block's forward is not that of its class."""
         if "forward" in block.__dict__:
             raise ValueError(f"the forward of {type(block).__name__} has been replaced")
         self._block: Any = block
@@ -56,7 +56,7 @@ class CompiledBlock:
         self.compiled_calls = 0
         """Calls that ran compiled; recomputation is not counted."""
         self.own_calls = 0
-        """Calls that ran the block's own code: in evaluation, and under hooks or modes."""
+        """Calls that ran the block eagerly: in evaluation, and under hooks or modes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's output, compiled or not."""
@@ -74,7 +74,7 @@ class CompiledBlock:
         """Whether a hook or mode is active that has to see inside the block."""
         modes = torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
         of_all_modules = any(getattr(global_hooks, f"_global{name}") for name in _HOOKS)
-        # Other parameters: the caller has replaced them to compute in another dtype.
+        # Different parameters: the caller has replaced them to compute in another dtype.
         return bool(
             modes or of_all_modules or self._now_hooks() != self._hooks or self._now_parameters() != self._parameters
         )
@@ -96,7 +96,7 @@ def require_compilable(zero_stage: int) -> None:
 
 
 def quote_library_folders() -> None:
-    """Let the compiler's linker find torch below a path with a space: torch 2.13 quotes folders of headers only."""
+    """Let the compiler's linker find torch in a path with a space: torch 2.13 quotes folders of headers only."""
     from torch._inductor import cpp_builder
 
     if "-L{lib_dir} " not in inspect.getsource(cpp_builder.CppBuilder):
@@ -112,7 +112,7 @@ def quote_library_folders() -> None:
 
 
 def compile_blocks(model: nn.Module, run: Callable[[], None]) -> str:
-    """Compile every block by one forward pass, `run`, of the run's shape; a line to log. Raises UserError."""
+    """Compile every block in one forward pass, `run`, of the run's shapes; returns a line to log. Raises UserError."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException  # imports the whole compiler
 
     quote_library_folders()

@@ -1,7 +1,7 @@
 """The names of a model's parameters in the files that transformers writes and other tools read.
 
-A few architectures have other names in memory than in the files of the hub, or merge several tensors into one.
-`from_pretrained` takes either; servers and converters often only the files' form.
+A few architectures use different names in memory than in the hub's files, or merge several tensors into one.
+`from_pretrained` accepts both forms; servers and converters often accept only that of the files.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def on_disk(model: PreTrainedModel, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors, by name, that a file has for one parameter. `value` may be on the meta device."""
+    """The tensors, by name, that represent one parameter in a file. `value` may be on the meta device."""
     return dict(revert_weight_conversion(model, {name: value}))
 
 
 def equivalent_names(model: PreTrainedModel, name: str, shape: torch.Size) -> tuple[str, ...]:
-    """The names under which a file may have this parameter value for value, not in pieces nor transposed."""
+    """The names under which a file may hold this parameter unchanged, neither split nor transposed."""
     probe = torch.arange(shape.numel()).view(shape)
     try:
         pieces = on_disk(model, name, probe)

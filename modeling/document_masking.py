@@ -1,4 +1,4 @@
-"""Whether a model keeps documents apart that are packed into one sequence.
+"""Tests whether a model keeps documents apart that are packed into one sequence.
 
 transformers derives where documents begin from `position_ids` and masks attention accordingly, for architectures that
 build their mask with its `create_causal_mask`. Others accept the argument and silently attend across documents (OPT,
@@ -17,18 +17,18 @@ from transformers import PretrainedConfig, masking_utils
 from config.errors import UserError
 
 LARGEST_LEAK = 1e-3
-"""[fraction] Largest change of the next document's logits, relative to a document's own change: rounding, where a
-kernel's order of summation depends on its input. Models that keep documents apart show exactly 0 in FP32 and BF16 on a
-CPU (Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the least that others show is 6e-3 (Bloom,
-BF16)."""
+"""[fraction] Largest change of the next document's logits, relative to the changed document's own, that is put down to
+rounding in kernels whose summation order depends on their input. Models that keep documents apart show exactly 0 in
+FP32 and BF16 on a CPU (Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, GPT-J); the smallest change in others is
+6e-3 (Bloom, BF16)."""
 _LENGTHS = (6, 10)
 
 
 @contextmanager
 def rows_of(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Around a forward pass of `inputs`: rows hold several documents only where these have `position_ids`.
+    """Context manager for a forward pass of `inputs`: rows are packed only if `inputs` has `position_ids`.
 
-    transformers reads from the device in each pass to see whether they do, and the host waits for it.
+    transformers would find out by reading from the device in every pass, which makes the host wait.
     """
     own = masking_utils.find_packed_sequence_indices
     if "position_ids" not in inputs:

@@ -1,8 +1,8 @@
-"""Uniform noise on the embeddings in training, as a regulariser of fine-tuning.
+"""Uniform noise on the embeddings in training, as a regulariser for fine-tuning.
 
-To every value of the embedding layer's output epsilon alpha / sqrt(L d) is added (Jain et al. 2023, "NEFTune",
-algorithm 1): epsilon uniform in (-1, 1), L the tokens of the row, d the width. Epsilon is a hash of a key of its token,
-which comes with the batch, and of its channel, so it is the same however a batch is cut, and no generator is saved.
+Each value of the embedding layer's output gets epsilon alpha / sqrt(L d) added (Jain et al. 2023, "NEFTune", algorithm
+1), with epsilon uniform in (-1, 1), L the number of tokens in the row and d the width. Epsilon is a hash of the token's
+key, which comes with the batch, and the channel: it does not depend on how a batch is split, and no generator is saved.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 KEYS, LENGTHS = "noise_keys", "row_lengths"
-"""Further inputs of a batch, (micro, sequence) int64 each: a token's key, and how many tokens its row has, 0 of
+"""Extra inputs of a batch, (micro, sequence) int64 each: a token's key, and the number of tokens in its row, 0 for
 padding, which gets no noise."""
 _CHUNK_VALUES, _CACHED_VALUES = 1 << 22, 1 << 16
-"""Values that are hashed at once: 32 MiB of int64, and on a CPU what its caches hold."""
+"""Values hashed at once: 32 MiB of int64; on a CPU, as many as its caches hold."""
 _GOLDEN, _FIRST, _SECOND = (
     factor - (1 << 64) for factor in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
 
 class EmbeddingNoise:
-    """Noise on the input embedding of one model, from then on; none outside of `of`, and none in evaluation."""
+    """Adds noise to the output of one model's input embedding, inside `of` and in training only."""
 
     def __init__(self, model: PreTrainedModel, alpha: float) -> None:
         """alpha: above 0; 5 to 15 in the paper."""
@@ -36,8 +36,8 @@ class EmbeddingNoise:
 
     @contextmanager
     def of(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Inside, forward passes in training have the noise of a micro-batch. inputs: as `Batch.micro_batches` gives
-        them; yields those that are the model's. A batch without KEYS has no noise."""
+        """Context manager: training passes get the noise of a micro-batch. inputs: from `Batch.micro_batches`; yields
+        those meant for the model. A batch without KEYS gets no noise."""
         self._now = (inputs[KEYS], inputs[LENGTHS]) if KEYS in inputs else None
         try:
             yield {name: value for name, value in inputs.items() if name not in (KEYS, LENGTHS)}
@@ -62,11 +62,11 @@ def has_noise(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
-    """(n, width) of FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1), by SplitMix64 (Steele, Lea and Flood
-    2014) from each of the states `keys`, (n,) int64.
+    """(n, width) FP32, uniform over the 2^23 odd multiples of 2^-23 in (-1, 1), drawn by SplitMix64 (Steele, Lea and
+    Flood 2014) from each state in `keys`, (n,) int64.
     """
     found = torch.empty(len(keys), width, device=keys.device)
-    steps = torch.arange(1, width + 1, device=keys.device) * _GOLDEN  # int64 wraps, as the unsigned numbers do
+    steps = torch.arange(1, width + 1, device=keys.device) * _GOLDEN  # int64 wraps around like unsigned numbers
     rows = max(1, (_CACHED_VALUES if keys.device.type == "cpu" else _CHUNK_VALUES) // width)
     for start in range(0, len(keys), rows):
         value = keys[start : start + rows, None] + steps
@@ -78,5 +78,5 @@ def uniform(keys: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _shifted(value: torch.Tensor, bits: int) -> torch.Tensor:
-    """A logical shift to the right; that of int64 would repeat the sign."""
+    """Logical right shift; int64's own would replicate the sign bit."""
     return (value >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,9 +1,9 @@
-"""Experts of a mixture that are shared out among ranks (`parallel.expert`): each has E / N of every layer's E experts.
+"""Expert parallelism (`parallel.expert`): each of N ranks holds E / N of every layer's E experts.
 
 In each layer a rank sends every (token, expert) pair to the rank that has the expert, which computes it and sends the
-result back (Lepikhin et al. 2021, "GShard"); none is dropped. The sender weighs the results and adds them up, so
-routers and the counts of `router_balance` are those of experts that are not shared. A rank's slice of transformers'
-three-dimensional tensors is computed by the model's own module as if there were no others.
+result back (Lepikhin et al. 2021, "GShard"); none is dropped. The sender weights the results and sums them, so routers
+and the counts of `router_balance` are the same as without expert parallelism. The model's own module computes with the
+rank's slice of transformers' three-dimensional tensors as if there were no other experts.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from config.errors import UserError
 from modeling.tensor_parallel import CUT, Cut, Ranks
 
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
-"""Kinds of models whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
+"""Model types whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Keys of the number of experts of a layer."""
+"""Config keys for the number of experts in a layer."""
 
 
 def expert_count(shape: PretrainedConfig) -> int | None:
-    """Experts of a layer by a model's config; None where it names none."""
+    """Experts in a layer according to a model's config; None if it names none."""
     text = shape.get_text_config()
     return next((int(getattr(text, key)) for key in EXPERT_COUNTS if getattr(text, key, None)), None)
 
@@ -45,7 +45,7 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
 
 
 def share_experts(model: nn.Module, group: Ranks, name: str) -> int:
-    """Keep this rank's experts of each layer, in place; the number of layers. name: DeepSpeed's of the group."""
+    """Keep this rank's experts of each layer, in place; returns the number of layers. name: DeepSpeed's group name."""
     layers = 0
     for module in _layers_of_experts(model):
         count, own = int(module.num_experts), int(module.num_experts) // group.size
@@ -53,7 +53,7 @@ def share_experts(model: nn.Module, group: Ranks, name: str) -> int:
         for key, whole in list(module.named_parameters(recurse=False)):
             if whole.shape[0] != count:
                 raise ValueError(f"{type(module).__name__}.{key} has {whole.shape[0]} rows for {count} experts")
-            # a copy: a view would keep the whole in memory
+            # a copy: a view would keep the whole tensor in memory
             parameter: Any = nn.Parameter(how.slice_of(whole.detach(), group.rank).clone())
             parameter.allreduce, parameter.group_name = False, name
             setattr(parameter, CUT, how)
@@ -76,9 +76,9 @@ def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
 def _dispatched(
     experts: Any, group: Ranks, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts' own forward pass, over the ranks of a group. A collective, as is its backward pass.
+    """The experts' own forward pass, spread over the ranks of a group. A collective, as is its backward pass.
 
-    hidden: (tokens, width). index: (tokens, k) int64, of all experts. weights: (tokens, k).
+    hidden: (tokens, width). index: (tokens, k) int64, among all experts. weights: (tokens, k).
     """
     own, size, k = experts.num_experts, group.size, index.shape[1]
     order = index.flatten().argsort(stable=True)
@@ -88,7 +88,7 @@ def _dispatched(
     rows = _Exchange.apply(hidden.repeat_interleave(k, 0)[order], sent, received, group)
     ids = torch.arange(own, device=rows.device).repeat(size).repeat_interleave(of_mine.flatten(), output_size=len(rows))
     idle = not len(rows)
-    if idle:  # a row whose result nobody uses, so that the backward pass is the same, collectives included
+    if idle:  # a dummy row whose result is not used: the backward pass runs as on other ranks, collectives included
         rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
     found = type(experts).forward(experts, rows, ids[:, None], rows.new_ones(len(rows), 1))
     found = _Exchange.apply(found[:-1] if idle else found, received, sent, group)
@@ -97,7 +97,7 @@ def _dispatched(
 
 
 class _Exchange(torch.autograd.Function):
-    """Send rows to the ranks of a group, and in the backward pass their gradients back."""
+    """Sends rows to the ranks of a group and, in the backward pass, their gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Ranks) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A text sample from the model in training."""
+"""Samples text from the model during training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 
 def can_cache(config: PretrainedConfig) -> bool:
-    """Whether `generate` may keep keys and values, which fails where T5's decoder has more layers than its encoder."""
+    """Whether `generate` may cache keys and values, which fails if T5's decoder has more layers than its encoder."""
     deep = getattr(config, "num_decoder_layers", None)
     return deep is None or deep <= config.num_hidden_layers
 
@@ -24,9 +24,9 @@ def sample_text(
     device: torch.device,
     has_encoder: bool = False,
 ) -> str:
-    """The prompt and its continuation by `tokens` sampled tokens, or on a line of its own an encoder-decoder's answer.
+    """The prompt continued by `tokens` sampled tokens, or, for an encoder-decoder, the answer on the next line.
 
-    Every rank has to call it alike: under ZeRO-3 each forward pass is a collective, so the length is fixed.
+    Every rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed.
     """
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
     was_training = model.training

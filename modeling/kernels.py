@@ -1,13 +1,13 @@
 """Liger's Triton kernels for a model's norms, rotary embeddings and gated activations: `model.kernels` liger or auto.
 
 Liger's own patching (`apply_liger_kernel_to_llama`) replaces functions and classes of transformers, and so changes
-every other model in the process, the FP32 reference included. So only its autograd functions are used. A module gets a
-subclass of its own class with another `forward`: its name, parameters, hooks and isinstance checks stay. Calls in
-another dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
+every other model in the process, the FP32 reference included. So only its autograd functions are used. A module's class
+becomes a subclass with another `forward`: its name, parameters, hooks and isinstance checks stay. Calls in a different
+dtype than the run's, such as telemetry's pass over the FP32 masters, run the module's own code.
 
-The rotary embedding overwrites the outputs of the projections, and the gradients of a gated activation overwrite its
-inputs, unknown to autograd. Nothing reads those again in a pass that keeps its activations or recomputes whole modules;
-`activation_checkpointing = ops` does, and the config refuses it.
+The rotary embedding overwrites the projections' outputs, and the gradients of a gated activation overwrite its inputs,
+without telling autograd. Nothing reads those again in a pass that keeps its activations or recomputes whole modules;
+`activation_checkpointing = ops` would, and the config refuses it.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from config.errors import UserError, one_line
 
 _ROTATION = "apply_rotary_pos_emb"
 _ROWS = 8
-"""Tokens that a kernel is tested on."""
+"""Number of tokens that a kernel is tested with."""
 _FLOOR = 1e-5
-"""Relative error that is allowed in any dtype: sums in another order."""
+"""Relative error allowed in any dtype, for sums in a different order."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ ARCHITECTURES = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), Norm(1.0, "gemma")),
     "olmo2": Norm(0.0, "gemma"),
 }
-"""Hugging Face model types that support these kernels."""
+"""Hugging Face model types that these kernels support."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class _Replacement:
     own: Callable[..., Any]
     """The module's own code, as a function of tensors of `shapes`."""
     kernel: Callable[..., Any]
-    """The same with the kernel."""
+    """The same function, computed by the kernel."""
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -96,7 +96,7 @@ def cannot_run_on(device: torch.device) -> bool:
 
 
 def require_liger(architecture: str, device: torch.device) -> None:
-    """Raises UserError, with the reason, where Liger's kernels do not support this model type or device."""
+    """Raises UserError, with the reason, if Liger's kernels do not support this model type or device."""
     problem = unavailable_reason(device)
     if architecture not in ARCHITECTURES:
         problem = f"it is not supported for {architecture}, only for {', '.join(sorted(ARCHITECTURES))}"
@@ -106,13 +106,13 @@ def require_liger(architecture: str, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """Kernels that were tested for a model and are not used yet."""
+    """Kernels that were tested for a model but not applied yet."""
 
     modules: tuple[tuple[nn.Module, type, str], ...]
-    """Each with its new class, and the name of what the kernel computes."""
+    """(module, its new class, name of what the kernel computes)."""
 
     def apply(self) -> str:
-        """Make the modules, in place, use the kernels; returns a line to log."""
+        """Switch the modules to the kernels, in place; returns a line to log."""
         for module, kind, _ in self.modules:
             module.__class__ = kind
         counts = sorted(Counter(what for *_, what in self.modules).items())
@@ -158,7 +158,7 @@ def _norm(module: Any, norm: Norm, dtype: torch.dtype) -> _Replacement:
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.dtype != dtype:
             return own(self, hidden)
-        # The last argument but one: not in place, because the gradient it is given may be another module's as well.
+        # The False: not in place, because the incoming gradient may also go to another module.
         epsilon = getattr(self, name)
         return LigerRMSNormFunction.apply(hidden, self.weight, epsilon, norm.offset, norm.casting, False, None)
 
@@ -185,7 +185,7 @@ def _gated(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | None:
         return None
 
     def fused(both: torch.Tensor) -> torch.Tensor:
-        rows = both.flatten(0, -2)  # Liger 0.8.5 hands back the gradient of rows whatever it was given
+        rows = both.flatten(0, -2)  # Liger 0.8.5 returns the gradient as rows whatever the input's shape
         return LigerFusedGateUpSiLUMulFunction.apply(rows).unflatten(0, both.shape[:-1])
 
     def by_torch(*given: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | No
 
     own = type(module).forward
     rotate = own.__globals__.get(_ROTATION)
-    if rotate is None or _ROTATION not in own.__code__.co_names:  # wrapped by a decorator, say
+    if rotate is None or _ROTATION not in own.__code__.co_names:  # for example, wrapped by a decorator
         return None
 
     def rotate_by_kernel(
@@ -221,7 +221,7 @@ def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | No
             return rotate(query, key, cos, sin)
         return LigerRopeFunction.apply(query, key, cos, sin)
 
-    # The attention's own code, with another function under the name that it calls.
+    # The attention's own code, with the kernel bound to the name of the function that it calls.
     forward = types.FunctionType(
         own.__code__, {**own.__globals__, _ROTATION: rotate_by_kernel}, own.__name__, own.__defaults__, own.__closure__
     )

@@ -1,6 +1,6 @@
-"""Cross-entropy of a linear layer's logits, some tokens at a time: no tensor ever holds all logits.
+"""Cross-entropy of a linear layer's logits, one chunk of tokens at a time: no tensor ever holds all logits.
 
-The gradients of a chunk are made while its logits are there, in the forward pass, as in Liger Kernel (Hsu et al. 2024,
+A chunk's gradients are computed in the forward pass, while its logits exist, as in Liger Kernel (Hsu et al. 2024,
 section 3.2). *The weight's gradient is summed over chunks in FP32* and rounded once. *Gradients are multiplied by
 `gradient_scale`*, the gradient that the loss will receive in the backward pass: without it an FP16 gradient of the
 hidden states would be rounded before the loss scale could lift it.
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 
 class Vocabulary(Protocol):
-    """The ranks that share the head's rows, and which of them are this rank's."""
+    """The ranks that share the head's rows, and which rows this rank has."""
 
     @property
     def first(self) -> int:
@@ -30,14 +30,14 @@ class Vocabulary(Protocol):
         """In-place sum over these ranks."""
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place largest value of these ranks."""
+        """In-place maximum over these ranks."""
 
 
 class Head(NamedTuple):
     """Computes logits from hidden states: cap(scale x (hidden weight^T + bias))."""
 
     weight: torch.Tensor
-    """(vocabulary, hidden size); of this rank's part of the vocabulary, where ranks share it"""
+    """(vocabulary, hidden size); only this rank's part of the vocabulary if ranks share it"""
     bias: torch.Tensor | None
     """(vocabulary,)"""
     scale: float = 1.0
@@ -47,8 +47,8 @@ class Head(NamedTuple):
     """The ranks that share the vocabulary; they have the same hidden states and labels. Each token's three softmax sums
     and the gradient of the hidden states are reduced over them (Shoeybi et al. 2019, section 3)."""
     softmax: Callable[..., torch.Tensor] | None = None
-    """`modeling.loss_kernel.fused_softmax` where it computes here; None: torch's operators. Without a bias, whose
-    gradient is a sum of FP32 gradients, and where the vocabulary is not shared."""
+    """`modeling.loss_kernel.fused_softmax` if it works on this device; None: torch's operators. Not used with a bias,
+    whose gradient is a sum of FP32 gradients, nor with a shared vocabulary."""
 
 
 def linear_cross_entropy(
@@ -61,14 +61,14 @@ def linear_cross_entropy(
     weights: torch.Tensor | None = None,
     right: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed cross-entropy in nats over the labels that count, as a scalar; and that of each label, without gradient.
+    """Cross-entropy in nats, summed over the labels that count, as a scalar; and per label, without gradient.
 
     hidden: (..., hidden size). labels: (...) int64, already shifted, IGNORED where masked. Matmuls run in the dtype of
     autocast where it is on, else in that of the weight; the softmax and both results are FP32 or wider. gradient_scale:
-    the gradient that the sum will receive; any other one is correct too, but 16-bit gradients are rounded at this
-    scale. weights: of the shape of labels, factors on the losses in the sum; None: 1 each. right: contiguous, FP32, of
-    the shape of labels, filled with what `likeliest` gives; only where no gradients are made. One backward pass can run
-    through the sum, which keeps gradients instead of activations. Raises ValueError.
+    the gradient that the sum will receive; any other value is correct too, but 16-bit gradients are rounded at this
+    scale. weights: factors on the losses in the sum, shaped like labels; None: 1 each. right: contiguous, FP32, shaped
+    like labels, filled with the result of `likeliest`; only without gradients. The sum supports one backward pass,
+    since it keeps gradients instead of activations. Raises ValueError.
     """
     if right is not None and torch.is_grad_enabled():
         raise ValueError("which labels are the likeliest is found without gradients only")
@@ -91,7 +91,7 @@ _making_gradients = False
 
 
 def is_making_gradients() -> bool:
-    """Whether what runs now, in the forward pass, is work of the backward pass: the gradients of a chunk."""
+    """Whether the forward pass is now doing work of the backward pass: computing the gradients of a chunk."""
     return _making_gradients
 
 
@@ -156,7 +156,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if ctx.made is None:
             raise RuntimeError("a chunked loss supports one backward pass: its gradients were returned already")
         made, ctx.made = ctx.made, None
-        ratio = upstream[0] / ctx.scale  # 1 where the caller gave the right scale; nan or inf where the loss was
+        ratio = upstream[0] / ctx.scale  # 1 if the caller gave the right scale; nan or inf if the loss was
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
         return (*gradients, *[None] * 8)
@@ -169,7 +169,7 @@ def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _softmax_loss(
     logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool, *, right: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(tokens,) losses of a chunk. Overwrites `logits`, with_gradient with the loss's gradient.
+    """(tokens,) losses of a chunk. Overwrites `logits`; if with_gradient, with their gradient.
 
     logits: (tokens, vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`.
     """
@@ -231,7 +231,7 @@ class _Gradients:
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
 
     def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add a chunk. gradient: of its logits. states, weight: in the compute dtype."""
+        """Add a chunk. gradient: that of its logits. states, weight: in the compute dtype."""
         narrow = gradient.to(weight.dtype)
         if self._hidden is not None:
             self._hidden[rows] = narrow @ weight
@@ -266,9 +266,9 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """1 where no token is likelier than the label, 0 elsewhere and where a label is masked, FP32 of the labels' shape.
+    """1 where no token is likelier than the label, 0 elsewhere and for masked labels; FP32, shaped like the labels.
 
-    Of n tokens that are equally the likeliest each counts 1 / n: a model that prefers nothing is right by chance.
+    Each of n tokens that tie as likeliest counts 1 / n, so that a model without preferences is right by chance.
     """
     largest = logits.amax(-1, keepdim=True)
     of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))

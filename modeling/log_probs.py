@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens under logits, without an FP32 copy of all logits.
 
-A log-softmax in FP32 of 16-bit logits and its gradient would each take twice the memory of the logits. Here a chunk of
-tokens at a time is widened, in the forward pass for its log-sum-exp and again in the backward pass; what is kept are
-the logits themselves and one number for each token.
+An FP32 log-softmax of 16-bit logits and its gradient would each take twice the memory of the logits. Here one chunk of
+tokens is widened at a time, in the forward pass for its log-sum-exp and again in the backward pass; only the logits
+themselves and one number per token are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from modeling.linear_cross_entropy import IGNORED
 from modeling.objectives.objective import Forward
 
 CHUNK_VALUES = 1 << 24
-"""Logits that are widened at a time."""
+"""Number of logits widened at a time."""
 
 
 def token_log_probs(
@@ -26,7 +26,7 @@ def token_log_probs(
 
 
 def answer_log_probs(forward: Forward, inputs: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
-    """FP32 of the shape of the inputs `input_ids` and `targets`: log-probabilities of these targets, as above."""
+    """Log-probabilities of the input `targets`, in FP32 and its shape, by `token_log_probs`."""
     ids, targets = inputs["input_ids"].flatten(0, -2), inputs["targets"].flatten(0, -2)
     logits = forward(input_ids=ids, use_cache=False).logits
     found = token_log_probs(logits, targets, ignored=IGNORED, temperature=temperature)

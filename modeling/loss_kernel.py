@@ -1,8 +1,8 @@
 """A Triton kernel for the softmax of the chunked loss: losses and gradient of a chunk of logits in one launch.
 
 torch's operators take ten passes over a chunk in FP32. Here each logit is read twice and overwritten once by its
-gradient, in the dtype of the matmul that made it; in between everything is FP32, as it is there. One program has one
-token, so a token's sums are added in a fixed order.
+gradient, in the dtype of the matmul that produced it; in between everything is FP32, as with torch's operators. Each
+program handles one token, so a token's terms are summed in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from config.errors import one_line
 from modeling.linear_cross_entropy import IGNORED
 
 _BLOCK = 4096
-"""[logits] Number that a program holds at a time."""
+"""[logits] Number held by a program at a time."""
 _ERROR = 1e-5
-"""Relative error of the losses that is allowed: sums in another order."""
+"""Relative error allowed in the losses, for sums in a different order."""
 
 
 @triton.jit
-def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton looks annotations up
+def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
     logits,
     labels,
     factors,
@@ -91,7 +91,7 @@ def fused_softmax(
 
 
 def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the kernel does not compute cross-entropy on this device; None: it does, on a few random logits."""
+    """Why the kernel fails to compute cross-entropy of a few random logits on this device; None if it succeeds."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(8, 5000, generator=generator)).to(device, dtype)
     labels = torch.arange(8, device=device)

@@ -1,4 +1,4 @@
-"""Groups of parameters that the optimizer treats alike: with their weight decay, learning rate and rule."""
+"""Groups of parameters that the optimizer treats alike: the same weight decay, learning rate and update rule."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from modeling.adapter import head_weights
 _EXPERTS = "Expert"
 """Part of the class names of fused experts, in every model of transformers."""
 _NO_WEIGHTS = ("Norm", "Embedding", "Dora")
-"""Parts of the class names of modules whose `weight` is a scale or a table; DoRA's is of magnitudes."""
+"""Parts of the class names of modules whose `weight` is a scale or a table; DoRA's holds magnitudes."""
 
 
 def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
-    """torch's groups: `params`, and what they have in common. None is empty; frozen parameters are left out.
+    """torch's parameter groups: `params` and their options. No group is empty; frozen parameters are left out.
 
-    weight_decay: that of weights (`_is_weight`); 0 for all else. A parameter shared by an embedding and an output head
-    counts as an embedding. lr_factor: of the learning rate that the schedule gives, 1.0 but for `optimizer.groups`.
-    matrix: whether they are hidden matrices and the optimizer has a rule for these: a linear layer's or router's
-    weight, and the 3-D tensors of fused experts; but not the layer that makes the logits, of which an adapter may train
-    a copy. moe, name: of experts that ranks share (`parallel.expert`), which DeepSpeed partitions over fewer ranks.
+    weight_decay: 0 for all but weights (`_is_weight`), unless `optimizer.groups` sets it. A parameter shared by an
+    embedding and an output head counts as an embedding. lr_factor: on the scheduled learning rate, 1.0 unless
+    `optimizer.groups` sets it. matrix: whether these are hidden matrices and the optimizer has a rule for them: weights
+    of linear layers and routers, and 3-D tensors of fused experts, but not the layer that computes the logits nor an
+    adapter's copy of it. moe, name: for experts of `parallel.expert`, which DeepSpeed partitions over fewer ranks.
 
     Raises UserError for a group of the config that matches no parameter.
     """
@@ -43,7 +43,7 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         path, _, key = name.rpartition(".")
         owner = type(owners[path]).__name__
         decays = dimensions >= 2 and _is_weight(owner, key) and id(parameter) not in embeddings
-        # not a convolution's kernel, which has three dimensions, too, nor DBRX's experts, stacked in two
+        # not a convolution's kernel, which also has three dimensions, nor DBRX's experts, stacked in two
         is_matrix = dimensions == 2 and key == "weight" or dimensions == 3 and _EXPERTS in owner
         matrix = splits and decays and is_matrix and id(parameter) not in head
         own = max((i for i, group in enumerate(section.groups) if fnmatchcase(name, group.match)), default=-1)
@@ -70,10 +70,10 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
 
 
 def _is_weight(owner: str, key: str) -> bool:
-    """Whether a parameter of two dimensions or more is what a layer multiplies its input by.
+    """Whether a parameter of two or more dimensions is one that a layer multiplies its input by.
 
-    owner: class of the module that has it. key: its name there. Shapes do not tell: a norm of queries may have a row
-    for each head, a bias of fused experts a row for each expert, and Mamba's `A_log` and Zamba's `D` are 2-D.
+    owner: class name of the module that has it. key: its name there. Shapes cannot tell: a norm of queries may have a
+    row per head, a bias of fused experts a row per expert, and Mamba's `A_log` and Zamba's `D` are 2-D.
     """
     if _EXPERTS in owner:
         return not key.endswith("bias")
@@ -81,7 +81,7 @@ def _is_weight(owner: str, key: str) -> bool:
 
 
 def group_of_each(model: torch.nn.Module, section: OptimizerSection) -> dict[int, dict[str, Any]]:
-    """id of each trainable parameter, in the order of the groups, to what its group has in common."""
+    """Maps the id of each trainable parameter, in the order of the groups, to the options of its group."""
     groups = parameter_groups(model, section)
     common = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return {id(p): shared for group, shared in zip(groups, common, strict=True) for p in group["params"]}

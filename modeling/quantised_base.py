@@ -1,7 +1,7 @@
-"""A frozen base in 4 or 8 bits: how it is loaded, what it holds, and the weights that it stands for.
+"""A frozen base in 4 or 8 bits: how it is loaded, what it holds, and the weights that it represents.
 
-transformers loads it tensor by tensor with `bitsandbytes`, from the values of the model's own files: the codes do not
-depend on precision.compute, nor on rank or ZeRO stage. Embeddings, norms and the output embedding stay floats.
+transformers quantises it tensor by tensor with `bitsandbytes`, from the values in the model's own files: the codes do
+not depend on precision.compute, rank or ZeRO stage. Embeddings, norms and the output embedding are not quantised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from config.schema import AdapterSection
 
 
 def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig, options: dict) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a quantised base; none for one in floats. auto: the class that loads it."""
+    """Arguments of `from_pretrained` for a quantised base; empty for others. auto: the class that loads it."""
     if section.base == "compute":
         return {}
     with torch.device("meta"):
@@ -28,7 +28,7 @@ def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig
 
 
 def settings(section: AdapterSection, *, skipped: list[str] | None = None) -> Any:
-    """The `BitsAndBytesConfig` of a base. skipped: modules that stay floats; None: as transformers has it."""
+    """The `BitsAndBytesConfig` of a base. skipped: modules not to quantise; None: transformers' default."""
     require("bitsandbytes", f"adapter.base={section.base}")
     from transformers import BitsAndBytesConfig
 
@@ -52,7 +52,7 @@ def compute_as_inputs(model: torch.nn.Module) -> None:
 
 
 def freeze_quantised(model: PreTrainedModel) -> None:
-    """`compute_as_inputs`, and let the model be an ordinary one, in place, which can be cast and saved."""
+    """Apply `compute_as_inputs` and make the model, in place, an ordinary one that can be cast and saved."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)
@@ -64,17 +64,17 @@ def freeze_quantised(model: PreTrainedModel) -> None:
 
 
 def quantised_layers(model: torch.nn.Module) -> dict[str, Any]:
-    """The quantised layers by name: each knows its `scales()`, its `whole_shape` and its weights, `rebuilt(dtype)`."""
+    """The quantised layers by name: each has `scales()`, `whole_shape` and `rebuilt(dtype)`, its weights."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "rebuilt")}
 
 
 def quantised_parameters(model: torch.nn.Module) -> dict[int, Any]:
-    """The layers by the id of their weight, which holds codes."""
+    """The quantised layers by the id of their weight, which holds codes."""
     return {id(layer.weight): layer for layer in quantised_layers(model).values()}
 
 
 def stored_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Codes, as far as this rank holds them, and scales."""
+    """The codes that this rank holds, and all scales."""
     for layer in quantised_layers(model).values():
         yield getattr(layer.weight, "ds_tensor", layer.weight).data
         yield from layer.scales()

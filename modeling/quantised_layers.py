@@ -1,10 +1,10 @@
 """Linear layers of `bitsandbytes` that compute in the dtype of their input, and in no other.
 
-The library's own round inputs to FP16 or to a dtype that the first call sets, and on some CPUs pack their weights anew
-in evaluation. Here every pass rebuilds the weights from their codes and scales and multiplies; the backward pass
-rebuilds them, so that only codes and scales are kept.
+The library's own layers round inputs to FP16 or to a dtype that the first call sets, and on some CPUs repack their
+weights in evaluation. Here every forward pass rebuilds the weights from codes and scales, and the backward pass does so
+again, so that only codes and scales are kept.
 
-Imported where a config asks for it: it needs the package.
+Import it only if the config asks for it: it needs the bitsandbytes package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = gradients
-        # of the layer as it is now: ZeRO-3 has gathered it again, and what was gathered before is not kept
+        # read from the layer now: ZeRO-3 has gathered its weight again, and did not keep the one gathered before
         return gradient @ context.layer.rebuilt(gradient.dtype), None, None
 
 
@@ -38,7 +38,7 @@ class _Frozen:
     bias: Any
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., outputs) in the dtype of x, or of the autocast region around."""
+        """(..., outputs) in the dtype of x, or of the enclosing autocast region."""
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
@@ -47,7 +47,7 @@ class _Frozen:
         return found
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Codes and bias only: scales are made from the model's files at each start, and no checkpoint has the base."""
+        """Codes and bias only: scales are computed from the model's files at each start; checkpoints lack the base."""
         torch.nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)  # type: ignore[arg-type]
 
 
@@ -58,7 +58,7 @@ class FrozenLinear4bit(_Frozen, Linear4bit):
         """(outputs, inputs): the weights, code times scale in FP32, rounded once."""
         state: Any = copy.copy(self.quant_state)
         size, block = self.whole_shape.numel(), state.blocksize
-        # a block a row: bitsandbytes 0.50.2 begins a new one with each row on a CPU, and rows may end inside a block
+        # one block per row: on a CPU bitsandbytes 0.50.2 starts a new block at each row, but rows may end inside one
         state.shape = (size // block, block) if size % block == 0 else (1, size)
         state.dtype = dtype
         found: torch.Tensor = dequantize_4bit(self.weight.data.view(-1, 1), state)
@@ -81,11 +81,11 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
     """8-bit codes and the largest magnitude of each row."""
 
     largest: torch.Tensor
-    """(outputs,) FP32. No buffer, which would be rounded with the model."""
+    """(outputs,) FP32. Not a buffer, which would be rounded with the model."""
 
     def rebuilt(self, dtype: torch.dtype) -> torch.Tensor:
         """(outputs, inputs): the weights, code times scale in FP32, rounded once."""
-        codes = self.weight.data.to(dtype)  # of 8 bits: exact in every float
+        codes = self.weight.data.to(dtype)  # 8-bit codes are exact in every float dtype
         return codes.mul_((self.largest / 127).unsqueeze(1))
 
     def scales(self) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
 
 
 def freeze(layer: Any) -> None:
-    """Make a quantised layer of the library one of the above, in place; any other module stays as it is."""
+    """Turn one of the library's quantised layers into one of the above, in place; other modules stay unchanged."""
     weight: Any = getattr(layer, "weight", None)
     if isinstance(layer, Linear4bit):
         layer.__class__ = FrozenLinear4bit
@@ -107,5 +107,5 @@ def freeze(layer: Any) -> None:
     elif isinstance(layer, Linear8bitLt):
         layer.__class__ = FrozenLinear8bit
         layer.largest = weight.SCB.float()
-        # second references, which would keep the whole of what ZeRO-3 partitions
+        # drop second references, which would keep in full what ZeRO-3 partitions
         weight.CB, layer.state.CB = None, None

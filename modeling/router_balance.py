@@ -1,14 +1,14 @@
-"""The balancing loss of mixtures of experts, over the whole global batch, so that it does not depend on how it is cut.
+"""The balancing loss of mixtures of experts over the global batch, so that it does not depend on the batch's split.
 
-For each layer with E experts, of which every token takes k (Fedus et al. 2021, equations 4 to 6), and then the mean
-over the layers:
+For each layer with E experts, of which every token uses k (Fedus et al. 2021, equations 4 to 6), averaged over the
+layers:
 
     L = E sum_e f_e P_e     f_e: tokens sent to expert e, as a share of all tokens; it has no gradient
                             P_e: mean over all tokens of the probability that the router gives expert e
 
-f_e is of all tokens of the step, on all ranks and in all micro-batches; P_e is a sum over tokens, whose parts add up.
-The router's z-loss (Zoph et al. 2022, equation 5) is the mean over tokens of logsumexp(logits)^2. docs/moe.md has why
-transformers' own, of one micro-batch and all layers together, depends on the cut.
+f_e covers all tokens of the step, on all ranks and in all micro-batches; P_e is a sum over tokens, whose parts add up.
+The router's z-loss (Zoph et al. 2022, equation 5) is the mean over tokens of logsumexp(logits)^2. docs/moe.md says why
+transformers' own loss, over one micro-batch and all layers together, depends on the split.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _VERIFIED = frozenset(
     | {"jamba", "jetmoe", "mellum", "minimax", "mixtral", "olmoe"}
     | {"qwen2_moe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"}
 )
-"""Kinds of models whose routers weigh experts by a softmax of their logits, and whose own choice is seen, whatever
-biases it. Others take a sigmoid (DeepSeek V3, MiniMax-M2, Laguna, Flint) or sample (Phi-3.5-MoE), and P is not defined.
+"""Model types whose routers weight experts by a softmax of their logits, and whose choice can be observed, whatever
+biases it. Others use a sigmoid (DeepSeek V3, MiniMax-M2, Laguna, Flint) or sample (Phi-3.5-MoE), so P is undefined.
 """
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_weight")
-"""Names that models give the weight of their own balancing loss: the second is JetMoe's, the third DBRX's."""
+"""Config keys of the weight of a model's own balancing loss: the second is JetMoe's, the third DBRX's."""
 
 
 def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalance | None:
-    """The terms that model.balance_loss and model.router_z_loss ask for; None without. Raises UserError."""
+    """The terms that model.balance_loss and model.router_z_loss ask for; None if neither does. Raises UserError."""
     if not section.balance_loss and not section.router_z_loss:
         return None
     reason = _unbalanced_reason(model)
@@ -48,7 +48,7 @@ def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalan
 
 
 def untrained_balance(model: PreTrainedModel, section: ModelSection) -> list[str]:
-    """A note where the model has a balancing loss and the config does not ask for one."""
+    """A note if the model has a balancing loss but the config does not ask for one."""
     if section.balance_loss:
         return []
     own = _own_balance(model.config.get_text_config())
@@ -62,7 +62,7 @@ def untrained_balance(model: PreTrainedModel, section: ModelSection) -> list[str
 
 
 def _own_balance(config: Any) -> str | None:
-    """`key = value` of the coefficient with which transformers would add its loss to the model's; None without one."""
+    """`key = value` of the coefficient with which transformers would add its own loss; None if there is none."""
     for key in _COEFFICIENTS:
         value: Any = config
         for name in key.split("."):
@@ -73,7 +73,7 @@ def _own_balance(config: Any) -> str | None:
 
 
 def _unbalanced_reason(model: PreTrainedModel) -> str | None:
-    """Why the loss is not defined for a model; None where it is."""
+    """Why the loss is not defined for a model; None if it is."""
     if model.config.get_text_config().model_type.removesuffix("_text") not in _VERIFIED:
         return "no router was seen to choose experts by a softmax of its logits"
     return None if _routers(model) else "its config has no routers"
@@ -98,17 +98,17 @@ class RouterBalance:
         """Each router's logits of the last pass, (tokens, experts), and the experts it chose, (tokens, k) int64."""
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's forward pass, of which `routed` is kept until the next one."""
+        """The model's forward pass, wrapped to fill `routed` in each call."""
 
         def watched(**inputs: Any) -> Any:
             found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
             def see(module: Any, _: Any, output: Any) -> None:
-                # JetMoe's has its logits last, and takes the largest
+                # JetMoe's router returns its logits last and chooses the largest
                 logits = output[0] if len(output) == 3 else output[-1]
                 found.append((logits, output[2] if len(output) == 3 else logits.detach().topk(module.top_k).indices))
 
-            # added last, so that they see what ZeRO-3's own hooks make of the outputs; a recomputation does not count
+            # added last, to see the outputs as ZeRO-3's own hooks leave them; recomputations are not recorded
             hooks = [module.register_forward_hook(see) for module in self._routers]
             try:
                 return forward(**inputs)
@@ -120,12 +120,12 @@ class RouterBalance:
         return watched
 
     def counts(self) -> torch.Tensor:
-        """(layers, experts) float64: tokens of the last pass by expert."""
+        """(layers, experts) float64: the last pass's number of tokens per expert."""
         rows = [torch.nn.functional.one_hot(chosen, logits.shape[-1]).sum((0, 1)) for logits, chosen in self.routed]
         return torch.stack(rows).double()
 
     def loss(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last pass's part of the loss with coefficients, () FP32, and without, (2,). counts: of the step."""
+        """The last pass's part of the weighted loss, () FP32, and of the two terms, (2,). counts: of the whole step."""
         experts, tokens = counts.shape[1], counts[0].sum() / self.routed[0][1].shape[-1]
         shares = (counts / tokens).float()
         balance = z = torch.zeros((), device=counts.device)
@@ -138,8 +138,8 @@ class RouterBalance:
         return (parts * weights).sum(), parts.detach().double()
 
     def load(self, counts: torch.Tensor) -> torch.Tensor:
-        """(2,) float64: the busiest expert's tokens over those of its fair share, in its layer; and the entropy of the
-        experts' shares over its largest value, log E, the mean over layers."""
+        """(2,) float64: the busiest expert's tokens relative to a fair share in its layer; and the entropy of the
+        experts' shares relative to its maximum, log E, averaged over layers."""
         shares = counts / counts.sum(1, keepdim=True)
         entropy = -torch.special.xlogy(shares, shares).sum(1).mean() / math.log(counts.shape[1])
         return torch.stack([shares.max() * counts.shape[1], entropy])

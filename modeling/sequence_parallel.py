@@ -1,13 +1,13 @@
-"""Attention over sequences whose tokens are shared out among ranks: each has a slice of every sequence.
+"""Sequence parallelism: attention over sequences of which each rank has a slice.
 
 Around attention the ranks of a group trade tokens for heads by an all-to-all, and back (Jacobs et al. 2023, "DeepSpeed
-Ulysses"); docs/parallel.md has more. The mask that a model makes is of its slice, so it is not used: whether documents
-are kept apart is known, where they begin follows from the positions of the whole sequence, and a layer's window is the
-one it passes to its attention.
+Ulysses"); docs/parallel.md has more. A model builds its mask for its slice only, so that mask is not used: whether
+documents are kept apart is known, where they begin follows from the positions of the whole sequence, and a layer's
+window is the one it passes to its attention.
 
-DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function of the whole process and drops masks
-(docs/upstream/). This one belongs to one model, under a name of its own for `_attn_implementation`. Forward passes
-without WHOLE_POSITIONS, such as those that generate text, are the model's own.
+DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function for the whole process and drops masks
+(docs/upstream/). This one belongs to one model, registered under its own `_attn_implementation` name. Forward passes
+without WHOLE_POSITIONS, such as those that generate text, use the model's own attention.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from config.errors import UserError, one_line
 from modeling.tensor_parallel import Ranks
 
 LARGEST_IN_FP32 = 1e-3
-"""[fraction of the largest logit] Difference that rounding is taken to explain in `require_equal_logits`."""
+"""[fraction of the largest logit] Difference put down to rounding in `require_equal_logits`."""
 LARGEST_IN_16_BITS = 0.1
-"""The same of a model that computes in BF16 or FP16."""
+"""The same for a model that computes in BF16 or FP16."""
 _SLICE = 8
 """[tokens] Length of each rank's slice in `require_equal_logits`."""
 
@@ -39,7 +39,7 @@ _numbers = itertools.count(1)
 
 
 class SequenceAttention:
-    """Shared attention of one model. Changes the model in place until `close`."""
+    """Sequence-parallel attention of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: PreTrainedModel, group: Ranks, *, apart: bool) -> None:
         """apart: documents that share a sequence do not see each other. Raises UserError, with the reason."""
@@ -65,7 +65,7 @@ class SequenceAttention:
         del ALL_ATTENTION_FUNCTIONS[self._name]
 
     def begin(self, positions: torch.Tensor | None) -> None:
-        """Attend to sequences of these positions until the next call; None: as the model does alone."""
+        """Attend to whole sequences with these positions until the next call; None: the model's own attention."""
         self._positions, self._masks = positions, {}
         self._use(self._own if positions is None else self._name)
 
@@ -86,8 +86,8 @@ class SequenceAttention:
         mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Attention over whole sequences, called as transformers does. query, key, value: (micro, heads, slice, head
-        size) -> (micro, slice, heads, head size). mask: None, or of the slice, and not used."""
+        """Attention over whole sequences, called by transformers. query, key, value: (micro, heads, slice, head size)
+        -> (micro, slice, heads, head size). mask: that of the slice or None; not used."""
         group = self._group
         repeats = math.lcm(key.shape[1], group.size) // key.shape[1]
         if repeats > 1:
@@ -100,9 +100,9 @@ class SequenceAttention:
         return _Trade.apply(found, 1, 2, group), None
 
     def _window_of(self, module: torch.nn.Module, options: dict[str, Any]) -> int | None:
-        """[tokens] Attention window of this layer, the token itself included; None: all tokens before it.
+        """[tokens] Attention window of this layer, including the token itself; None: all tokens before it.
 
-        Raises UserError where it is not the one that the model's config names: then its mask is not known.
+        Raises UserError if it is not the one in the model's config, or not causal: the mask is then unknown.
         """
         window = options.get("sliding_window", getattr(module, "sliding_window", None)) or None
         layer = getattr(module, "layer_idx", None)
@@ -128,7 +128,7 @@ class SequenceAttention:
 
 
 def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str | None:
-    """Why attention, of this implementation, cannot be shared among `ranks`; None where nothing is known against it."""
+    """Why attention of this implementation cannot be shared among `ranks`; None if no reason is known."""
     if attention != "sdpa":
         return f"its attention is {attention}, and only sdpa is verified"
     heads = getattr(shape, "num_attention_heads", None)
@@ -148,7 +148,7 @@ def unshared_reason(shape: PretrainedConfig, attention: str, ranks: int) -> str 
 
 
 def _rope_types(parameters: Any) -> set[str]:
-    """Kinds of rotary embedding, of the model or of each kind of its layers."""
+    """Types of rotary embedding, of the model or of each type of its layers."""
     if not isinstance(parameters, dict):
         return set()
     found = {str(parameters["rope_type"])} if "rope_type" in parameters else set()
@@ -156,7 +156,7 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 def _windows(shape: PretrainedConfig) -> list[int | None]:
-    """[tokens] The window of each layer by the config; None: none."""
+    """[tokens] Attention window of each layer according to the config; None: no window."""
     window, kinds = getattr(shape, "sliding_window", None), getattr(shape, "layer_types", None)
     if kinds:
         return [window if kind == "sliding_attention" else None for kind in kinds]
@@ -178,11 +178,11 @@ def _visible(positions: torch.Tensor, window: int | None, *, apart: bool) -> tor
 
 
 class _Trade(torch.autograd.Function):
-    """Give each rank of a group its part of one dimension, and get its part of another."""
+    """Splits one dimension over the ranks of a group and joins another: an all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, given: int, got: int, group: Ranks) -> torch.Tensor:
-        """given: the dimension that is cut, the i-th part for rank i. got: the one in which parts are joined."""
+        """given: the dimension to split, part i going to rank i. got: the one along which received parts are joined."""
         ctx.way = given, got, group
         parts, one_each = torch.stack(values.chunk(group.size, given)), [1] * group.size
         return torch.cat(group.exchange(parts, one_each, one_each).unbind(), got)
@@ -203,10 +203,10 @@ def require_equal_logits(
     apart: bool,
     largest: float,
 ) -> str | None:
-    """Compare this rank's slice of a short sequence with the model's own pass over all of it; what is wrong, or None.
+    """Compare this rank's slice of a short sequence with the model's own pass over it; returns the problem or None.
 
-    forward: calls the model in evaluation mode and returns its logits. apart: the sequence is of two documents, the
-    second of which begins within a slice. largest: difference allowed, over the largest logit.
+    forward: calls the model in evaluation mode and returns its logits. apart: the sequence holds two documents, the
+    second beginning inside a slice. largest: allowed difference, relative to the largest logit.
     """
     vocabulary, length = config.get_text_config().vocab_size, _SLICE * group.size
     ids = torch.arange(length, device=device).unsqueeze(0) * 7 % vocabulary
@@ -217,7 +217,7 @@ def require_equal_logits(
     here = f"parallel.sequence = {group.size}: not supported for model {config.model_type}:"
     try:
         sliced = forward({"input_ids": ids[:, mine], "position_ids": positions[:, mine], WHOLE_POSITIONS: positions})
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # code that makes its own masks
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:  # code that builds its own masks
         return f"{here} it cannot run on slices of a sequence: {one_line(error)}; set it to 1"
     whole = forward({"input_ids": ids, "position_ids": positions}).float()
     difference = float((sliced.float() - whole[:, mine]).abs().max() / whole.abs().max())

@@ -1,7 +1,7 @@
-"""Models whose matrices may be shared among ranks (`parallel.tensor`), and the parameters of such a model.
+"""Tensor parallelism (`parallel.tensor`): which models support it, and how their parameters are cut.
 
 DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`, so that a rank has whole heads (Shoeybi
-et al. 2019, "Megatron-LM"). Norms, embeddings and biases after a sum stay whole on every rank: replicas.
+et al. 2019, "Megatron-LM"). Norms, embeddings and biases added after a reduction are replicated on every rank.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ MEASURED = frozenset(
     {"llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "granite", "cohere", "cohere2", "smollm3"}
     | {"gpt_neox", "opt", "starcoder2", "phi", "stablelm", "nemotron"}
 )
-"""Kinds of models whose masters, losses and norms were compared with those of one rank (docs/parallel.md)."""
+"""Model types whose masters, losses and norms were compared with those of one rank (docs/parallel.md)."""
 
 _HEAD_NORMS = ("use_qk_norm", "qk_layernorm")
-"""Keys of norms of each head that are in no `tp_plan`: a rank would train them on its own heads alone."""
+"""Config keys of per-head norms that are in no `tp_plan`: a rank would train them on its own heads alone."""
 _INNER_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "activation_dropout")
-"""Keys of dropout within what is cut, where a rank draws for its own heads or values."""
+"""Config keys of dropout inside layers that are cut, where a rank draws for its own heads or values."""
 
 
 class Ranks(Protocol):
-    """Ranks that share something, in the order of their slices."""
+    """A group of ranks, each with a slice of something, in the order of the slices."""
 
     @property
     def rank(self) -> int:
@@ -42,7 +42,7 @@ class Ranks(Protocol):
 
 
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
-    """Why a model's matrices cannot be shared among `ranks`; None where they can. shape: the model's config."""
+    """Why a model's matrices cannot be shared among `ranks`; None if they can. shape: the model's config."""
     text = shape.get_text_config()
     if text.model_type not in MEASURED:
         return f"it is verified for {', '.join(sorted(MEASURED))}"
@@ -79,21 +79,21 @@ _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner")
 
 @dataclass(frozen=True)
 class Place:
-    """A slice's values in memory order: runs of `width`, one in each run of `whole` values of the whole tensor."""
+    """Where a slice lies in the whole tensor, in memory order: `width` consecutive values in every `whole` values."""
 
     width: int
     whole: int
     first: int
-    """Offset of the slice within each run of the whole tensor's values."""
+    """Offset of the slice in every `whole` values."""
 
     def in_whole(self, index: torch.Tensor) -> torch.Tensor:
-        """Indices of values in the slice -> in the whole tensor."""
+        """Map indices in the slice to indices in the whole tensor."""
         return index // self.width * self.whole + self.first + index % self.width
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The way that a parameter is cut."""
+    """How a parameter is cut among ranks."""
 
     dimension: int
     sizes: tuple[int, ...]
@@ -117,13 +117,13 @@ class Cut:
 
 
 def cut(parameter: Any) -> Cut | None:
-    """The noted cut of a parameter; None of one that is whole here."""
+    """The recorded cut of a parameter; None if this rank has all of it."""
     found: Cut | None = getattr(parameter, CUT, None)
     return found
 
 
 def cut_of(parameter: Any) -> Cut | None:
-    """AutoTP's cut of a parameter; None of a replica. Raises ValueError where it is not one slice for each rank."""
+    """AutoTP's cut of a parameter; None for a replica. Raises ValueError unless it is one slice per rank."""
     described = getattr(parameter, _DESCRIBED, None)
     if described is None or described["replicated"]:
         if getattr(parameter, "tensor_model_parallel", False) and described is None:

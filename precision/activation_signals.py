@@ -1,12 +1,12 @@
-"""Early signs of trouble in the forward pass: attention's largest logit and entropy, channels that stand out.
+"""Early signs of trouble in the forward pass: attention's largest logit and entropy, and outlier channels.
 
-docs/early-warnings.md has what they tell and where they come from. The entropy of attention is a share of the logarithm
-of the number of keys seen; a query that sees one key has no entropy to lose and is left out. The kurtosis of channel
-norms is mean(s^4) / mean(s^2)^2 for s the root mean square of a channel over all tokens, each as RMSNorm hands it on:
-else the few tokens of enormous norm that sound language models have (Sun et al. 2024) decide it alone.
+docs/early-warnings.md says what they mean and where they come from. Attention entropy is given as a share of the
+logarithm of the number of keys seen; a query that sees only one key is left out. The kurtosis of channel norms is
+mean(s^4) / mean(s^2)^2, with s the root mean square of a channel over all tokens, each scaled as by RMSNorm: otherwise
+the few tokens of enormous norm that healthy language models have (Sun et al. 2024) would decide it alone.
 
-All of it is FP32 and stays on the device. Queries are sampled, POSITIONS of a sequence, evenly spaced with the last one
-among them, and so are tokens for channels, at most TOKENS of a call. Nothing here is seen by dispatch modes.
+Everything is computed in FP32 and stays on the device. Queries are sampled, at most POSITIONS per sequence, evenly
+spaced and including the last; so are tokens for channels, at most TOKENS per call. Dispatch modes see none of this.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from precision.findings import in_backward, tensors_of
 
 POSITIONS = 16
-"""Queries of a sequence that are looked at."""
+"""Largest number of queries measured in a sequence."""
 TOKENS = 512
-"""Values of a module's output in one call that are looked at."""
+"""Largest number of tokens measured in a module's output, per call."""
 OUTLIER = 6.0
-"""The least norm of an outlier channel, in units of the median channel's. Dettmers et al. 2022 ("LLM.int8()", section
-4.1) look for magnitudes of 6, behind norms that make the usual one about 1."""
+"""Smallest norm of an outlier channel, in units of the median channel's. Dettmers et al. 2022 ("LLM.int8()", section
+4.1) look for magnitudes of 6 after norms, which make a typical magnitude about 1."""
 
 
 class AttentionMeter:
-    """Context manager: the largest logit and entropy in each attention that transformers' interface dispatches."""
+    """Context manager: measures largest logit and entropy of each attention that transformers' interface dispatches."""
 
     def __init__(self, model: nn.Module, *, active: bool = True) -> None:
-        """active: False measures nothing, such as for compiled blocks, which would be compiled anew."""
+        """active: False measures nothing, for compiled blocks, which would otherwise be recompiled."""
         self._names = {module: name for name, module in model.named_modules()}
         self._active = active
         self.largest: dict[str, torch.Tensor] = {}
         """Module name to () float32."""
         self.entropies: dict[str, torch.Tensor] = {}
-        """Module name to (2, heads) float64: the sum of the shares of the queries, and how many there are."""
+        """Module name to (2, heads) float64: the sum of the queries' entropy shares, and the number of queries."""
 
     def __enter__(self) -> AttentionMeter:
         if self._active:
@@ -104,8 +104,8 @@ class AttentionMeter:
 def _seen_without_mask(
     module: nn.Module, mask: Any, at: torch.Tensor, keys: int, options: dict[str, Any]
 ) -> torch.Tensor:
-    """(batch or 1, 1, queries, keys) bool: which keys the queries at positions `at` see, as kernels without a mask for
-    each pair decide it: by causality, sliding window, padding and the positions at which documents begin."""
+    """(batch or 1, 1, queries, keys) bool: which keys the queries at positions `at` see, decided as by kernels without
+    a pairwise mask: by causality, sliding window, padding and the positions at which documents begin."""
     of_keys = torch.arange(keys, device=at.device)
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -123,9 +123,8 @@ def _seen_without_mask(
 
 
 def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(batch, heads, queries) of the largest possible entropy the share that there is, 0 where fewer than two keys are
-    seen; and where more are, of a shape that expands to it. logits: (batch, heads, queries, keys), -inf where not
-    seen."""
+    """(batch, heads, queries) entropy as a share of the largest possible one, 0 where fewer than two keys are seen; and
+    where more are, as bool that expands to it. logits: (batch, heads, queries, keys), -inf where not seen."""
     count = seen.sum(-1)
     counted = count > 1
     entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
@@ -133,9 +132,8 @@ def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Ten
 
 
 class ChannelMeter:
-    """Context manager: `squares`, module name to (channels,) float64, sums over calls and tokens of the squares of
-    every channel in the module's output, each token's mean square being 1.
-    """
+    """Context manager: `squares` maps a module name to (channels,) float64: squares of each channel of the module's
+    output, summed over calls and tokens, with every token scaled to a mean square of 1."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """modules: by name; their first output has channels as its last dimension."""
@@ -166,7 +164,7 @@ class ChannelMeter:
 
 
 def channel_figures(squares: torch.Tensor) -> tuple[float, int]:
-    """Kurtosis of the channels' norms, and how many of them are outliers. squares: (channels,) of all ranks."""
+    """Kurtosis of the channels' norms, and number of outliers. squares: (channels,), summed over all ranks."""
     total, fourth = float(squares.mean()), float(squares.square().mean())
     median = float(squares.median())
     return (fourth / total**2 if total else 1.0), int((squares > OUTLIER**2 * median).sum())
@@ -174,6 +172,6 @@ def channel_figures(squares: torch.Tensor) -> tuple[float, int]:
 
 @contextmanager
 def unseen(device: str) -> Iterator[None]:
-    """Without a gradient, autocast or dispatch modes."""
+    """Context manager: no gradients, no autocast and no dispatch modes."""
     with torch.no_grad(), _disable_current_modes(), torch.autocast(device, enabled=False):
         yield

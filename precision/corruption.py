@@ -1,9 +1,9 @@
 """Flipped bits: how they are recognised, which rank is blamed, and how a repeated step is judged.
 
-Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. A step that is run again tells the
-three cases of Megatron-LM's rerun state machine apart: a *transient* fault (a different answer the second time, and a
-healthy one), a *persistent* one (the rank answers otherwise than other ranks do, or keeps changing its answer), and a
-*numeric* event (every rank gives the same answer bit for bit: it is the model's). docs/corruption.md has more.
+Pure decisions on numbers that all ranks share; `training/corruption/` gathers them. Rerunning a step tells the three
+cases of Megatron-LM's rerun state machine apart: a *transient* fault (a different and healthy answer the second time),
+a *persistent* one (the rank's answer differs from other ranks', or keeps changing), and a *numeric* event (every rank
+gives the same answer bit for bit, so it comes from the model). docs/corruption.md has more.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Kind = Literal["transient", "persistent", "numeric", "none"]
 
 @dataclass(frozen=True)
 class Flip:
-    """A value that is not what it has to be."""
+    """A value that is not the correct one."""
 
     found_by: Literal["copies", "masters", "update"]
-    """copies: replicas that differ. masters: a weight that is not its master, rounded. update: an optimizer step that
-    FP64 computes otherwise."""
+    """copies: replicas that differ. masters: a weight that is not its rounded master. update: an optimizer step that
+    differs from the one computed in FP64."""
     ranks: tuple[int, ...]
-    """Rank that holds the value, or all ranks that may."""
+    """The rank that holds the wrong value, or all ranks that may."""
     parameter: str
     """Name of the parameter or buffer."""
     tensor: str
@@ -32,7 +32,7 @@ class Flip:
     index: int
     """Index of the value in the whole parameter, or in this rank's part of it (`update`)."""
     bits: tuple[int, ...] = ()
-    """Positions of the wrong bits, 0 being the lowest of the mantissa; empty where it cannot be said."""
+    """Positions of the wrong bits, 0 being the lowest of the mantissa; empty if unknown."""
     repaired: bool = False
     """Overwritten with the right value."""
 
@@ -51,14 +51,14 @@ class Flip:
 
 @dataclass(frozen=True)
 class Corruption:
-    """A fault of the machine that ends the trust in a step, as the guard judges it."""
+    """A machine fault that makes a step untrustworthy, for the guard to judge."""
 
     what: str
     """The finding, with rank and host."""
     look_at: str
     """The advice about the machine."""
     state_is_good: bool
-    """Masters and moments are right. Where they are not, only an older checkpoint has them."""
+    """Whether masters and moments are right. If they are not, only an older checkpoint has the right ones."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Reexecution:
     kind: Kind
     """none: the step was not suspicious, and every answer was the same."""
     ranks: tuple[int, ...]
-    """Ranks that are, or may be, to blame; empty where none is or it is unknown."""
+    """Ranks that are or may be to blame; empty if none is or if it is unknown."""
     why: str
     """Human-readable reason for the verdict."""
 
@@ -80,13 +80,13 @@ def different_bits(a: int, b: int, width: int) -> tuple[int, ...]:
 
 
 def majority(values: Sequence[int]) -> int | None:
-    """The value that more than half of them have."""
+    """The value that more than half of `values` have; None if there is none."""
     value, count = Counter(values).most_common(1)[0]
     return value if 2 * count > len(values) else None
 
 
 def odd_ranks(values: Sequence[int], right: int | None) -> tuple[int, ...]:
-    """Whose value is not the right one; all ranks where nobody knows it. values: by rank."""
+    """Ranks whose value is not the right one; all ranks if it is unknown. values: by rank."""
     return tuple(rank for rank, value in enumerate(values) if right is None or value != right)
 
 
@@ -102,16 +102,16 @@ def judge_reexecution(
 ) -> Reexecution:
     """Judge a repeated step.
 
-    suspicious: it was repeated for a reason, and not because a check was due. changed: by rank, whether the answer to
-    its own inputs differs between the first and the last run. healthy: the last run is. disagreed: by rank b, whether
-    rank b and the rank before it gave different answers to the inputs of rank b; None where there is one rank. finite:
-    by rank b, whether these two answers were finite. named: by rank, whether what it computed itself, before the
-    reduction, differs between the first and the last run: its loss, and where `signed` its gradients.
+    suspicious: it was repeated because it looked wrong, not because a check was due. changed: by rank, whether the
+    answer to its own inputs differs between the first and the last run. healthy: the last run was. disagreed: by rank
+    b, whether rank b and the rank before it gave different answers to the inputs of rank b; None with a single rank.
+    finite: by rank b, whether these two answers were finite. named: by rank, whether its own result before the
+    reduction, its loss and if `signed` its gradients, differs between the first and the last run.
     """
     again = any(changed)
     agreed = disagreed is None or not any(disagreed)
     own = tuple(rank for rank, was in enumerate(named) if was)
-    if signed and not own:  # nobody computed anything else: it is the part of whoever got it wrong from the network
+    if signed and not own:  # no rank computed a different result: the network delivered a wrong part to some rank
         own = tuple(rank for rank, was in enumerate(changed) if was)
     if 1 < len(own) == len(changed):
         own = ()
@@ -129,7 +129,7 @@ def judge_reexecution(
 
 
 def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> tuple[int, ...]:
-    """The rank f that spoiled the answers to its own inputs and to those of rank f + 1; several where they tie."""
+    """The rank f that spoiled the answers to its own inputs and to those of rank f + 1; several if they tie."""
     ranks = len(disagreed)
     votes: Counter[int] = Counter()
     bad: Counter[int] = Counter()

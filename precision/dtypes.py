@@ -1,4 +1,4 @@
-"""The names that configs, manifests and events have for torch's floating-point dtypes."""
+"""The names that configs, manifests and events use for torch's floating-point dtypes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Kinds: IEEE 754 makes nan out of inf (inf - inf, 0 * inf, inf / inf) and never inf out of nan. A tensor that holds both
 saw inf first, so it is reported as "inf"; "nan" means nan and no inf.
 
-A tensor of zeros and -inf is an additive attention mask, and no error.
+A tensor of zeros and -inf is an additive attention mask, not an error.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 
 LOSS = "loss"
-"""`Finding.module` for what is computed after the model: the loss itself, or its gradient on the way in."""
+"""`Finding.module` for what is computed after the model: the loss itself, or its gradient entering the model."""
 MOST_FINDINGS = 5
-"""Findings that an Inspector keeps: the first cause, and a few others that do not follow from it."""
+"""Most findings that an Inspector keeps: the first cause, and a few others that do not follow from it."""
 
 Kind = Literal["inf", "nan"]
 What = Literal["activation", "gradient", "parameter", "loss"]
@@ -33,30 +33,30 @@ class Finding:
     """Module name as in named_modules(), the class name for the whole model, the full name of a parameter (also for a
     parameter's gradient), or LOSS."""
     tensor: What
-    """The tensor's role: an output or intermediate of the module, a gradient its backward made, a weight, the loss."""
+    """The tensor's role: an output or intermediate of the module, a gradient from its backward, a weight, the loss."""
     kind: Kind
     """inf if the tensor holds any inf, else nan."""
     count: int
     """Values that are not finite in that tensor, on this rank."""
     largest_finite: float | None
-    """Largest magnitude among its finite values, of an FP16 activation also among those that it was computed from: its
-    module's inputs and the outputs of the modules inside it; None if there is none."""
+    """Largest magnitude among its finite values and, for an FP16 activation, among those it was computed from: its
+    module's inputs and the outputs of the modules inside it. None if there is none."""
     dtype: str
     order: int
     """0 for the first cause, then in the order of discovery."""
     micro_batch: int = 0
-    """Forward pass since the Inspector was entered, from 0."""
+    """Index of the forward pass since the Inspector was entered, from 0."""
     seen: str = ""
-    """Human-readable place at which the tensor was seen."""
+    """Where the tensor was seen, human-readable."""
 
     @property
     def overflowed(self) -> bool:
-        """Whether a forward pass exceeded FP16's largest number, which the loss scale has no part in."""
+        """Whether a forward pass exceeded FP16's largest number, which no loss scale can prevent."""
         return self.tensor == "activation" and self.kind == "inf" and self.dtype == "float16"
 
 
 def describe(tensor: torch.Tensor) -> Description | None:
-    """`Description` of a tensor; None if all of it is finite, as integers and meta tensors are. It waits."""
+    """`Description` of a tensor; None if all of it is finite, as in integer and meta tensors. Waits for the device."""
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     if not tensor.is_floating_point() or tensor.numel() == 0 or tensor.is_meta:
@@ -72,7 +72,7 @@ def describe(tensor: torch.Tensor) -> Description | None:
 
 
 def largest_half(tensors: Iterable[torch.Tensor]) -> float:
-    """Largest finite magnitude in those that are in FP16; 0 without one."""
+    """Largest finite magnitude in the tensors that are FP16; 0 if none is."""
     halves = (tensor.detach() for tensor in tensors if tensor.dtype == torch.float16 and tensor.numel())
     return max((float(values.nan_to_num(0.0, 0.0, 0.0).abs().max()) for values in halves), default=0.0)
 
@@ -85,7 +85,7 @@ def check_parameters(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[
 
 
 def first_bad(tensors: Iterable[torch.Tensor]) -> Description | None:
-    """`describe` of the first tensor that is not finite and no additive attention mask."""
+    """`describe` of the first tensor that is neither finite nor an additive attention mask."""
     for tensor in tensors:
         found = describe(tensor)
         if found and not _is_additive_mask(tensor):

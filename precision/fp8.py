@@ -1,10 +1,10 @@
-"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`. docs/fp8.md has what is rounded and why.
+"""Linear layers whose matmuls have FP8 operands: a manifest's `fp8`. docs/fp8.md says what is rounded and why.
 
 For y = x W^T with gradient g of y, the operands are rounded to 8 bits, each over the dimension that is summed:
 
     y  = q(x) q(W)^T        x by token, W by output feature
     dx = q(g) q(W)          g by token, W by input feature
-    dW = g^T x              in the dtype around the layer, or of q(g) and q(x), both over the tokens
+    dW = g^T x              in the dtype around the layer, or from q(g) and q(x), both over the tokens
 
 Scales are powers of two, the smallest with which the largest value still fits: dividing by them is exact. An operand
 with a value that is not finite becomes nan throughout its row: the cast alone would turn inf into 448 and hide it.
@@ -28,9 +28,9 @@ from precision.shared_inputs import cast_once
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 32
 """Values that share a scale with `block32`, as in OCP's Microscaling Formats 1.0."""
-_EXPONENTS = (-126, 127)  # of normal FP32 numbers
-_ALIGNED = 16  # what the FP8 matmuls of GPUs want the dimensions of weights to be multiples of
-_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tried with at most this many features of a layer
+_EXPONENTS = (-126, 127)  # exponents of normal FP32 numbers
+_ALIGNED = 16  # FP8 matmuls on GPUs need weight dimensions that are multiples of this
+_TRIED_TOKENS, _TRIED_FEATURES = 64, 4096  # a kernel is tested with at most this many of a layer's features
 
 Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 """Called with an operand's name (input, weight, gradient), its values, and the same rounded to FP8."""
@@ -38,7 +38,7 @@ Count = Callable[[str, torch.Tensor, torch.Tensor], None]
 OPERANDS = ("input", "weight", "gradient")
 
 Narrow = tuple[torch.Tensor, torch.Tensor | None]
-"""FP8 values and their scales; or what they stand for, in FP32, and None."""
+"""FP8 values and their scales; or the values that they represent, in FP32, and None."""
 RowRounding = Callable[[torch.Tensor, torch.dtype], Narrow]
 
 _multiplying = False
@@ -46,30 +46,29 @@ _round_rows: RowRounding | None = None
 
 
 def round_rows_by(kernel: RowRounding | None) -> None:
-    """Round rows on GPUs by this kernel from now on, in place of torch's operators."""
+    """Round rows on GPUs with this kernel from now on, instead of torch's operators."""
     global _round_rows
     _round_rows = kernel
 
 
 def is_multiplying() -> bool:
-    """Whether the matmul that runs now, in whatever dtype, is one of rounded operands."""
+    """Whether the matmul now running, in whatever dtype, has operands rounded to FP8."""
     return _multiplying
 
 
 def scale_of(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The smallest power of two s with largest / s within the format, nan where that is not finite; FP32, like
-    `largest`.
-    """
+    """FP32, shaped like `largest`: the smallest power of two s with largest / s within the format; nan where `largest`
+    is not finite."""
     mantissa, exponent = torch.frexp(largest)
     top_mantissa, top_exponent = math.frexp(torch.finfo(dtype).max)
     power = exponent - top_exponent + (mantissa > top_mantissa).to(exponent.dtype)
-    # written as its bits: torch.ldexp is a product with pow(2, n), which CUDA does not promise to be exact
+    # built from its bits: torch.ldexp multiplies by pow(2, n), which CUDA does not promise to be exact
     scale = (power.clamp(*_EXPONENTS).int() + 127 << 23).view(torch.float32)
     return torch.where(largest.isfinite(), scale, torch.nan)
 
 
 def quantise(values: torch.Tensor, dim: int | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """values / scale in `dtype`, and the FP32 scale, one for all values along `dim`, or one in all where it is None."""
+    """values / scale in `dtype`, and the FP32 scale: one for all values along `dim`, or a single one if it is None."""
     wide = values.float()
     largest = wide.abs().amax() if dim is None else wide.abs().amax(dim, keepdim=True)
     scale = scale_of(largest, dtype)
@@ -77,7 +76,7 @@ def quantise(values: torch.Tensor, dim: int | None, dtype: torch.dtype) -> tuple
 
 
 def rounded(values: torch.Tensor, dim: int, dtype: torch.dtype, scaling: str) -> torch.Tensor:
-    """`values` rounded to FP8 and back, in FP32. dim: the one that is summed in the matmul. scaling: of Fp8Section."""
+    """`values` rounded to FP8 and back, in FP32. dim: the one summed in the matmul. scaling: as in Fp8Section."""
     if scaling == "block32":
         last = values.movedim(dim, -1)
         size = last.shape[-1]
@@ -88,12 +87,12 @@ def rounded(values: torch.Tensor, dim: int, dtype: torch.dtype, scaling: str) ->
 
 
 class FlushMeter:
-    """Counts, by module and operand, values that are not zero and of them those that rounding made zero."""
+    """Counts, by module and operand, nonzero values and how many of them rounding flushes to zero."""
 
     def __init__(self, modules: Sequence[str], device: torch.device) -> None:
         self.modules = tuple(modules)
         self.counts = torch.zeros(len(self.modules), len(OPERANDS), 2, dtype=torch.float64, device=device)
-        """(modules, operands, 2): flushed to zero, not zero before."""
+        """(modules, operands, 2): values flushed to zero, values that were nonzero."""
         self._rows = dict(zip(self.modules, self.counts, strict=True))
 
     def of(self, module: str) -> Count:
@@ -113,7 +112,7 @@ class FlushMeter:
 
 
 def no_kernel(weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section) -> str:
-    """Why a layer's products are not made by torch._scaled_mm; empty where they are."""
+    """Why a layer's products are not computed by torch._scaled_mm; empty if they are."""
     if section.kernel == "emulate":
         return "precision.fp8.kernel = emulate"
     if section.scaling == "block32":
@@ -134,7 +133,7 @@ def kernel_problem(
     weight_shape: Sequence[int], device: torch.device, ambient: torch.dtype, section: Fp8Section
 ) -> str | None:
     """The fault of torch._scaled_mm for this layer: it raises, or one of the three products is further from FP8's
-    definition than sums and the dtype around the layer round. None if it is correct."""
+    definition than summation and rounding to the dtype around the layer explain. None if it is correct."""
     generator = torch.Generator().manual_seed(0)
     out, width = (min(size, _TRIED_FEATURES) for size in weight_shape)
     given = [
@@ -170,7 +169,7 @@ def linear_fp8(
     count: Count | None = None,
     kept: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """inputs W^T + bias in `ambient`. weight: (out, in), its FP32 master. count: sees every operand, rounded too.
+    """inputs W^T + bias in `ambient`. weight: (out, in), the FP32 master. count: gets every operand and its rounding.
 
     kept: the result of `SharedInputs.at` for these inputs.
     """
@@ -226,7 +225,7 @@ _Operand = tuple[str, torch.Tensor, torch.dtype]
 
 
 def _narrow(values: torch.Tensor, dtype: torch.dtype, scaling: str, kernel: bool) -> Narrow:
-    """(rows, summed) rounded over the last dimension, and contiguous along it where a kernel multiplies it."""
+    """(rows, summed) rounded over the last dimension, and contiguous along it if a kernel multiplies it."""
     if not kernel:
         return rounded(values, -1, dtype, scaling), None
     if _round_rows is not None and values.is_cuda and scaling == "row":
@@ -243,9 +242,9 @@ def _product(
     count: Count | None,
     left_narrow: Narrow | None = None,
 ) -> torch.Tensor:
-    """left right^T in `ambient`, of (rows, summed) and (columns, summed), each rounded over its last dimension.
+    """left right^T in `ambient`, from (rows, summed) and (columns, summed), each rounded over its last dimension.
 
-    left_narrow: the left one, where it is rounded already.
+    left_narrow: the left operand, if it is already rounded.
     """
     global _multiplying
     kernel = kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0)

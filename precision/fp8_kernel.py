@@ -1,9 +1,8 @@
 """A Triton kernel for rounding to FP8 with a scale for each row: `precision.fp8.quantise` in one launch.
 
-torch's operators take 27 bytes a value, in kernels for the magnitudes, their maximum, the quotient and the cast. Here
-each value is read twice, the second time from cache, and written once in 8 bits. Rows may lie across memory, as those
-of a transposed weight do. Bits are computed as integers, so that the result does not depend on a
-device's division or cast.
+torch's operators move 27 bytes a value, in kernels for the magnitudes, their maximum, the quotient and the cast. Here
+each value is read twice, the second time from cache, and written once in 8 bits. Rows may be strided in memory, as in a
+transposed weight. Bits are computed as integers, so that the result does not depend on a device's division or cast.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from precision.fp8 import FORMATS, quantise
 _FIELDS = {torch.float8_e4m3fn: (3, 7, 8), torch.float8_e5m2: (2, 15, 15)}
 """Stored bits of the mantissa, bias of the exponent, and exponent of the largest number, whose mantissa is 1.75."""
 _TILE = 2048
-"""[values] Number that a program holds at a time."""
+"""[values] Number held by a program at a time."""
 
 
 @triton.jit
-def round_rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up
+def round_rows(  # type: ignore[no-untyped-def]  # Triton evaluates annotations
     values,
     codes,
     scales,
@@ -45,7 +44,7 @@ def round_rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up
         at = start + tl.arange(0, BLOCK).to(tl.int64)[None, :]
         inside = here[:, None] & (at < columns)
         x = tl.load(values + at * column_stride, mask=inside, other=0.0).to(tl.float32)
-        # without its sign a number's bits are in its order, and those of inf and nan are above all others
+        # without the sign, bit patterns are ordered like the numbers, with inf and nan above all others
         largest = tl.maximum(largest, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
     finite = largest < 0x7F800000
     exponent = (largest >> 23) - TOP + tl.where((largest & 0x7FFFFF) > 0x600000, 1, 0)
@@ -62,7 +61,7 @@ def round_rows(  # type: ignore[no-untyped-def]  # Triton looks annotations up
         size = bits & 0x7FFFFFFF
         even = (size >> DROPPED) & 1
         normal = ((size + (1 << (DROPPED - 1)) - 1 + even) >> DROPPED) - ((127 - BIAS) << MANTISSA)
-        # beside this power of two FP32 has no finer numbers than FP8's subnormal ones, so the sum rounds to them
+        # next to this power of two FP32 is spaced as FP8's subnormal numbers are, so the sum rounds to them
         power = tl.full([ROWS, BLOCK], (151 - BIAS - MANTISSA) << 23, tl.int32)
         sums = size.to(tl.float32, bitcast=True) + power.to(tl.float32, bitcast=True)
         code = tl.where(size < ((128 - BIAS) << 23), sums.to(tl.int32, bitcast=True) - power, normal)
@@ -83,7 +82,7 @@ def quantise_rows(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
 
 
 def kernel_problem(device: torch.device) -> str | None:
-    """Why the kernel does not round as `quantise` on this device; None: it does, on some random numbers."""
+    """Why the kernel does not round random numbers as `quantise` does on this device; None if it does."""
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(70, 300, generator=generator) * torch.logspace(-6, 0, 300)
     values[3, 5], values[4, 6] = torch.inf, torch.nan

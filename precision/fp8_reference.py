@@ -1,8 +1,8 @@
-"""FP8 by its definition, to compare `precision.fp8` and the kernels with: no FP8 dtype of torch, no line of that file.
+"""FP8 by its definition, to check `precision.fp8` and the kernels against: no FP8 dtype of torch, no code of that file.
 
 Rounding is written out in FP64, where dividing by a power of two, rounding to an integer (ties to even) and multiplying
-back are exact: the formats are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". What computes in FP8
-and over which values a scale goes is said in docs/fp8.md.
+back are exact. The formats are those of Micikevicius et al. 2022, "FP8 Formats for Deep Learning". docs/fp8.md says
+what computes in FP8 and which values share a scale.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _SCALES = (-126, 127)
 
 
 def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
-    """`values` as FP8 has them, FP64, each with the scale of those it is summed with: along the last dimension.
+    """`values` rounded to FP8, as FP64; values along the last dimension, which are summed together, share a scale.
 
-    Where one of those that share a scale is not finite all are nan. scaling: of Fp8Section.
+    If one of the values that share a scale is not finite, all become nan. scaling: as in Fp8Section.
     """
     if scaling == "block32":
         blocks = [rounded(part, name, "row") for part in values.split(_BLOCK, dim=-1)]
         return torch.cat(blocks, dim=-1)
     wide, to = values.double(), FORMATS[name]
     largest = wide.abs().amax() if scaling == "tensor" else wide.abs().amax(-1, keepdim=True)
-    # largest / to.largest = mantissa 2^exponent, 1/2 <= mantissa < 1: the next power of two, itself where it is one
+    # largest / to.largest = mantissa 2^exponent, 1/2 <= mantissa < 1: the next power of two, or itself if it is one
     mantissa, exponent = torch.frexp(largest / to.largest)
     power = (exponent - (mantissa == 0.5).to(exponent.dtype)).clamp(*_SCALES)
     scale = torch.ldexp(torch.ones_like(largest), power)
@@ -58,7 +58,7 @@ def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
 def operands(
     product: Product, inputs: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor | None, section: Fp8Section
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, summed) and (columns, summed), FP64: what a linear layer multiplies for one of its three products."""
+    """(rows, summed) and (columns, summed), FP64: the operands of one of a linear layer's three products."""
     if gradient is None or product == "output":
         return rounded(inputs, "e4m3", section.scaling), rounded(weight, "e4m3", section.scaling)
     if product == "input gradient":
@@ -73,8 +73,8 @@ def off_by(
 ) -> tuple[float, float]:
     """Norm of the difference between `found` and left right^T + bias, and how large rounding may make it.
 
-    Two roundings to the dtype around the layer, each relative to the result (or the bias), and the sum in FP32,
-    relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). left, right: see `operands`.
+    The bound allows two roundings to the dtype around the layer, each relative to the result (or the bias), and the sum
+    in FP32, relative to the sum of magnitudes (Higham and Mary 2019, theorem 2.4). left, right: see `operands`.
     """
     exact, magnitudes = left @ right.t(), left.abs() @ right.abs().t()
     added = torch.zeros_like(exact) if bias is None else bias.double().expand_as(exact)

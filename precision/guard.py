@@ -4,8 +4,8 @@ A step is judged between its backward pass and its optimizer step, on a few numb
 step is applied (STEP). Every other verdict discards its gradients, so that masters, moments and the learning rate
 schedule stay unchanged, and then reacts. docs/numerics.md lists what is unhealthy and which reaction helps.
 
-Budgets are per run and finite, and each reaction gets `guard.max_consecutive_skips` steps to work before the plan is
-asked again, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
+Budgets are per run and finite, and each reaction has `guard.max_consecutive_skips` steps to work before the next one
+is chosen, so a run that never becomes healthy ends after at most max_consecutive_skips x (1 + the other budgets)
 steps. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 
@@ -83,11 +83,11 @@ class Guard:
 
     @property
     def used(self) -> dict[str, int]:
-        """The number of times that each reaction was taken in this run."""
+        """How often each reaction was taken in this run."""
         return dict(self._used)
 
     def warn(self, warnings: Iterable[tuple[str, str]]) -> None:
-        """Take early warnings (signal and reason) named in guard.warnings into account at the next `judge`."""
+        """Let the next `judge` consider those early warnings (signal and reason) that guard.warnings names."""
         chosen = [reason for signal, reason in warnings if signal in self._section.warnings]
         self._warned = chosen[0] if chosen else self._warned
 
@@ -107,7 +107,7 @@ class Guard:
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
 
     def suspicion(self, health: Health) -> str | None:
-        """The reason to repeat a step, to tell a machine fault from a numeric event; None without one."""
+        """The reason to repeat a step, to tell a machine fault from a numeric event; None if there is none."""
         if health.disagreement:
             return health.disagreement
         found = not_finite(health)
@@ -218,10 +218,10 @@ class Guard:
 
 
 def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
-    """The number of batches after the checkpoint's position that the n-th rollback of a run leaves out.
+    """The number of batches after the checkpoint's position that the n-th rollback of a run skips.
 
-    The first leaves out everything seen since the checkpoint (`since_checkpoint`, with batches left out); the n-th
-    2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is jumped sooner or later.
+    The first skips everything seen since the checkpoint (`since_checkpoint`, which counts skipped batches too); the
+    n-th 2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is passed sooner or later.
     """
     if n_used < 1 or since_checkpoint < 1:
         raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")

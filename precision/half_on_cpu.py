@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu_backward")
-"""The operators that torch computes element by element where the instructions lack."""
+"""The operators that torch computes element by element if the instructions are missing."""
 
 _LIBRARY = torch.library.Library("aten", "IMPL")
-"""Kernels registered in it hold as long as it lives."""
+"""Kernels registered in it stay in effect as long as it exists."""
 
 
 @functools.cache
 def multiply_through_fp32() -> frozenset[torch.dtype]:
-    """The half dtypes whose products this process computes in FP32 from here on, its CPU lacking instructions for them.
+    """Compute products of half dtypes that the CPU has no instructions for in FP32 from now on; returns these dtypes.
 
-    Such an instruction multiplies exactly, sums in FP32 and rounds the sum: FP32 products of the same values, rounded
-    once, are that up to the order of the sums, and faster than torch's own kernels there (docs/lab-notebook.md).
+    Such an instruction multiplies exactly, sums in FP32 and rounds the sum. FP32 products of the same values, rounded
+    once, equal that up to the order of summation, and beat torch's own kernels there (docs/lab-notebook.md).
     """
     lacking = frozenset(
         dtype
@@ -35,7 +35,7 @@ def multiply_through_fp32() -> frozenset[torch.dtype]:
         for name in PRODUCTS:
             kernel = _through_fp32(torch.library.get_kernel(f"aten::{name}", "CPU"), lacking)
             with warnings.catch_warnings():
-                # torch tells of a kernel that takes the place of another.
+                # torch warns when a kernel replaces another.
                 warnings.simplefilter("ignore")
                 _LIBRARY.impl(name, kernel, "CPU", with_keyset=True)
     return lacking

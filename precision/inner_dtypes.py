@@ -1,9 +1,9 @@
 """The dtype of the sums inside a step: softmaxes, norms' statistics, the loss, rotary tables, routers.
 
-A matmul's dtype says nothing about these, so the operators themselves are looked at: `precision.observe` calls `see`
-with each of them. A kernel of torch that gets 16 bits adds up in FP32 and rounds the result once (`KERNEL`); the same
-written out (exp, sum; pow, mean, rsqrt) rounds every step, and the narrowest dtype counts. A fused attention kernel
-shows its operands only (`FUSED`). docs/numerics.md has what counts for each, and what leaves no operator to see.
+A matmul's dtype says nothing about these, so the operators themselves are observed: `precision.observe` calls `see`
+with each. A torch kernel given 16 bits accumulates in FP32 and rounds the result once (`KERNEL`); the same computation
+written out (exp, sum; pow, mean, rsqrt) rounds at every step, and the narrowest dtype counts. A fused attention kernel
+shows only its operands (`FUSED`). docs/numerics.md says what counts for each, and what leaves no operator to see.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary 
 ROUTER, RESIDUAL = "router", "residual stream"
 _SHOWN = (SOFTMAX, NORM, LOSS_SUM, ROTARY, ROUTER, RESIDUAL)
 KERNEL = "fp32 inside torch's kernel"
-"""One operator of torch that takes 16-bit operands and accumulates in FP32."""
+"""A single torch operator that takes 16-bit operands and accumulates in FP32."""
 FUSED = "inside {kernel}, by its kernel"
 
 _WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")
@@ -39,7 +39,7 @@ _NORM_KERNELS = frozenset(
         *("aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
     }
 )
-# Of a composed norm: what its statistic goes through.
+# Operators that compute the statistic of a norm that is written out.
 _NORM_STEPS = frozenset(
     {
         *("aten::pow", "aten::square", "aten::mean", "aten::sum", "aten::var", "aten::var_mean", "aten::std"),
@@ -48,7 +48,7 @@ _NORM_STEPS = frozenset(
 )
 _ANGLES = frozenset({"aten::cos", "aten::sin", "aten::cos_", "aten::sin_", "aten::polar"})
 _ADDS = frozenset({"aten::add", "aten::add_"})
-# New tensors of the same values, as far as rounding goes. Views share their storage.
+# Operators whose results hold the same values, up to rounding, in a new tensor. Views share their storage.
 _COPIES = frozenset({"aten::_to_copy", "aten::clone", "aten::masked_fill", "aten::copy_"})
 _WITH_NUMBER = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::div", "aten::clamp", "aten::clamp_min"})
 _MOST_FREQUENCIES = 65536
@@ -64,16 +64,16 @@ class _Known:
     dtype: str
     """The narrowest dtype."""
     where: str | None
-    """The module in which they were narrowed: what an earlier one made is that one's own output."""
+    """The module in which they were narrowed; values from an earlier module are that module's output."""
     exponential: bool = False
-    """Whether they are exponentials, which a softmax or a loss adds up."""
+    """Whether they are exponentials, which a softmax or a loss sums."""
 
 
 class InnerDtypes:
-    """The record of a pass that `precision.observe` watches, and the report on it."""
+    """Records a pass that `precision.observe` watches, and reports on it."""
 
     def __init__(self, model: torch.nn.Module, *, root: str) -> None:
-        """root: what `where` is in the model's own forward."""
+        """root: the value of `where` in the model's own forward."""
         kinds = find_regions(model)
         modules = dict(model.named_modules())
         self._norms = {name for name, kind in kinds.items() if kind == "norm"}
@@ -91,16 +91,16 @@ class InnerDtypes:
         head = find_head() if callable(find_head) else None
         self._ends = {None, root, *(name for name, module in modules.items() if module is head)}
         self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-        """Maps an operation to module names (or LOSS, outside of all modules), and these to its dtypes."""
+        """Maps an operation to module names (or LOSS, outside all modules), and these to its dtypes there."""
         self.ran: set[str] = set()
         """Modules whose forward was entered."""
         self._compiled: set[str] = set()
-        # By the storage's address, which the reference keeps from being given to another one.
+        # Keyed by storage address, which the reference keeps from being reused.
         self._of: dict[int, tuple[StorageWeakRef, _Known]] = {}
         self._stream: dict[int, StorageWeakRef] = {}
 
     def enter(self, where: str, given: Any) -> None:
-        """Before a module's forward. given: its arguments."""
+        """Record the start of a module's forward. given: its arguments."""
         self.ran.add(where)
         if where in self._blocks:
             stream = next((tensor for tensor in tensors_of(given) if tensor.is_floating_point()), None)
@@ -108,7 +108,7 @@ class InnerDtypes:
                 self._add_to_stream(stream)
 
     def see(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
-        """One operator, after it ran. where: the innermost module whose forward is running; None outside of all."""
+        """Record an operator after it ran. where: the innermost module whose forward is running; None outside all."""
         if where in self._tables:
             self._follow_table(where, name, args, output)
             return
@@ -142,7 +142,7 @@ class InnerDtypes:
                 self._add_to_stream(result)
 
     def see_attention(self, where: str, kernel: str) -> None:
-        """A fused attention kernel. kernel: the operator's name, such as aten::_scaled_dot_product_flash_attention."""
+        """Record a fused attention. kernel: the operator's name, such as aten::_scaled_dot_product_flash_attention."""
         if kernel == _FLEX:
             self._compiled.add(where)
             return
@@ -150,12 +150,12 @@ class InnerDtypes:
         self._found(SOFTMAX, where, FUSED.format(kernel=known))
 
     def see_matmul(self, where: str, dtypes: Sequence[str]) -> None:
-        """The operands' dtypes of a matmul, which are of interest in a router."""
+        """Record the dtypes of a matmul's operands, which matter in a router only."""
         if where in self._routers:
             self.found[ROUTER][where].update(dtypes)
 
     def forget(self) -> None:
-        """Between two forward passes: nothing of the one leads to the other."""
+        """Forget all tensors between two forward passes: no value of one leads to the other."""
         self._of.clear()
         self._stream.clear()
 
@@ -169,9 +169,9 @@ class InnerDtypes:
     ) -> dict[str, Any]:
         """The report: dtypes by operation, those lower than promised, and whatever could not be observed.
 
-        promised: module name to the dtype of norms' statistics and routers' products where a manifest says. stream: the
-        dtype of the residual stream; routers: of routers' products where `promised` has none. compiled: whether the
-        steps that are not observed run a compiled graph instead. docs/run-folder.md has the form.
+        promised: module name to the dtype that a manifest promises for a norm's statistics or a router's products.
+        stream: dtype of the residual stream; routers: of routers' products without an entry in `promised`. compiled:
+        whether steps that are not observed run a compiled graph instead. docs/run-folder.md has the format.
         """
         computed: dict[str, dict[str, int]] = {}
         lower: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -235,7 +235,7 @@ class InnerDtypes:
         return all(narrowed) and one.shape == other.shape
 
     def _of_kernel(self, where: str | None, given: torch.Tensor) -> str:
-        """Dtype of a kernel that accumulates in FP32: its operand's only if the operand was narrowed for it, here."""
+        """Dtype of a kernel that accumulates in FP32: its operand's only if this module narrowed the operand for it."""
         narrowed = self._narrowed_here(where, given)
         return narrowed[0] if narrowed else KERNEL if _is_narrow(_name(given)) else _name(given)
 
@@ -256,7 +256,7 @@ class InnerDtypes:
             self._know(result, _Known(_name(result), where))
 
     def _follow_table(self, where: str | None, name: str, args: Sequence[Any], output: Any) -> None:
-        """Record an operator of a module that makes a rotary table: each of them leads to cos and sin."""
+        """Record an operator of a module that computes a rotary table: every one of them leads to cos and sin."""
         if not isinstance(output, torch.Tensor):
             return
         listed = (item for given in args for item in (given if isinstance(given, tuple | list) else (given,)))
@@ -287,7 +287,7 @@ class InnerDtypes:
 
 
 def promises(config: Config, compute: str, regions: Regions | None) -> dict[str, Any]:
-    """A run's promises by its config, as arguments of `report`. compute: the dtype of its weights."""
+    """The dtypes that a run's config promises, as arguments of `report`. compute: the dtype of its weights."""
     by_manifest = regions is not None
     in_fp32 = by_manifest or config.precision.routers == "fp32"
     return {
@@ -319,9 +319,9 @@ def _makes_table(module: torch.nn.Module) -> bool:
 
 
 def _rounded_to(tensor: torch.Tensor) -> str | None:
-    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None where there is none.
+    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None if there is none.
 
-    Integers and powers of two are exact in any dtype: at least three other values have to be exact in 16 bits.
+    Integers and powers of two are exact in any dtype, so at least three other values have to be exact in 16 bits.
     """
     values = tensor.detach()
     if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:

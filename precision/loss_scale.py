@@ -1,7 +1,7 @@
 """The loss-scale policies: how the scale of an FP16 run changes after an overflow and after clean steps.
 
-docs/loss-scale.md has why the loss is scaled, and how the three differ. Scales are powers of two wherever the config
-lets them be: then scaling changes only the exponent and rounds nothing.
+docs/loss-scale.md explains why the loss is scaled and how the three differ. Scales are powers of two whenever the
+config allows it: scaling then changes only the exponent and rounds nothing.
 
 A policy only decides and counts; it needs neither torch nor DeepSpeed. `training/loss_scaler.py` passes it to
 DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
@@ -18,9 +18,9 @@ from config.schema import LossScaleSection
 Reason = Literal["overflow", "hysteresis", "growth"]
 
 MOST_ESCALATIONS = 2
-"""The number of times that a burst may escalate the backoff and double the window: factor^4 and 4 windows at most."""
+"""How often bursts may escalate the backoff and double the window: to factor^4 and 4 windows at most."""
 LARGEST_BACKOFF = 256.0
-"""Cap of the intensified factor. FP16 spans 2^40 with its subnormals: 2^8 a step finds any scale in five overflows."""
+"""Cap on the escalated factor. FP16 spans 2^40 with its subnormals: 2^8 a step finds any scale in five overflows."""
 
 
 class ScalePolicy(ABC):
@@ -34,10 +34,10 @@ class ScalePolicy(ABC):
     at_minimum: bool
     """The last update was an overflow and the scale could not get smaller."""
     reason: Reason | None
-    """Why the last update changed the scale or the hysteresis; None where it changed neither."""
+    """Why the last update changed the scale or the hysteresis; None if it changed neither."""
 
     _COUNTERS: ClassVar[dict[str, str]] = {}
-    """Key in a checkpoint to the attribute that it keeps: an int or a list of them."""
+    """Maps a key in a checkpoint to the attribute stored under it: an int or a list of ints."""
 
     def __init__(self, section: LossScaleSection) -> None:
         self._minimum, self._maximum = section.minimum, section.largest_scale
@@ -63,12 +63,12 @@ class ScalePolicy(ABC):
             self.reason = "hysteresis" if self.hysteresis != hysteresis else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the next decision depends on but the config, as plain types."""
+        """Everything but the config that the next decision depends on, as plain types."""
         shared = {"policy": self.name, "scale": self.scale, "consecutive_overflows": self.consecutive_overflows}
         return shared | {key: copy(getattr(self, name)) for key, name in self._COUNTERS.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict` within the config's limits; another policy's state gives its scale."""
+        """The inverse of `state_dict` within the config's limits; another policy's counters are ignored."""
         self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
         self.consecutive_overflows = int(state["consecutive_overflows"])
         self.at_minimum, self.reason = False, None
@@ -93,10 +93,10 @@ class ScalePolicy(ABC):
 
 
 class DeepSpeedPolicy(ScalePolicy):
-    """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) on any pattern of overflows.
+    """The scales of DeepSpeed 0.19.8's `DynamicLossScaler` (consecutive_hysteresis off) for any pattern of overflows.
 
-    Hysteresis: the first `hysteresis - 1` overflows since the scale last grew cost a skipped step but not the scale. As
-    upstream, the first window after an overflow, and the very first one, is one step longer than the others.
+    Hysteresis: the first `hysteresis - 1` overflows since the scale last grew skip their step but keep the scale. As
+    upstream, the very first window and the first one after an overflow are one step longer than the others.
     """
 
     name = "deepspeed"
@@ -204,5 +204,5 @@ POLICIES = (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)
 
 
 def make_policy(section: LossScaleSection) -> ScalePolicy:
-    """The policy that precision.loss_scale asks for, at its first scale."""
+    """The policy that precision.loss_scale asks for, at its initial scale."""
     return next(policy for policy in POLICIES if policy.name == section.policy)(section)

@@ -2,8 +2,8 @@
 
 docs/manifest.md has its format. A *region* is a module that multiplies matrices itself, or a norm (`find_regions`). The
 **last match wins**, as in .gitignore. A rule that matches no region, or that later rules override everywhere, is an
-error, since it has no effect. A rule lowers a norm only by naming its `module_class`: `model.layers.0.*` would do so by
-accident. This module only decides; `precision.regions` applies the decision to a model.
+error, since it has no effect. A rule lowers a norm only if it names its `module_class`; otherwise `model.layers.0.*`
+would do so by accident. This module only decides; `precision.regions` applies the decision to a model.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class _File:
-    """The keys of the file; $schema aside, which editors read. loss_scale is read by config/resolved.py."""
+    """The keys of the file, except $schema, which is for editors. loss_scale is read by config/resolved.py."""
 
     default: Compute
     rules: tuple[Rule, ...] = ()
@@ -99,8 +99,8 @@ def load_manifest(path: Path) -> Manifest:
 def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
     """Kinds by full name of every module that gets a region, in the order of `named_modules`.
 
-    attention: a module with `Attention` in its class name that has projections below it and no further attention; QK^T
-    and PV are its own. functional: one that owns a parameter of two or more dimensions and is no embedding, such as
+    attention: a module with `Attention` in its class name that has projections below it but no other attention; QK^T
+    and PV are its own. functional: one that owns a parameter of two or more dimensions and is not an embedding, such as
     fused experts and routers. norm: a childless module with `Norm` in the name of its class or of a base class.
     """
     found: dict[str, RegionKind] = {}
@@ -119,7 +119,7 @@ def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
 def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     """The dtype of every region of `model`, by full module name.
 
-    Raises UserError for a rule without effect, and for fp8 of another module than `can_be_fp8` says.
+    Raises UserError for a rule without effect, and for fp8 in a module that `can_be_fp8` rules out.
     """
     modules = dict(model.named_modules())
     regions = find_regions(model)
@@ -158,7 +158,7 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
 
 
 def is_router(module: torch.nn.Module) -> bool:
-    """Whether a module routes tokens to experts: its class is named so, and it multiplies by weights of its own."""
+    """Whether a module routes tokens to experts: its class name says so, and it multiplies by weights of its own."""
     return "router" in type(module).__name__.lower() and _kind(module) in ("matmul", "functional")
 
 
@@ -208,7 +208,7 @@ def _is_attention(module: torch.nn.Module) -> bool:
 def is_slice(module: torch.nn.Module) -> bool:
     """Whether a module is DeepSpeed AutoTP's slice of a linear layer.
 
-    By name, because only training/ imports DeepSpeed. AutoTP's embeddings have the same base class.
+    Recognised by name, because only training/ imports DeepSpeed. AutoTP's embeddings have the same base class.
     """
     names = [kind.__name__ for kind in type(module).__mro__]
     return "TensorParallel_Layer" in names and not any("Embedding" in name for name in names)
@@ -221,7 +221,7 @@ def _class_names(module: torch.nn.Module) -> list[str]:
 
 
 def without_adapter(name: str) -> str:
-    """The module of an adapter's part: `...q_proj` for `...q_proj.base_layer` and `...q_proj.lora_A.default`."""
+    """The module that an adapter's part is in: `...q_proj` for `...q_proj.base_layer` or `...q_proj.lora_A.default`."""
     return _PART_OF_ADAPTER.sub("", name)
 
 
@@ -231,7 +231,7 @@ _PART_OF_ADAPTER = re.compile(r"\.(base_layer|original_module|modules_to_save\.\
 def _matches(rule: Rule, name: str, module: torch.nn.Module, kind: RegionKind) -> bool:
     matches = any(fnmatchcase(known, rule.match or "*") for known in (name, without_adapter(name)))
     if rule.compute == "fp8" and ".lora_" in name and "lora_" not in (rule.match or ""):
-        return False  # the factors' matmuls are a few percent of the base's, and hold all that is learnt
+        return False  # the factors' matmuls cost a few percent of the base's, and hold all that is learnt
     if rule.module_class is None:
         return kind != "norm" and matches
     return matches and any(fnmatchcase(class_name, rule.module_class) for class_name in _class_names(module))

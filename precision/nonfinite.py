@@ -38,8 +38,6 @@ from precision.findings import (
 
 @dataclass(eq=False)
 class _Call:
-    """One call of one module."""
-
     module: nn.Module
     name: str
     parent: _Call | None
@@ -56,7 +54,7 @@ class _Call:
     gradient_cause: bool = False
     """Its backward, or that of a call inside it, was found to be the cause of a non-finite gradient."""
     views: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """While it runs: its inputs by id, each with the view that it got instead."""
+    """While the call runs: its inputs by id, each with the view passed in its place."""
     passed_through: set[int] = field(default_factory=set)
     """Ids of inputs that it returns unchanged."""
 
@@ -65,7 +63,7 @@ class Inspector:
     """Context manager: run forward and backward inside it once or several times, then read `findings`.
 
     Losses and random states are the same as without it; gradients too, up to rounding (those of a tensor that feeds
-    several modules are added in another order). Compiled modules and ZeRO-3's partitioned parameters are not for it.
+    several modules are added in a different order). Compiled modules and partitioned parameters are not inspected.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -110,7 +108,7 @@ class Inspector:
 
     def _record(self, name: str, what: What, found: Description, micro_batch: int, seen: str) -> None:
         if what == "gradient" and self._forward_bad:
-            return  # they follow from the forward pass
+            return  # it follows from the forward pass
         known = any(finding.module == name and finding.tensor == what for finding in self._found)
         if not known and len(self._found) < MOST_FINDINGS:
             self._found.append(Finding(name, what, *found, len(self._found), micro_batch, seen))
@@ -134,7 +132,7 @@ class Inspector:
         if module is self._model and not replayed:
             self._micro_batch, self._forward_bad, self._calls = self._micro_batch + 1, False, {}
         calls = self._calls.setdefault(module, [])
-        # A block that is recomputed runs outside its parent; the parent is that of the first run.
+        # A recomputed block runs outside its parent, so it gets the parent of its first run.
         parent = self._stack[-1] if self._stack else (calls[0].parent if replayed and calls else None)
         call = _Call(module, self._names[module], parent, replayed, max(self._micro_batch, 0))
         calls.append(call)
@@ -198,7 +196,7 @@ class Inspector:
         return call.views[id(tensor)][1]
 
     def _watch_gradient(self, call: _Call, tensor: torch.Tensor) -> None:
-        """One hook per tensor, for all the calls that return it, since hooks of a tensor run innermost call first."""
+        """Register one hook per tensor for all calls that return it: a tensor's hooks run innermost call first."""
         call.passed_through.update(id(view) for _, view in call.views.values() if view is tensor)
         known = getattr(tensor, "_inspected", None)
         if known and known[0] == tensor._version and known[1] is self:

@@ -2,13 +2,13 @@
 
 A `TorchDispatchMode` sees every operator below autograd and autocast, so the operands of `mm` have the dtype that the
 kernel gets. An operator belongs to the innermost module whose `forward` is running. Backward passes run outside every
-`forward` and are not counted, nor are the gradients that a chunked loss makes inside its head's; recomputation of
-checkpointed blocks is. FLOPs are those of torch.utils.flop_counter, booked under the dtype of the operands.
+`forward` and are not counted, nor are the gradients that a chunked loss computes inside its head's; recomputations of
+checkpointed blocks are. FLOPs are those of torch.utils.flop_counter, recorded under the dtype of the operands.
 
-It does not change the numbers of the pass, as long as nothing decides what to compute by whether hooks or modes are
-there. Compiled blocks do, because a hook in them would not fire: `training.step` observes them in a pass beside the
-step. FlexAttention is a compiled graph too, which torch does not enter under a dispatch mode: it runs without the mode,
-and its arguments are recorded.
+Observing does not change a pass's numbers, unless something chooses what to compute by whether hooks or modes are
+present. Compiled blocks do, because hooks inside them would not fire: `training.step` observes them in a pass beside
+the step. FlexAttention is a compiled graph too, which torch does not enter under a dispatch mode: it runs without the
+mode, and its arguments are recorded.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from precision.fp8 import is_multiplying
 from precision.inner_dtypes import InnerDtypes
 
 ROOT = "(model)"
-"""Name under which matmuls in the model's own forward are booked."""
-# Operator to the positions of its matrix operands.
+"""Name under which matmuls in the model's own forward are recorded."""
+# Maps an operator to the positions of its matrix operands.
 _MATMULS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::mv", "aten::dot", "aten::_scaled_mm"), (0, 1)),
     **dict.fromkeys(("aten::convolution", "aten::_grouped_mm"), (0, 1)),
@@ -39,7 +39,7 @@ _MATMULS = {
 # Fused attention kernels, whatever their suffix; operands are query, key and value.
 _FLEX = "flex_attention"
 _ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", _FLEX)
-# Their operand is the first argument.
+# Operators of norms; the operand is the first argument.
 _NORMS = (
     *("aten::rsqrt", "aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"),
     *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
@@ -48,20 +48,20 @@ _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.Dispat
 
 
 class PrecisionMismatch(UserError):
-    """A module computed in another dtype than the manifest says, or did not compute at all."""
+    """A module computed in a different dtype than the manifest says, or did not compute at all."""
 
 
 class Observation:
     """`with Observation(model) as seen: model(...)`, then `seen.computed` and `seen.flops`."""
 
     def __init__(self, model: torch.nn.Module, *, in_backward: Callable[[], bool] = lambda: False) -> None:
-        """in_backward: whether what runs now inside a `forward` belongs to the backward pass."""
+        """in_backward: whether code that now runs inside a `forward` belongs to the backward pass."""
         self.flops: dict[str, int] = defaultdict(int)
-        """Dtype to matmul FLOPs of the observed forward passes and recomputations."""
+        """Matmul FLOPs of the observed forward passes and recomputations, by dtype."""
         self._matmuls: dict[str, set[str]] = defaultdict(set)
         self._norms: dict[str, set[str]] = defaultdict(set)
         self.inner = InnerDtypes(model, root=ROOT)
-        """The dtypes of all operations but matmuls."""
+        """The dtypes of operations other than matmuls."""
         self._model = model
         self._in_backward = in_backward
         self._running: list[str] = []
@@ -69,11 +69,11 @@ class Observation:
 
     @property
     def computed(self) -> dict[str, set[str]]:
-        """Module name to the dtypes of the operands of its own matmuls; for norms those of the normalisation."""
+        """Maps a module name to the operand dtypes of its own matmuls; for norms, to those of the normalisation."""
         return {**self._norms, **self._matmuls}
 
     def flop_share(self) -> dict[str, float]:
-        """Dtype to its share of all matmul FLOPs, summing to 1; empty when nothing was observed."""
+        """Share of all matmul FLOPs by dtype, summing to 1; empty when nothing was observed."""
         total = sum(self.flops.values())
         return {name: count / total for name, count in sorted(self.flops.items())} if total else {}
 
@@ -150,7 +150,7 @@ class Observation:
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
     """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`).
 
-    Raises PrecisionMismatch where a module computed in another dtype, or did not compute and is not in `may_idle`.
+    Raises PrecisionMismatch if a module computed in a different dtype, or did not compute and is not in `may_idle`.
     """
     computed = observation.computed
     wrong = []
@@ -168,7 +168,7 @@ def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Col
 
 
 class _OperatorHook(TorchDispatchMode):
-    """Calls back with every operator after it ran."""
+    """Calls `see` with every operator after it has run."""
 
     supports_higher_order_operators = True
 
@@ -181,8 +181,8 @@ class _OperatorHook(TorchDispatchMode):
         if isinstance(func, torch._ops.OpOverload):
             name = func._schema.name
             if name not in _MATMULS and not any(map(func.has_kernel_for_dispatch_key, _KERNELS)):
-                # Under inference_mode linear and the like arrive undecomposed: decompose them under this mode. Never an
-                # operator with a kernel of its own: a decomposed silu_backward rounds more often.
+                # Under inference_mode, linear and the like arrive undecomposed: decompose them under this mode, but
+                # never an operator with its own kernel: a decomposed silu_backward rounds more often.
                 with self:
                     output = func.decompose(*args, **kwargs)
                 if output is not NotImplemented:

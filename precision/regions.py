@@ -2,11 +2,11 @@
 
 Parameters stay FP32: they are the masters. A region's `forward` is replaced, on the instance, by one that enters
 `torch.autocast` with the region's dtype, calls the original and casts the result for its caller. `Module.__call__`
-still runs all hooks around it, so ZeRO-3 has gathered the parameters when it starts. docs/manifest.md has which dtype
+still runs all hooks around it, so ZeRO-3 has gathered the parameters when it starts. docs/manifest.md says which dtype
 flows where.
 
 Autocast's weight cache is off, because it is keyed by the parameter alone, not by the dtype: a tied weight used in a
-BF16 and an FP16 region would get the first one's copy in both. And it would hold a 16-bit copy of each weight that
+BF16 and an FP16 region would get the first one's copy in both. It would also keep a 16-bit copy of each weight that
 ZeRO-3 has gathered until the forward pass ends.
 
 Both of torch's checkpointing implementations recompute by calling the modules again, so the same `forward` enters the
@@ -60,11 +60,11 @@ class Regions:
     """The regions of one model. Changes the model in place until `close`."""
 
     def __init__(self, model: torch.nn.Module, manifest: Manifest, fp8: Fp8Section | None = None) -> None:
-        """fp8: how modules in FP8 compute. Raises UserError as `precision.manifest.assign`."""
+        """fp8: how modules in FP8 compute. Raises UserError like `precision.manifest.assign`."""
         self.manifest = manifest
         self.fp8 = fp8 or Fp8Section()
         self.fp8_count: Callable[[str], Count] | None = None
-        """While set, gives for a region's name the function that its operands are passed to; for telemetry."""
+        """While set, maps a region's name to the function that receives its operands; for telemetry."""
         self.assignments: dict[str, Assignment] = assign(manifest, model)
         """The manifest's dtypes, with rule and reason; `dtypes` has the current ones."""
         self._model = model
@@ -100,7 +100,7 @@ class Regions:
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """Regions to promote where no module is known as the cause."""
+        """Regions to promote if no module is known as the cause."""
         return self.names_in("fp16")
 
     def names_in(self, compute: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Regions:
         return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:
-        """Let a region compute in another dtype from the next pass on, on every rank alike; None: it does already."""
+        """Change a region's dtype from the next pass on, identically on every rank; None if it has that dtype."""
         self._check(name, compute)
         old = self._compute[name]
         if old == compute:
@@ -156,7 +156,7 @@ class Regions:
             raise UserError(f"{name}: {FP8_FOR}")
 
     def fp8_layer(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape of a linear layer's weight, (out, in), also where ZeRO-3 partitions it, and the dtype around it."""
+        """(out, in) of a linear layer's weight, in full even if ZeRO-3 partitions it, and the dtype around it."""
         weight: Any = self._model.get_submodule(name).weight
         return tuple(getattr(weight, "ds_shape", weight.shape)), DTYPES[self.ambient_of(name)]
 
@@ -202,13 +202,11 @@ class Regions:
                 args, kwargs = cast((args, kwargs), (torch.bfloat16, torch.float16), dtype)
             elif kind == "functional":  # autocast does not know the grouped matmuls of fused experts
                 args, kwargs = cast((args, kwargs), _FLOATS, dtype)
-            elif (
-                kind == "attention"
-            ):  # operators that promote must not see the other 16 bits: widen, which loses nothing
+            elif kind == "attention":  # type promotion must not meet the other 16-bit dtype: widen, which loses nothing
                 other = torch.float16 if compute == "bf16" else torch.bfloat16
                 args, kwargs = cast((args, kwargs), (other,), torch.float32)
             elif kind == "matmul" and not is_slice(module) and args and args[0].dtype == torch.float32:
-                # always, not by autocast: a recomputed layer has to save for its backward pass what it first saved
+                # not left to autocast: a recomputed layer must save for its backward pass what it saved at first
                 args = (cast_once(self._shared.at(name, args[0], dtype), args[0], dtype), *args[1:])
             own = nullcontext() if own_names is None else own_parameters_in(module, dtype, own_names)
             with own, _autocast(device_type, compute):
@@ -221,7 +219,7 @@ class Regions:
         return forward
 
     def _in_fp8(self, name: str, module: Any, device_type: str, input: torch.Tensor) -> torch.Tensor:
-        """A linear layer's forward pass. input: by this name, as torch has it."""
+        """A linear layer's forward pass in FP8. input: named as in torch."""
         count = self.fp8_count(name) if self.fp8_count is not None else None
         with _autocast(device_type, "fp32"):
             ambient = DTYPES[self.ambient_of(name)]
@@ -239,7 +237,7 @@ class Regions:
 
 
 def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
-    enabled = compute != "fp32"  # a dtype must be given also where autocast is off
+    enabled = compute != "fp32"  # a dtype must be given even if autocast is off
     dtype = DTYPES[compute] if enabled else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
@@ -247,7 +245,7 @@ def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
 def _run_norm(
     module: torch.nn.Module, original: Callable[..., Any], dtype: torch.dtype, args: tuple, kwargs: dict[str, Any]
 ) -> Any:
-    """A norm on inputs and weights in `dtype`, with autocast off, returned in the dtype of its first input."""
+    """Run a norm on inputs and weights in `dtype`, with autocast off; returns it in the dtype of its first input."""
     given = next((item.dtype for item in tensors_of((args, kwargs)) if item.dtype in _FLOATS), dtype)
     device_type = _device_type(args, kwargs)
     args, kwargs = cast((args, kwargs), _FLOATS, dtype)
@@ -260,10 +258,10 @@ def _run_norm(
 def own_parameters_in(
     module: torch.nn.Module, dtype: torch.dtype, names: tuple[str, ...] | None = None
 ) -> Iterator[None]:
-    """Inside, the module's own code sees its parameters in `dtype`; their gradients arrive at the FP32 parameters.
+    """Context manager: the module's code sees its parameters in `dtype`; gradients still reach the FP32 parameters.
 
-    names: of those that it is for; None: all. An instance attribute hides the parameter of the same name from
-    `self.weight`, and from nothing else: hooks, state_dict and ZeRO still see the parameter.
+    names: the parameters to cast; None: all. An instance attribute hides the parameter of the same name from
+    `self.weight` only: hooks, state_dict and ZeRO still see the parameter.
     """
     own = [item for item in module.named_parameters(recurse=False) if names is None or item[0] in names]
     shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}

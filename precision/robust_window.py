@@ -3,9 +3,9 @@
     score = (value - median) / (1.4826 x MAD)
 
 Median and median absolute deviation tolerate outliers in up to half of the window (Rousseeuw and Croux 1993, section
-1), and for normal data 1.4826 x MAD estimates the standard deviation. Quantities that vary by a factor, such as
-gradient norms, belong into the window as logarithms. Until the window is half full there is no score, because the MAD
-of a handful of values is often far too small. Its owner pushes only values that were accepted.
+1), and for normal data 1.4826 x MAD estimates the standard deviation. Quantities that vary by factors, such as gradient
+norms, go into the window as logarithms. Until the window is half full there is no score, because the MAD of a handful
+of values is often far too small. The window's owner pushes only values that were accepted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ class RobustWindow:
     """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
 
     def __init__(self, size: int, *, floor: float = 0.01) -> None:
-        """size: values kept. floor: lower limit of the standard deviation, in the unit of the values. Raises
-        ValueError.
-        """
+        """size: values kept. floor: lower limit of the standard deviation, in the values' unit. Raises ValueError."""
         if size < 2 or not floor > 0:
             raise ValueError(f"a window of {size} values with floor {floor} cannot score anything")
         self._values: deque[float] = deque(maxlen=size)
@@ -41,7 +39,7 @@ class RobustWindow:
         return median(self._values) if 2 * len(self._values) >= self._size else None
 
     def push(self, value: float) -> None:
-        """Remember an accepted value. Raises ValueError for inf and nan."""
+        """Add an accepted value. Raises ValueError for inf and nan."""
         if not math.isfinite(value):
             raise ValueError(f"{value} is not a value to measure others by")
         self._values.append(float(value))

@@ -1,10 +1,9 @@
-"""Routers of experts in FP32 on the cast path, where the rest of the module is 16-bit.
+"""FP32 routers of experts on the cast path, where the rest of the model is 16-bit.
 
-A router chooses by comparing logits. In BF16, with 8 bits of mantissa, logits that differ by less than 0.4% may be
-equal, so that rounding chooses the experts, and its softmax exaggerates what is left (Fedus et al. 2021, "Switch
-Transformers", section 2.4, "selective precision"; Zoph et al. 2022, "ST-MoE", section 3.4). Weights and inputs stay
-what they are, in 16 bits; products, softmax and choice are FP32. On the manifest path the manifest decides
-(`precision.manifest`).
+A router chooses by comparing logits. In BF16, with 8 bits of mantissa, logits that differ by less than 0.4% may become
+equal, so that rounding chooses the experts, and the softmax amplifies the remaining error (Fedus et al. 2021, "Switch
+Transformers", section 2.4, "selective precision"; Zoph et al. 2022, "ST-MoE", section 3.4). Weights and inputs stay in
+16 bits; products, softmax and choice are FP32. On the manifest path the manifest decides (`precision.manifest`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from precision.regions import cast, own_parameters_in
 
 
 def compute_routers_in_fp32(model: torch.nn.Module) -> list[str]:
-    """Let every router of a 16-bit model compute in FP32, before DeepSpeed is given the model; their full names."""
+    """Make a 16-bit model's routers compute in FP32, before DeepSpeed gets the model; returns their full names."""
     found = [(name, module) for name, module in model.named_modules() if is_router(module)]
     for _, module in found:
         module.forward = _in_fp32(module, module.forward)
@@ -35,7 +34,7 @@ def _in_fp32(module: torch.nn.Module, original: Callable[..., Any]) -> Callable[
         args, kwargs = cast((args, kwargs), (torch.bfloat16, torch.float16), torch.float32)
         with own_parameters_in(module, torch.float32):
             output = original(*args, **kwargs)
-        # Llama 4's is a linear layer, and its scores weigh what goes into 16-bit experts, not what comes out of them.
+        # Llama 4's router is a linear layer, and its scores weight the inputs of 16-bit experts, not their outputs.
         return cast(output, (torch.float32,), given) if isinstance(module, torch.nn.Linear) else output
 
     return forward

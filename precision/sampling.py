@@ -1,8 +1,8 @@
-"""Statistics of all tensors of a model at once: few kernels, nothing waits for the device, memory stays small.
+"""Statistics of all tensors of a model at once: few kernels, no waiting for the device, little memory.
 
-Sums of squares and largest values are of every value. What needs a pass for each question (how many values are
-subnormal, at which power of two they are) is answered from at most SAMPLE evenly spaced values of a tensor: a share of
-them is off by 0.4% of all values at most, in one standard error, and a norm of an update by about 1%.
+Sums of squares and maxima cover every value. Questions that would take a pass each (how many values are subnormal, at
+which power of two they are) are answered from at most SAMPLE evenly spaced values of a tensor: the standard error of a
+share is at most 0.4% of all values, and that of an update's norm about 1%.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 import torch
 
 SAMPLE = 1 << 14
-"""Values of a tensor that are looked at one by one."""
+"""Largest number of values sampled from a tensor."""
 EXPONENTS = 256
-"""Bins of a histogram by the 8 exponent bits of FP32; bin e holds 2^(e - 127) <= |x| < 2^(e - 126), bin 0 what is
-smaller."""
+"""Bins of a histogram by the 8 exponent bits of FP32; bin e holds 2^(e - 127) <= |x| < 2^(e - 126), bin 0 all smaller
+values."""
 
 
 def sampled(values: torch.Tensor) -> torch.Tensor:
-    """(n,) copy of at most SAMPLE evenly spaced ones of a flat tensor's values."""
+    """(n,) copy of at most SAMPLE evenly spaced values of a flat tensor."""
     return values[:: max(1, -(-len(values) // SAMPLE))].clone()
 
 
 def sums_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(tensors,) FP64: of each tensor, accumulated in FP32."""
+    """(tensors,) FP64: the sum of squares of each tensor, accumulated in FP32."""
     norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch.stack([norm.double().square() for norm in norms])
 
@@ -42,9 +42,7 @@ def largest_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def exponent_counts(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(samples, EXPONENTS + 1) int64: how many values of each finite FP32 sample there are by exponent, zeros in the
-    last.
-    """
+    """(samples, EXPONENTS + 1) int64: number of values of each finite FP32 sample per exponent, zeros in the last."""
     lengths = torch.tensor([len(sample) for sample in samples], device=samples[0].device)
     values = torch.cat(list(samples))
     exponents = (values.view(torch.int32) >> 23) & (EXPONENTS - 1)
@@ -60,14 +58,14 @@ def bins_below(limit: float) -> int:
 
 
 def counts_in_bins(counts: torch.Tensor, bins: torch.Tensor) -> torch.Tensor:
-    """(samples, n) int64: how many nonzero values of each sample lie in its first `bins`, (samples, n), of `counts`,
-    as `exponent_counts` makes them; EXPONENTS bins hold them all."""
+    """(samples, n) int64: number of nonzero values in the first `bins`, (samples, n), of each sample's `counts`, which
+    come from `exponent_counts`; EXPONENTS bins hold them all."""
     return torch.nn.functional.pad(counts[:, :EXPONENTS].cumsum(1), (1, 0)).gather(1, bins)
 
 
 def distances(master: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """(2,) FP64: the largest, and the sum of squares, of |weight - rounded master| / |rounded master|, the master
-    rounded to the weight's dtype; 0 in a healthy run. Both of one shape, not empty."""
+    """(2,) FP64: maximum and sum of squares of |weight - rounded master| / |rounded master|, with the master rounded to
+    the weight's dtype; 0 in a healthy run. Both tensors have the same shape and are not empty."""
     rounded = master.to(weight.dtype).double()
     difference = (weight.double() - rounded).abs()
     relative = torch.where(difference == 0, difference, difference / rounded.abs())

@@ -1,7 +1,7 @@
-"""Casts and rounded values of an input that several layers share, such as those of queries, keys and values.
+"""Casts and roundings of an input that several layers share, such as the query, key and value projections.
 
-The first of them computes these, and the others use them. The first pass shows which layers have the same tensor one
-after another; from then on only these keep anything for the next one, and nothing is kept after the last.
+The first of these layers computes them, and the others reuse them. The first pass shows which consecutive layers get
+the same tensor; from then on only these keep anything for the next one, and nothing is kept after the last.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import torch
 
 
 class SharedInputs:
-    """The last input of a model's layers, and the values of it that the next layer may use."""
+    """The latest input of a model's layers, and the values derived from it that the next layer may reuse."""
 
     def __init__(self) -> None:
         self._alone: set[str] = set()
-        """Layers that another one with the same input did not follow."""
+        """Layers that are not followed by another one with the same input."""
         self._layer = ""
         self._inputs: Callable[[], torch.Tensor | None] = lambda: None
         self._state: tuple[int, torch.dtype] | None = None
         self._kept: dict[Any, Any] = {}
 
     def at(self, layer: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any] | None:
-        """Values that the layer before has kept of the same tensor for `dtype`, to which this layer adds for the next.
+        """Values kept by the previous layer for the same tensor and `dtype`; this layer adds its own for the next.
 
-        Empty where the tensor has changed since; None for an input of one layer only.
+        Empty if the tensor has changed since; None for an input that only one layer uses.
         """
-        if inputs.is_inference():  # these do not know whether they were changed
+        if inputs.is_inference():  # these have no version to tell whether they changed
             return None
         state = inputs._version, dtype
         same = self._inputs() is inputs and self._state == state
@@ -41,7 +41,7 @@ class SharedInputs:
 
 
 def cast_once(kept: dict[Any, Any] | None, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`inputs` in `dtype`, one copy for all layers; their gradients are added in the dtype of `inputs`, as by casts.
+    """`inputs` in `dtype`, one copy for all layers; gradients are summed in the dtype of `inputs`, as with own casts.
 
     kept: the result of `SharedInputs.at`.
     """

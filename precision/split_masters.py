@@ -1,10 +1,10 @@
-"""An FP32 master as its BF16 weight and what rounding took from it, bit for bit.
+"""An FP32 master stored as its BF16 weight and the remainder that rounding dropped, bit for bit.
 
-The weight is the upper half of its FP32 master, rounded to the nearest, ties to even. What is left is the master's bits
-minus the weight's: -2^15 to 2^15, one number more than 16 bits have. Both ends are ties, told apart by one more bit a
-value; apex's `store_param_remainders` has no such bit, and rounds ties away from zero (NVIDIA/apex, issue 1842).
+The weight is the upper half of its FP32 master, rounded to nearest, ties to even. The remainder is the master's bits
+minus the weight's: -2^15 to 2^15, one number more than 16 bits hold. Both ends are ties, told apart by one extra bit
+per value; apex's `store_param_remainders` has no such bit, and rounds ties away from zero (NVIDIA/apex, issue 1842).
 
-Exact for every value but the bits of a NaN.
+Exact for every value except the bits of a NaN.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 from torch.nn.functional import pad
 
 SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU = 1 << 16, 1 << 23
-"""[values] Number joined at once: on a CPU they stay in a core's cache, on a GPU few kernels are started."""
+"""[values] Number joined at once: few enough for a core's cache on a CPU, enough on a GPU to launch few kernels."""
 SPLIT_BYTES = 2.125
-"""[bytes] Size of one value, beside the weight."""
+"""[bytes] Storage per value, in addition to the weight."""
 _GATHER_BITS = 0x0102040810204080
-"""Multiplied with eight bytes of 0 or 1, the uppermost byte has the eight as bits, the first lowest."""
+"""Multiplying eight bytes of 0 or 1 by this gathers them as bits in the top byte, the first byte as the lowest bit."""
 _TIE = 1 << 15
 
 
 def remainder_of(master: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(remainder, uppers) of (n,) FP32 masters: (n,) int16, and (ceil(n / 8),) uint8, a bit for each tie above."""
+    """(remainder, uppers) of (n,) FP32 masters: (n,) int16, and (ceil(n / 8),) uint8, a bit set for each upper tie."""
     upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
     apart = torch.sub(master.view(torch.int32), upper, out=upper)
     return apart.to(torch.int16), _packed(apart == _TIE)

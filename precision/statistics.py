@@ -16,12 +16,12 @@ from precision.findings import tensors_of
 from precision.sampling import largest_of
 
 NEGLIGIBLE = 1e-4
-"""Gradients below this share of the others are rounding noise, such as those of a key's bias (softmax cancels it)."""
+"""Gradients below this share of the others are rounding noise, such as that of a key bias, which softmax cancels."""
 SIGNLESS = 1e-3
 """Values of a gradient below this share of its root mean square may have any sign in 16 bits: those of queries and keys
-in one projection with the values, where attention is still nearly even."""
+in a fused projection while attention is still nearly uniform."""
 PART = 1 << 20
-"""Number of values that are copied to FP64 at a time; a whole embedding would take gigabytes."""
+"""Number of values copied to FP64 at a time; a whole embedding would take gigabytes."""
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -32,8 +32,8 @@ class Agreement(NamedTuple):
     cosine: torch.Tensor
     """Cosine of the angle between them, in [-1, 1]; 1 if both are zero, 0 if one is."""
     sign_agreement: torch.Tensor
-    """Share of values with the same sign (+, - or zero), of those that have one: not below SIGNLESS of the root mean
-    square of the reference."""
+    """Share of values with the same sign (+, - or zero) among those that have one: not below SIGNLESS times the root
+    mean square of the reference."""
     relative_error: torch.Tensor
     """||gradient - reference|| / ||reference||; 0 if both are zero, inf if only the reference is."""
 
@@ -63,8 +63,7 @@ def in_fp64(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 
 class ActivationMeter:
-    """Context manager: `maxima`, module name to the () float32 largest magnitude in its outputs, nan if any value is
-    nan.
+    """Context manager: `maxima` maps a module name to its outputs' largest magnitude, () float32; nan if any value is.
 
     The whole model goes by its class name. unwatched: modules that get no hook.
     """
@@ -92,14 +91,14 @@ class ActivationMeter:
         for tensor in tensors_of(output):
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
-            with unseen(tensor.device.type):  # a recomputation takes another number of maxima
+            with unseen(tensor.device.type):  # a recomputation calls maximum a different number of times
                 largest = largest_of(tensor.detach())
                 known = self.maxima.get(name)
                 self.maxima[name] = largest if known is None else torch.maximum(known, largest)
 
 
 def to_plain(measured: Any) -> Any:
-    """Nested mappings and named tuples of tensors with Python numbers for tensors, dicts for named tuples; waits."""
+    """Nested mappings and named tuples, with tensors as Python numbers and named tuples as dicts; a device sync."""
     if isinstance(measured, torch.Tensor):
         return measured.tolist()
     if isinstance(measured, Mapping):

@@ -25,7 +25,7 @@ class Health:
     """A step between its backward pass and its optimizer step; the same on every rank."""
 
     loss: float
-    """Raw mean loss over the global batch, in nats per label token; inf or nan if it is."""
+    """Raw mean loss over the global batch, in nats per label token; may be inf or nan."""
     grad_norm: float
     """Global norm of the unscaled gradient before clipping; inf when any value on any rank is not finite."""
     step: int = 1
@@ -50,13 +50,13 @@ class Health:
     preempted: bool = False
     """Some rank was asked to stop."""
     save_ended: bool = False
-    """A checkpoint in the background has been written on every rank."""
+    """A background checkpoint has been written on every rank."""
     checks: list[list[float]] = field(default_factory=list)
-    """Numbers of the checks for silent corruption, by rank, where there are any."""
+    """Numbers from the checks for silent corruption, by rank, if there are any."""
     disagreement: str = ""
-    """Ranks whose gradient norm differs, where running the step again may tell why."""
+    """Ranks whose gradient norm differs, if running the step again may tell why."""
     corruption: Corruption | None = None
-    """Their finding, where it could not be corrected."""
+    """Finding of the checks for silent corruption, if it could not be corrected."""
     overflowed: tuple[str, ...] = ()
     """Modules whose FP16 activations overflowed in the forward pass."""
     spoiled: tuple[str, ...] = ()
@@ -69,12 +69,12 @@ class Health:
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradients are."""
+        """Whether both loss and gradients are finite."""
         return self.loss_is_finite and math.isfinite(self.grad_norm)
 
     @property
     def scale_overflowed(self) -> bool:
-        """Whether gradients alone are not finite: the loss scale comes in after the forward pass."""
+        """Whether only gradients are not finite: the loss scale takes effect after the forward pass."""
         return self.loss_is_finite and not (self.finite or self.overflowed or self.spoiled)
 
     @property
@@ -83,7 +83,7 @@ class Health:
         return self.scales_dynamically and not self.scale_at_minimum and self.scale_overflowed
 
     def with_causes(self, findings: Sequence[Finding]) -> Health:
-        """The same with what was found to make the step not finite."""
+        """A copy with the causes that were found for values that are not finite."""
         overflowed = dict.fromkeys(finding.module for finding in findings if finding.overflowed)
         spoiled = dict.fromkeys(finding.module for finding in findings if finding.tensor == "parameter")
         return replace(self, overflowed=tuple(overflowed), spoiled=tuple(spoiled))
@@ -108,7 +108,7 @@ class Trouble:
 
 
 def corrupted(health: Health) -> Trouble | None:
-    """A fault of the machine. Nothing in the plan repairs one; an older checkpoint has the state from before it."""
+    """A machine fault. No reaction repairs it, but an older checkpoint has the state from before it."""
     found = health.corruption
     if found is None:
         return None
@@ -116,7 +116,7 @@ def corrupted(health: Health) -> Trouble | None:
 
 
 def not_finite(health: Health) -> Trouble | None:
-    """A loss or a gradient that is inf or nan. Skipping does not help where the same weights overflow again."""
+    """A loss or a gradient that is inf or nan. Skipping does not help if the same weights will overflow again."""
     if health.finite:
         return None
     what = f"the step is not finite (loss {health.loss:.4g}, gradient norm {health.grad_norm:.4g})"
@@ -167,7 +167,7 @@ def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas:
 
 
 def wrong_update(ratio: float | None, low: float | None, high: float | None) -> Trouble | None:
-    """An update-to-weight ratio, of the step before this one, outside [low, high]; None is no bound."""
+    """An update-to-weight ratio of the previous step outside [low, high]; None: no bound."""
     if ratio is None:
         return None
     what = f"the last update was {ratio:.3g} of the weights' norm"
@@ -181,7 +181,7 @@ def wrong_update(ratio: float | None, low: float | None, high: float | None) -> 
 
 
 def other_policy(metrics: Mapping[str, float]) -> Trouble | None:
-    """Answers that are not the trainer's: sampler and trainer are further apart than rounding explains."""
+    """Answers not sampled from the trainer's policy: sampler and trainer differ by more than rounding explains."""
     corrected = metrics.get("gap/corrected", 0.0) > 0.0
     if not metrics.get("gap/of_bound", 0.0) > 1.0 or (corrected and metrics["left_out"] <= 0.5):
         return None
@@ -196,13 +196,13 @@ def other_policy(metrics: Mapping[str, float]) -> Trouble | None:
 
 
 def early_warning(reason: str) -> Trouble | None:
-    """A warning, in words that end with what to do. Skipping helps against a gradient that jumped, not against what
-    has grown for long."""
+    """An early warning, whose text ends with what to do. Skipping helps against a gradient that jumped, not against
+    something that has been growing for long."""
     return Trouble(f"early warning: {reason}", "docs/early-warnings.md has more", _ANY_BUT_PROMOTE) if reason else None
 
 
 def too_many_skips(skips: int, limit: int, last: Trouble | None) -> Trouble:
-    """Too many skipped steps in a row. last: what is wrong with the present step; None: it looks healthy."""
+    """Too many skipped steps in a row. last: what is wrong with the current step; None: it looks healthy."""
     cause = last.what if last else "the optimizer refused steps that looked healthy"
     advice = last.look_at if last and not last.routine else ""
     return Trouble(

@@ -1,4 +1,4 @@
-"""The training run. The only package that a run imports deepspeed or torch.distributed in."""
+"""The training run; the only package in which a run imports deepspeed or torch.distributed."""
 
 import logging
 
@@ -6,5 +6,5 @@ from config.moved import refuse_old_name
 
 refuse_old_name()
 
-# DeepSpeed warns of every machine without a GPU as it is imported, on each rank, before its level can be set.
+# On a machine without a GPU, DeepSpeed warns on each rank while it is imported, before its log level can be set.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())

@@ -3,7 +3,7 @@
 The reduced gradients name every parameter with non-finite values, but they are the same on every rank. So the step is
 run again, on the same samples with the same random numbers, and each rank inspects its own modules: the first one, in
 forward order, with a non-finite output from finite inputs, or else the first, in backward order, with such a gradient.
-Of ranks that share sequences or matrices the one counts in which it began.
+Among ranks that share sequences or matrices, the one in which it began is named.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
 
 _MAX_PARAMETERS = 5
-"""The most parameters with non-finite reduced gradients that are named if no rank found a cause."""
+"""Most parameters with non-finite reduced gradients to name if no rank found a cause."""
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
@@ -33,10 +33,10 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     after = generators(device)
     restore_generators(outcome.generators, device)
     held = ((name, getattr(p, "ds_tensor", p).data) for name, p in engine.model.named_parameters())
-    local = check_parameters(held)  # of each parameter all, or at ZeRO-3 this rank's partition
+    local = check_parameters(held)  # each parameter in full or, at ZeRO-3, this rank's partition
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)
-    # A bad weight is found again in the module that uses it, under ZeRO-3 also on ranks that do not hold it.
+    # A bad weight is found again in the module that uses it; under ZeRO-3 even on ranks that do not hold it.
     local += [finding for finding in inspector.findings if finding.tensor != "parameter"]
     restore_generators(after, device)
     found = [
@@ -68,7 +68,7 @@ def _without_consequences(
     def when(finding: Finding) -> tuple[bool, int]:
         owner = finding.module if finding.module in begun else finding.module.rpartition(".")[0]
         if finding.tensor == "gradient":
-            return True, first_in_backward.get(owner, -1)  # of the loss: before that of all modules
+            return True, first_in_backward.get(owner, -1)  # the loss's own comes before those of all modules
         return False, ended.get(owner, last)
 
     first: dict[tuple[int, int], tuple[tuple[bool, int], int]] = {}

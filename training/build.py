@@ -1,4 +1,4 @@
-"""Build a run around a session: checkpoints, guard, record and observers; restored where it resumes."""
+"""Build a run around a session: checkpoints, guard, record and observers; restored if the run resumes."""
 
 import hashlib
 import json
@@ -168,7 +168,7 @@ def assemble(
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:
-    """The run's checkpoints by its config. Raises UserError for a missing key or an unusable store."""
+    """The run's checkpoints as configured. Raises UserError for a missing key or an unusable store."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:

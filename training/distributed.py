@@ -31,7 +31,7 @@ ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of `mallopt`, by malloc.h."""
+"""Parameters of `mallopt`, from malloc.h."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SliceGroup:
     group: dist.ProcessGroup
 
     def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Each rank's `values`, in the order of their slices; of one shape on all. A collective of the group."""
+        """Each rank's `values`, in the order of their slices; the same shape on all. A collective of the group."""
         rows = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(rows, values.contiguous(), group=self.group)
         return rows
@@ -77,7 +77,7 @@ class TensorGroup(SliceGroup):
         return values
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """In-place largest value of the group."""
+        """In-place maximum over the group."""
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
@@ -85,7 +85,7 @@ class TensorGroup(SliceGroup):
 @dataclass(frozen=True)
 class World:
     """One process of the run. sequence, tensor, experts: the ranks that it shares sequences, matrices or experts with;
-    None where none are shared."""
+    None if none are shared."""
 
     rank: int
     world_size: int
@@ -99,7 +99,7 @@ class World:
 
     @property
     def zero_rank(self) -> int:
-        """Number of this rank's partition in ZeRO: ranks that share matrices have the same one, of other slices."""
+        """Number of this rank's partition in ZeRO: ranks that share matrices have the same, of different slices."""
         return self.rank // self.tensor.size if self.tensor else self.rank
 
     @property
@@ -109,7 +109,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, the only process that writes."""
+        """Whether this is rank 0, the main process, which writes whatever only one rank may write."""
         return self.rank == 0
 
     def from_main(self, value: Any) -> Any:
@@ -121,7 +121,7 @@ class World:
     def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
         """The result of `act` on the main process, on every rank. A collective.
 
-        catch: exceptions of `act` that every rank raises as a UserError of the same text.
+        catch: exceptions of `act` that every rank raises as a UserError with the same text.
         """
         value, problem = None, None
         if self.is_main:
@@ -135,7 +135,7 @@ class World:
         return cast(T, value)
 
     def wait_for_all(self) -> None:
-        """Barrier."""
+        """Barrier over all ranks."""
         dist.barrier(group=self.group)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:
@@ -156,7 +156,7 @@ class World:
         return values
 
     def main_receives(self, value: T, rank: int) -> T:
-        """The plain Python value of another rank, on the main process; elsewhere `value`. Concerns these two only."""
+        """The plain Python value of another rank, on the main process; elsewhere `value`. Involves these two only."""
         box = [value]
         if self.is_main:
             dist.recv_object_list(box, src=rank, group=self.group)
@@ -182,18 +182,18 @@ class World:
         return values
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest value over ranks; nan where any rank has one, which backends drop or not. values: float64."""
+        """Maximum over ranks; nan where any rank has one, unlike in some backends. values: float64."""
         bits = values.masked_fill(values.isnan(), torch.nan).view(torch.int64)  # one nan, above infinity in this order
         ordered = bits ^ (bits >> 63 & torch.iinfo(torch.int64).max)
         dist.all_reduce(ordered, op=dist.ReduceOp.MAX, group=self.group)
         return (ordered ^ (ordered >> 63 & torch.iinfo(torch.int64).max)).view(torch.float64)
 
     def copy_from(self, values: torch.Tensor, rank: int) -> None:
-        """Overwrite `values`, contiguous and of one size on all ranks, with those of `rank`."""
+        """Overwrite `values`, contiguous and of the same size on all ranks, with those of `rank`."""
         dist.broadcast(values, src=rank, group=self.group)
 
     def exchange(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """values: (n,), those for rank 0 first -> (m,), those from rank 0 first. sent, received: how many by rank."""
+        """values: (n,), those for rank 0 first -> (m,), those from rank 0 first. sent, received: numbers by rank."""
         result = values.new_empty(sum(received))
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result
@@ -218,7 +218,7 @@ class World:
         return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
 
     def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's process group of `ranks` consecutive ranks, None for 1. A collective: each creates each group."""
+        """This rank's process group of `ranks` consecutive ranks, None for 1. A collective: all create all groups."""
         if ranks == 1:
             return None
         timeout = timedelta(minutes=timeout_minutes)
@@ -239,15 +239,15 @@ class World:
 def build_no_shared_memory_op() -> None:
     """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
 
-    It would be built at the first start on a machine, with g++ in about a minute, which fails where the path to torch
-    has a space, and leave 66 MiB of /dev/shm for each rank. To be called before the process group starts.
+    It would be built at the first start on a machine, in about a minute with g++, which fails if the path to torch has
+    a space, and would leave 66 MiB in /dev/shm for each rank. Call this before the process group starts.
     """
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None
 
 
 def join(resolved: Resolved) -> World:
-    """Join the process group of a run by its config and the launcher's environment. Raises as `start` does."""
+    """Join a run's process group as its config and the launcher's environment say. Raises like `start`."""
     run = resolved.config.run
     world = start(
         rank=resolved.rank,
@@ -273,10 +273,10 @@ def start(
     deterministic: bool = False,
     job: str = "",
 ) -> World:
-    """Join the process group, select this rank's device, and its share of the machine's cores.
+    """Join the process group, select this rank's device, and use its share of the machine's cores.
 
     bind_cores, deterministic: as in `run`. job: names this job and no other, for ranks that find another one at
-    MASTER_PORT. Raises UserError as `open_store` does.
+    MASTER_PORT. Raises UserError like `open_store`.
     """
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
@@ -292,15 +292,15 @@ def start(
     if accelerator.device_name() == "cuda" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", ALLOCATORS)
     accelerator.set_device(local_rank)
-    # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, makes its
-    # matmuls TF32, and cuDNN's convolutions are unless told otherwise.
+    # FP32 is what 16 bits are compared with: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which NVIDIA's images set, turns its
+    # matmuls into TF32, and cuDNN's convolutions are TF32 by default.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # cuBLAS may cut a long sum into parts and add these in 16 bits unless told otherwise.
+    # By default cuBLAS may split a long sum into parts and add these in 16 bits.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     timeout = timedelta(minutes=timeout_minutes)
-    # DeepSpeed binds the group to a GPU, too, unless this is the only rank.
+    # DeepSpeed, too, binds the group to a GPU unless this is the only rank.
     device = torch.device(f"cuda:{local_rank}") if accelerator.device_name() == "cuda" else torch.device("cpu")
     dist.init_process_group(
         accelerator.communication_backend_name(),
@@ -332,9 +332,9 @@ def _keep_freed_memory() -> None:
 
 
 def _use_one_order(*, strictly: bool) -> None:
-    """Have kernels sum in an order that is the same each time; by itself x[index] has none in its backward pass.
+    """Make kernels sum in the same order each time; by default the backward pass of x[index] has no fixed order.
 
-    strictly: collectives too, and an operator without such an order raises a RuntimeError that names it.
+    strictly: collectives too, and an operator without a fixed order raises a RuntimeError that names it.
     """
     torch.set_deterministic_debug_mode("warn")
     if strictly:  # CUDA, NCCL and transformers read their variables when they start
@@ -359,7 +359,7 @@ def stop() -> None:
 
 
 def _use_own_cores(world: World, bind_cores: str) -> None:
-    """Use this rank's share of its machine's cores, bound to it where configured. A collective."""
+    """Use this rank's share of its machine's cores, bound to it if configured. A collective."""
     gpu = None
     if world.device.type == "cuda":
         found: Any = torch.cuda.get_device_properties(world.device)  # torch does not declare these

@@ -1,7 +1,7 @@
 """Early warnings: figures that leave their healthy range before the loss does (docs/early-warnings.md).
 
-Nothing here reads a tensor or talks to other ranks: all ranks see the same numbers and judge alike. A bound that is
-broken gives one warning, and the next one only after it has held at REARM looks in a row.
+Nothing here reads a tensor or talks to other ranks: all ranks see the same numbers and judge alike. A broken bound
+gives one warning; the next one follows only after REARM consecutive in-range measurements.
 """
 
 import math
@@ -21,16 +21,16 @@ from tracking.heatmap.trend import trend
 from tracking.verdict import SETTLING_SIGNALS, solved
 
 _KURTOSIS_WINDOW = 16  # measured steps
-_UPDATES_WINDOW = 64  # the same: long enough to remember what was usual before a slow rise
+_UPDATES_WINDOW = 64  # measured steps: long enough to remember the usual ratio before a slow rise
 REARM = 8
-"""Looks at which a bound has to hold before it speaks again: a figure at its bound would speak at every other one."""
+"""Consecutive in-range measurements before a signal warns again: near its bound it would warn at every other one."""
 _POINTS = 60  # of an activation's history
 _ANSWERS = ("entropy", "reward/no_signal", "truncated", "reward/mean", "reward/spread")
-_ANSWERS_WINDOW = 8  # steps: one has the answers to few prompts
+_ANSWERS_WINDOW = 8  # steps: a single one has the answers to few prompts
 _LARGEST = float(torch.finfo(torch.float16).max)
-_SMALL = 0.004  # share of FP16's range below which an activation's growth is not followed
+_SMALL = 0.004  # share of FP16's range below which an activation's growth is not tracked
 
-# What is wrong, and what to do.
+# Signal to its name in a message, and the advice.
 _WORDS: dict[str, tuple[str, str]] = {
     "attention_logit": (
         "largest attention logit",
@@ -94,7 +94,7 @@ _METRICS = {
     "truncated": "truncated",
 }
 _AT_LEAST = ("attention_entropy", "router_entropy", "answer_entropy", "overflow_steps")
-"""Signals whose bound is the smallest healthy value; that of the others is the largest."""
+"""Signals whose bound is the smallest healthy value; for the others it is the largest."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class EarlyWarning:
     value: float
     bound: float
     modules: tuple[str, ...]
-    """All where the bound is broken, the worst first."""
+    """All modules that break the bound, the worst first."""
     reason: str
     """The human-readable reason: what, where, its bound and what to do."""
 
@@ -116,7 +116,7 @@ class EarlyWarning:
 class SecondMomentMemory:
     """The global gradient norm that Adam's second moment (an average by beta2) remembers, and its mean age.
 
-    A gradient's norm over the root of the memory, which counts it already, is its RMS_t (engine/adam_signals.py).
+    A gradient's norm over the root of the memory, that gradient included, is its RMS_t (engine/adam_signals.py).
     """
 
     def __init__(self, beta2: float) -> None:
@@ -125,18 +125,18 @@ class SecondMomentMemory:
         self._count = 0
 
     def jump(self, norm: float) -> float:
-        """Jump of a gradient that is not in the memory yet: its norm over the root of the memory; 1 for the first."""
+        """Jump of a new gradient: its norm over the root of the memory, itself included; 1 for the first."""
         squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
         corrected = squares / (1 - self._beta2 ** (self._count + 1))
         return norm / math.sqrt(corrected) if corrected > 0 else 1.0
 
     @property
     def age(self) -> float:
-        """[updates]"""
+        """[updates] Mean age of the memory."""
         return self._aged / self._squares if self._squares else 0.0
 
     def push(self, norm: float) -> None:
-        """A gradient that was applied."""
+        """Add a gradient that was applied."""
         self._aged = self._beta2 * (self._aged + self._squares)
         self._squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
         self._count += 1
@@ -151,18 +151,18 @@ class SecondMomentMemory:
 
 
 class EarlyWarnings:
-    """Judges the figures of one run. In every step `before_step`, then `after_step`, then `after_telemetry` if due."""
+    """Judges the figures of one run. Call per step `before_step`, `after_step` and, if due, `after_telemetry`."""
 
     def __init__(
         self, section: WarningsSection, *, beta2: float | None, clipping: float, in_fp16: Callable[[str], bool]
     ) -> None:
-        """beta2: of the optimizer's second moment; None where it has none. clipping: gradient norm at which it begins,
-        0 never. in_fp16: whether a module computes in FP16 now."""
+        """beta2: that of the optimizer's second moment; None if it has none. clipping: gradient norm at which it
+        begins; 0: never. in_fp16: whether a module computes in FP16 now."""
         self._section = section
         self._memory = SecondMomentMemory(beta2) if beta2 is not None else None
         self._clipping = clipping
         self._in_fp16 = in_fp16
-        self._active: dict[str, int] = {}  # signals that have spoken, and at how many looks in a row they held since
+        self._active: dict[str, int] = {}  # signals that have warned, and how often in a row they were in range since
         self._kurtosis: dict[str, RobustWindow] = {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
         self._growing: dict[str, list[tuple[int, float]]] = {}
@@ -179,7 +179,7 @@ class EarlyWarnings:
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
         """Judge balanced routers and sampled answers. applied: whether the weights changed. warm: whether the warm-up
-        is over, before which routers, gradients and channels have yet to settle in sound runs, too."""
+        is over, before which routers, gradients and channels have not settled even in healthy runs."""
         if applied and self._memory is not None:
             self._memory.push(self._clipped(health.grad_norm))
         found: list[EarlyWarning] = []
@@ -202,7 +202,7 @@ class EarlyWarnings:
         return {name: fmean(step.get(name, 0.0) for step in self._answers) for name in self._answers[-1]}
 
     def _solved(self) -> bool:
-        """Whether the prompts are solved, so that answers are alike, and now and then a gradient follows many of 0."""
+        """Whether the prompts are solved, so that answers are alike and an occasional gradient follows many zeros."""
         known = self._of_answers()
         if "reward/spread" not in known or self._first_reward is None:
             return False
@@ -211,11 +211,11 @@ class EarlyWarnings:
 
     @property
     def memory_age(self) -> float | None:
-        """[updates] Mean age of what the second moment remembers; None where there is none."""
+        """[updates] Mean age of what the second moment remembers; None if there is no second moment."""
         return self._memory.age if self._memory is not None else None
 
     def after_telemetry(self, step: int, fields: Mapping[str, Any], *, warm: bool) -> list[EarlyWarning]:
-        """The warnings of a measured step. fields: of its `telemetry` event. warm: as above."""
+        """The warnings of a measured step. fields: those of its `telemetry` event. warm: as in `after_step`."""
         by_signal: dict[str, dict[str, float]] = defaultdict(dict)
         for module, figures in fields["attentions"].items():
             by_signal["attention_logit"][module] = figures["logit"]
@@ -256,7 +256,7 @@ class EarlyWarnings:
                 yield module, max(0.0, growth.reaches(_LARGEST) - step)
 
     def _judge(self, signal: str, values: Mapping[str, float], further: str = "") -> Iterator[EarlyWarning]:
-        """A warning where a figure has just left its bound. values: by module."""
+        """A warning if a figure has just left its bound. values: by module."""
         bound = getattr(self._section, signal)
         if bound is None:
             return
@@ -293,7 +293,7 @@ class EarlyWarnings:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """The inverse of `state_dict`; None, of an older checkpoint, starts anew."""
+        """The inverse of `state_dict`; None, from an older checkpoint, starts afresh."""
         self._active, self._kurtosis, self._growing = {}, {}, {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
         self._first_reward, self._answers = (state or {}).get("first_reward"), (state or {}).get("answers", [])

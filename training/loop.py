@@ -32,7 +32,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
     problem: SaveFailed | None = None
     planned = config.run.steps
     gc.collect()
-    gc.freeze()  # else each rank scans half a million objects of libraries in a step of its own, and the others wait
+    gc.freeze()  # else each rank would scan half a million library objects at a different step, and the others wait
     if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
     while progress.step < planned:
@@ -47,7 +47,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             code = DIVERGED if broken is None else BROKEN
             return Ending(progress, code, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
-            save_now(parts, progress)  # so that a crash does not undo the used budget and the skipped batches
+            save_now(parts, progress)  # so that a crash does not forget the used budget and the skipped batches
             continue
         if health.preempted:
             problem = save_now(parts, progress)
@@ -84,7 +84,7 @@ def start_save(parts: Parts, progress: Progress, validation_loss: float | None =
 
 
 def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
-    """The ending of a run whose last save failed; None where it did not."""
+    """The ending of a run whose last save failed; None if it did not."""
     if problem is None:
         return None
     return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))

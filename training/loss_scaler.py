@@ -1,9 +1,9 @@
-"""The loss scaler that DeepSpeed is given: one of Mantissa's policies, with two upstream bugs worked around.
+"""The loss scaler that DeepSpeed gets: one of Mantissa's policies, with two upstream bugs worked around.
 
 DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
 gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
 unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
-effect after the step. And an overflow at the minimum is left to the guard, not raised as a bare Exception.
+effect after the step. Also, an overflow at the minimum is left to the guard instead of raising a bare Exception.
 
 `precision/loss_scale.py` decides how the scale changes. The class is a `DynamicLossScaler` only so that DeepSpeed
 accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used.
@@ -50,7 +50,7 @@ class LossScaler(DynamicLossScaler):
         self._discarding = False
 
     def update_scale(self, overflow: bool) -> None:
-        """Called by DeepSpeed inside its step. Raises RuntimeError when it applies a step that is to be discarded."""
+        """Called by DeepSpeed inside its step. Raises RuntimeError if it applies a step that was to be discarded."""
         if self._discarding:
             if not overflow:
                 raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
@@ -61,10 +61,10 @@ class LossScaler(DynamicLossScaler):
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
-        """Inside, the policy neither sees nor counts the overflow of DeepSpeed's step.
+        """Context in which the policy neither sees nor counts the overflow of DeepSpeed's step.
 
         A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
-        that did overflow: the scale would never decrease.
+        that really overflowed: the scale would never decrease.
         """
         self._discarding = True
         try:
@@ -73,7 +73,7 @@ class LossScaler(DynamicLossScaler):
             self._discarding = False
 
     def apply_change(self) -> ScaleChange | None:
-        """Make the last update take effect; what changed, or None."""
+        """Make the last update take effect; returns what changed, or None."""
         reason, self._reason = self._reason, None
         old, self.cur_scale = self.cur_scale, self.policy.scale
         return ScaleChange(old, self.cur_scale, reason) if reason else None

@@ -1,4 +1,4 @@
-"""The named collaborators of a run: their state in a checkpoint, and those that observe its steps."""
+"""The parts of a run: their state in a checkpoint, and those that observe its steps."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -24,7 +24,7 @@ from training.tracing.spans import Tracing
 
 @dataclass(frozen=True)
 class Parts:
-    """The named collaborators of a run, built once (`training.build.assemble`)."""
+    """The parts of a run by name, built once (`training.build.assemble`)."""
 
     resolved: Resolved
     engine: Engine
@@ -37,13 +37,13 @@ class Parts:
     first_step: int
     """Steps attempted before this session."""
     validation: Callable[[], Iterable[Batch]] = tuple
-    """Gives the validation set's batches, from its start."""
+    """Returns the validation set's batches, from its start."""
     validation_by_source: Callable[[], dict[str, Iterable[Batch]]] = dict
     """The same for each source of a mixture."""
     sample: Callable[[], str] = str
     """Samples text from the model; empty for none. A collective."""
     examples: Callable[[], str] = str
-    """The newest evaluation's prompts with sampled answers and rewards; empty for a task that samples none."""
+    """Returns the newest evaluation's prompts with answers and rewards; empty for a task that samples none."""
     preemption: Preemption = field(default_factory=lambda: Preemption(signals=False))
     checks: Checks | None = None
     self_check: SelfCheck | None = None
@@ -64,7 +64,7 @@ class Parts:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
-        """The inverse of `state_dict`; the run's progress. keep_budgets: used reactions stay used, for a rollback."""
+        """The inverse of `state_dict`; returns the progress. keep_budgets: used reactions stay used, for a rollback."""
         progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
@@ -76,7 +76,7 @@ class Parts:
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
-        """Context of spans and profiler, if configured, around one attempted step; progress: before it."""
+        """Context of spans and profiler, if configured, for one attempted step. progress: before the step."""
         if self.tracing is None and self.profiling is None:
             return nullcontext()
         stack = ExitStack()

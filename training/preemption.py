@@ -12,7 +12,7 @@ class Preemption:
     def __init__(self, max_minutes: float | None = None, *, signals: bool = True) -> None:
         """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them.
 
-        signals: handle SIGTERM and SIGUSR1; without, they end the process, as they should in a tool that saves nothing.
+        signals: handle SIGTERM and SIGUSR1; else they end the process, as they should in a tool that saves nothing.
         """
         self._signalled = False
         self._ends = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -21,7 +21,7 @@ class Preemption:
 
     @property
     def requested_here(self) -> bool:
-        """Whether this rank has to stop after the present step."""
+        """Whether this rank must stop after the current step."""
         return self._signalled or time.monotonic() >= self._ends
 
     @property

@@ -18,7 +18,7 @@ class Promotions:
         self.by_step: dict[int, dict[str, str]] = {}
 
     def state_dict(self, regions: Regions | None) -> dict[str, Any]:
-        """Plain types, for a checkpoint: the promotions and every region's current dtype."""
+        """Plain types, for a checkpoint: the promotions, and dtypes of regions that are not the manifest's."""
         return {
             "by_step": [[step, dict(modules)] for step, modules in self.by_step.items()],
             "regions": regions.state_dict() if regions is not None else None,
@@ -34,7 +34,7 @@ class Promotions:
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[list[str], str]:
     """The regions of the causes that are narrower than `to`, and the dtype to promote them to.
 
-    FP8 regions go to BF16 first, alone. Without a cause, such as of an overflow that no rank could trace: the suspects.
+    FP8 regions go to BF16 first, alone. Without causes, as for an overflow that no rank could trace: the suspects.
     """
     if regions is None:
         return [], to

@@ -16,7 +16,7 @@ from training.record import record_incident
 
 
 def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
-    """Return to the last good checkpoint and skip the batches that broke the run; the new position and the path.
+    """Load the last good checkpoint and skip the batches that broke the run; returns new progress and the path.
 
     repeat: the batches were not at fault, so none is skipped.
     """

@@ -35,8 +35,8 @@ def record_step(
 ) -> None:
     """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
 
-    progress: after the step. faults: the config's. seconds: of the whole step, data wait included. waited: seconds for
-    the batch. The momentum norm of a scale event is a collective; every rank has the same change.
+    progress: after the step. faults: the config's. seconds: the whole step's, including the wait for data. waited:
+    seconds for the batch. A scale event's momentum norm is a collective; every rank has the same change.
     """
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in faults:
@@ -127,7 +127,7 @@ def record_evaluation(
     *,
     sample: str = "",
 ) -> None:
-    """The `eval` event. whole: of the validation set; by_source: of each named part. sample: text sampled then."""
+    """The `eval` event. whole: on the validation set; by_source: on each named part. sample: text sampled then."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
     if sample:
         further["sample"] = sample

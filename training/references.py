@@ -1,7 +1,7 @@
-"""The reference of preference optimisation: log-probabilities of every pair's answers under the start weights.
+"""The reference of preference optimisation: log-probabilities of every pair's answers under the initial weights.
 
-The engine computes them before the first step, in its compute dtype and in micro-batches of the shapes that are trained
-on: so the first step's margins are exactly 0. They are kept in FP32, in a file beside the prepared data.
+The engine computes them before the first step, in its compute dtype and in micro-batches of the same shapes as in
+training, so the first step's margins are exactly 0. They are kept in FP32, in a file beside the prepared data.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
-    """Give every split of the corpus its column REFERENCE, from the file or computed now; notes for the record.
+    """Give every split of the corpus its column REFERENCE, from the file or computed now; returns notes to record.
 
-    The engine must have its start weights. base: what they are, None for weights drawn from the seed. A collective.
+    The engine must have its initial weights. base: their identity, None for weights drawn from the seed. A collective.
     Raises UserError for a log-probability that is not finite.
     """
     world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
@@ -58,7 +58,7 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
     for name, shards in splits.items():
         shards.columns[REFERENCE] = tables[name]
     first = 0
-    for split in corpus.validation_by_source.values():  # whose rows, one after the other, are the validation set's
+    for split in corpus.validation_by_source.values():  # their rows, one split after another, are the validation set's
         shards = cast(RowShards, split)
         shards.columns[REFERENCE] = tables["validation"][first : first + len(shards.longest)]
         first += len(shards.longest)
@@ -66,7 +66,7 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
 
 
 def _computed(engine: Engine, shards: RowShards, lengths: tuple[int, ...], micro: int) -> np.ndarray:
-    """(pairs, lengths, 2) float32, each rank having computed its share of the micro-batches."""
+    """(pairs, lengths, 2) float32; each rank computes its share of the micro-batches."""
     world = engine.world
     found = np.full((len(shards.longest), len(lengths), 2), np.nan, dtype=np.float32)
     for number, length in enumerate(lengths):
@@ -82,13 +82,13 @@ def _computed(engine: Engine, shards: RowShards, lengths: tuple[int, ...], micro
         for ids, result in zip(mine, results, strict=True):
             real = torch.from_numpy(ids != NO_SAMPLE).to(world.device)
             values[torch.from_numpy(ids).to(world.device)[real]] = result[real].float()
-        world.sum(values)  # every pair is one rank's, so nothing is rounded
+        world.sum(values)  # only one rank computes a pair, so nothing is rounded
         found[fitting, number] = values.cpu().numpy()[fitting]
     return found
 
 
 def _told(batches: Iterator[Batch], count: int, length: int) -> Iterator[Batch]:
-    """The batches; now and then a line says how many are done."""
+    """The batches, with an occasional line on how many are done."""
     spoken = time.monotonic()
     for number, batch in enumerate(batches):
         if time.monotonic() - spoken >= SECONDS_BETWEEN_LINES:
@@ -123,7 +123,7 @@ _NOT_DECIDING = {
 
 
 def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Arrays | None:
-    """The file's columns; None where it is missing, damaged or of something else, and is then written anew."""
+    """The file's columns; None if it is missing, damaged or belongs to something else, to be written anew."""
     tables, said = read_arrays(path) or ({}, {})
     shapes = {name: (len(shards.longest), len(lengths), 2) for name, shards in splits.items()}
     whole = {name: table.shape for name, table in tables.items()} == shapes
@@ -131,7 +131,7 @@ def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tupl
 
 
 def _write(path: Path, identity: str, tables: Arrays) -> list[str]:
-    """Publish the columns; a note where that failed, because the run has them anyway."""
+    """Publish the columns; only a note if that fails, because the run has them anyway."""
     try:
         write_arrays(path, tables, {"identity": identity})
     except OSError as error:

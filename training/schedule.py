@@ -8,9 +8,9 @@ from config.schema import Config, ScheduleSection
 def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total: int) -> float:
     """Learning rate of the update that follows `applied` applied steps, of `total` planned ones.
 
-    Warm-up rises linearly and has the peak at its last step, number W - 1 from 0. Step W has it too: there the decay
-    starts, and the last planned step, T - 1, runs at `final_ratio` x peak. So no step runs at 0. It is the rate of
-    transformers' schedulers at step n + 1 during the warm-up, and at step n with `num_training_steps` = T - 1 after it.
+    Warm-up rises linearly to the peak at its last step, number W - 1 from 0. Step W runs at the peak too: there the
+    decay starts, and the last planned step, T - 1, runs at `final_ratio` x peak. So no step runs at 0. transformers'
+    schedulers have this rate at step n + 1 in the warm-up, and at step n with `num_training_steps` = T - 1 after it.
 
     cosine: half a period (Loshchilov and Hutter 2017, "SGDR", eq. 5, one cycle). linear: a straight line. wsd:
     constant, then a straight line over the last `decay_fraction` of `total` (Hu et al. 2024, "MiniCPM", section 4).
@@ -30,6 +30,6 @@ def learning_rate(schedule: ScheduleSection, *, peak: float, applied: int, total
 
 
 def scheduled_rate(config: Config, applied: int) -> float:
-    """The run's learning rate of the update that follows `applied` applied steps."""
+    """The run's learning rate for the update that follows `applied` applied steps."""
     peak, total = config.optimizer.learning_rate, config.scheduled_steps
     return learning_rate(config.schedule, peak=peak, applied=applied, total=total)

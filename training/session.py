@@ -1,4 +1,4 @@
-"""Data, process group, model, engine and batches of a config, built in one way for `train.py` and all tools."""
+"""Data, process group, model, engine and batches of a config, built the same way for `train.py` and all tools."""
 
 import dataclasses
 import json
@@ -57,14 +57,14 @@ class Session:
     engine: Engine
     batches: Batches
     base: str | None = None
-    """Identity of an adapter's base model, or of the reference model: sha256 of its files, or a hub revision. None
-    where a run only starts from it."""
+    """Identity of an adapter's base model, or of the reference model: sha256 of its files, or a hub revision. None if a
+    run only starts from that model."""
     teacher: str | None = None
     answers: Any = None
-    """`batches`, where they sample answers to prompts (training/rollouts/batches.py); else None."""
+    """`batches`, if they sample answers to prompts (training/rollouts/batches.py); else None."""
 
     def validation(self) -> Iterable[Batch]:
-        """Batches of the validation set, `evaluate.batches` of them or all."""
+        """Batches of the validation set: `evaluate.batches` of them, or all."""
         return self._validation(self.corpus.validation)
 
     def validation_by_source(self) -> dict[str, Iterable[Batch]]:
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def left_out(self) -> str | None:
-        """The rows that `evaluate.batches` leaves out, human-readable; None where none, and for documents."""
+        """The rows that `evaluate.batches` leaves out, human-readable; None if there are none, and for documents."""
         config, size = self.resolved.config, self.resolved.batch.global_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)
@@ -136,15 +136,15 @@ def session(
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
-    corpus, world: existing ones to use; the process group then stays open. trains: the caller is `train.py`: lost ranks
-    are watched for, and the run folder is opened before anything is built. shares: those of `parallel.sequence`,
-    `tensor` and `expert` that the caller is verified with; `train.py` is with all. Raises UserError.
+    corpus, world: existing ones to use; the process group then stays open. trains: the caller is `train.py`, so lost
+    ranks are watched for, and the run folder is opened before anything is built. shares: those of `parallel.sequence`,
+    `tensor` and `expert` that the caller is verified with; `train.py` is verified with all. Raises UserError.
     """
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
         joined = world is None
-        transformers.utils.logging.set_verbosity_error()  # its warnings that matter are errors or notes of ours
+        transformers.utils.logging.set_verbosity_error()  # warnings that matter are our own errors or notes
         if resolved.rank or not sys.stderr.isatty():  # it prints one bar per rank, and a line per update in a log
             transformers.utils.logging.disable_progress_bar()
         if world is None:
@@ -209,14 +209,14 @@ def session(
 
 
 def refuse_unordered(kind: Any, problem: BaseException | None, traceback: Any) -> None:
-    """Raise a UserError in place of torch's error about an operator that has no deterministic form."""
+    """Raise a UserError instead of torch's error about an operator without a deterministic form."""
     operator, found, _ = str(problem).partition(" does not have a deterministic implementation")
     if isinstance(problem, RuntimeError) and found:
         raise UserError(f"run.deterministic = true: {operator} has no deterministic form; set it to false") from problem
 
 
 def _adapter(section: AdapterSection) -> str | None:
-    """The adapter's settings, without a base in floats, as in checkpoints from before other bases existed."""
+    """The adapter's settings, without an unquantised base, as in checkpoints from before other bases existed."""
     if section.kind == "none":
         return None
     own = dataclasses.asdict(section)
@@ -226,7 +226,7 @@ def _adapter(section: AdapterSection) -> str | None:
 
 
 def _predicted(config: Config) -> str | None:
-    """The settings that decide an encoder's labels; None of other tasks."""
+    """The settings that decide an encoder's labels; None for other tasks."""
     if config.task not in ENCODER_TASKS:
         return None
     return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))

@@ -30,7 +30,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
     if not world.is_main:
         return Record.silent()
     config, train = resolved.config, corpus.train
-    # counted as `Batch.tokens` of a step: inputs, whether they have labels or not, padding aside
+    # counted like a step's `Batch.tokens`: inputs, whether they have labels or not, without padding
     tokens = (
         int(train.places.sum()) if isinstance(train, RowShards) else train.label_tokens(config.data.sequence_length)
     )
@@ -74,7 +74,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
         else:
             sinks.append(TrackerSink(tracker, run_dir, known["run"]))
     if config.tracking.prometheus_port is not None:
-        from tracking.prometheus.sink import PrometheusSink  # brings prometheus_client, which most runs do not need
+        from tracking.prometheus.sink import PrometheusSink  # imports prometheus_client, which most runs do not need
 
         port, address = config.tracking.prometheus_port, config.tracking.prometheus_address
         metrics = PrometheusSink(config.run.name, planned_steps=config.run.steps, port=port, address=address)

@@ -36,7 +36,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     batch = parts.batches.next_step()
     waited = time.perf_counter() - started
 
-    # Forward and backward of every micro-batch. Where due, dtypes and gradients are observed.
+    # Forward and backward of every micro-batch. If due, dtypes and gradients are observed.
     watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
     watching = _watching(parts, watch, batch)  # inside telemetry, whose probe runs an FP32 pass of its own
@@ -126,10 +126,9 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
 
 
 def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
-    """Context around the passes of a step, observed or not.
+    """Context around the passes of a step, observed or not. A collective.
 
-    Compiled blocks run other code under an observer, so they are observed in a separate forward pass here. A
-    collective.
+    Compiled blocks run other code under an observer, so they are observed in a separate forward pass here.
     """
     if watch is None or not parts.resolved.config.model.compile:
         return watch or nullcontext()
@@ -152,7 +151,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
     """Compare the observed dtypes with the manifest, and record them. A collective.
 
     Raises PrecisionMismatch, which names the module. Sums inside a module in a lower dtype than the reference path's
-    are only recorded: a model may intend them, and the parity gate judges it.
+    are only recorded: a model may intend them, and the parity gate judges them.
     """
     regions = parts.engine.regions
     report = watch.inner.report(**promises(parts.resolved.config, parts.engine.compute, regions))

@@ -1,4 +1,4 @@
-"""The teacher of a distillation before the student is built: identified, and its answers computed where cached."""
+"""The teacher of a distillation before the student is built: identified, and its answers computed if cached."""
 
 import hashlib
 import json
@@ -45,19 +45,19 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
 
 
 def _identified(name: str, corpus: Corpus) -> str:
-    """The teacher's identity. Raises UserError where it has other tokens than the corpus, or cannot be loaded."""
+    """The teacher's identity. Raises UserError if it has other tokens than the corpus, or cannot be loaded."""
     _require_same_tokens(name, corpus)
     try:
         return weights_identity(name)
-    except OSError as error:  # of a hub's that is not there, or does not answer
+    except OSError as error:  # the hub lacks it, or does not answer
         raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
 
 
 def _require_same_tokens(name: str, corpus: Corpus) -> None:
-    """Raises UserError where the teacher's token ids mean something else than the corpus's."""
+    """Raises UserError if the teacher's token ids do not mean the same as the corpus's."""
     try:
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
-    except Exception:  # a teacher's folder without a tokenizer: its number of tokens is compared
+    except Exception:  # the teacher's folder has no tokenizer: only its number of tokens is compared
         return
     ours = load_tokenizer(corpus.tokenizer_folder).get_vocab()
     if theirs == ours:
@@ -70,7 +70,7 @@ def _require_same_tokens(name: str, corpus: Corpus) -> None:
 
 
 def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
-    """The folder of the teacher's answers, made first if need be, on a file system that all ranks share."""
+    """The folder of the teacher's answers, computed first if need be, on a file system that all ranks share."""
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
     content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
@@ -96,7 +96,7 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
 
 
 def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabulary: int) -> None:
-    """Each rank asks for its share of the sequences; rank 0 publishes by one rename when all have written."""
+    """Each rank asks for its share of the sequences; rank 0 publishes with one rename when all have written."""
     partial = Path(world.from_main(str(folder.with_name(f"{folder.name}.partial-{os.getpid()}"))))
     splits = splits_of(resolved.config, corpus)
 
@@ -142,7 +142,7 @@ def _ask(
     shards: TokenShards | RowShards,
     files: tuple[Path, Path],
 ) -> None:
-    """Every rank asks equally often, since a sharded teacher answers all at once."""
+    """Ask the teacher. Every rank asks equally often, since a sharded teacher answers all at once."""
     config, micro = resolved.config, resolved.batch.micro_size
     make = next_tokens(config.data.sequence_length, documents_of(config, corpus))
     ids, log_probs = (np.lib.format.open_memmap(path, mode="r+") for path in files)

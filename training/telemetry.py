@@ -1,7 +1,7 @@
 """Precision telemetry: statistics of each module's gradients, activations and weights, measured at intervals.
 
 Every rank measures its own shards and micro-batches; sums and maxima over ranks are taken after the step. The probe
-reruns the step's micro-batches in FP32 from the masters, and gathers gradients whole, module by module, to compare.
+reruns the step's micro-batches in FP32 from the masters, and gathers whole gradients, module by module, to compare.
 """
 
 import math
@@ -54,20 +54,20 @@ from training.engine.tensors import (
 Figure = Literal["attention", "channels", "adam"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
 """Early-warning figures that are measured separately (docs/early-warnings.md)."""
-_DIGITS = 6  # of a recorded number: telemetry has thousands of them
-# Columns of a parameter's numbers: squared gradients and the largest; how far weights are from their rounded masters,
-# and the squares of that; squared change and size of the masters, how many changed, how many of these in vain; how many
-# sampled gradients are below the dtype's normal numbers, are flushed, are not 0; then Adam's.
+_DIGITS = 6  # significant digits of a recorded number: telemetry has thousands of them
+# Columns of a parameter's numbers: squared gradients and the largest; distance of weights from their rounded masters,
+# and the squares of that; squared change and size of the masters, how many changed, how many of these without effect;
+# how many sampled gradients are below the dtype's normal numbers, are flushed, are not 0; then Adam's.
 _SQUARES, _LARGEST, _APART, _APART_SQUARES, _CHANGE, _SIZE, _UPDATED, _LOST, _SMALL, _FLUSHED, _NONZERO = range(11)
 _ADAM = slice(11, 11 + len(ADAM_COLUMNS))
-_MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # over ranks the largest counts; the other columns are added up
+_MAXIMA = (_LARGEST, _APART, _ADAM.stop - 1)  # the maximum over ranks counts; the other columns are summed
 
 
 class Telemetry:
-    """Measures a step: `watching` around its passes, a collective with the probe; `measure`; `finish`, a collective."""
+    """Measures a step: `watching` its passes (a collective with the probe), `measure`, then `finish` (a collective)."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
-        """figures: those of FIGURES to measure; an event has nothing of the others.
+        """figures: those of FIGURES to measure; events leave out the others.
 
         Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
         """
@@ -91,7 +91,6 @@ class Telemetry:
         self._forget()
 
     def _forget(self) -> None:
-        """Start without the measurements of an earlier step."""
         self._reference: dict[str, torch.Tensor] = {}
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
@@ -102,12 +101,12 @@ class Telemetry:
 
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
-        """Context of the measured step's forward and backward passes; the probe runs before them."""
+        """Context for the measured step's forward and backward passes; the probe runs before them."""
         if self._probe:
             self._reference = self._fp32_gradients(batch)
         model, unhooked = self._engine.model, self._engine.loss_path.unhooked()
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
-        whole = self._engine.world.tensor is None  # its figures are sums over ranks, which then have other heads
+        whole = self._engine.world.tensor is None  # figures are sums over ranks, which would have different heads
         wanted = "attention" in self._figures
         self._attention = AttentionMeter(model, active=wanted and whole and not compiled)
         self._channels = ChannelMeter(dict(self._blocks) if "channels" in self._figures else {})
@@ -161,13 +160,13 @@ class Telemetry:
             self._agreement = self._compare()
 
     def _bins(self, module: str) -> tuple[int, int, int]:
-        """The numbers of bins of `exponent_counts` for gradients that the dtype holds as subnormals, loses, or any."""
+        """Numbers of `exponent_counts` bins for gradients below the dtype's normal numbers, flushed to zero, or any."""
         info = torch.finfo(self._dtype(module))
         normal = info.smallest_normal / self._scale
         return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
 
     def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank measures; at ZeRO-0, where all have all of it, an equal part.
+        """The part of a parameter that this rank measures; at ZeRO-0, where every rank has all of it, an equal share.
 
         Replicas on ranks that share matrices are measured by the first one.
         """
@@ -188,13 +187,13 @@ class Telemetry:
             weight = local_weight(parameters[row], shard, stage)
             apart.append(largest_of(weight - shard.master().to(weight.device, weight.dtype)))
         far = torch.stack(apart).tolist() if apart else []
-        for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # so is nan
+        for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # true for nan
             shard = self._masters[row][0]
             weight = local_weight(parameters[row], shard, stage)
             self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
 
     def _measure_update(self) -> None:
-        """Measure the step on samples of the masters: size of the change, how many changed, how many to no effect."""
+        """Measure the step on samples of the masters: size of the change, how many changed, how many without effect."""
         for row, (shard, before) in self._masters.items():
             after, module = sampled(shard.master()), self._modules[row]
             updated = after != before
@@ -207,7 +206,7 @@ class Telemetry:
         parameters = list(self._parameters.values())
         for row, gradient in self._samples.items():
             if len(shape_of(parameters[row])) < 2:
-                continue  # a vector's few values make figures that jump in a sound run
+                continue  # figures from a vector's few values jump even in a healthy run
             sums = adam_sums(self._engine, self._masters[row][0], gradient * clip)
             if sums is not None:
                 self._numbers[row, _ADAM] = sums.to(self._numbers.device)
@@ -261,7 +260,7 @@ class Telemetry:
         attention, channels = {}, {}
         for name, logit in zip(self._attention.entropies, largest, strict=True):
             shares, counts = next(sums).view(2, -1)
-            heads = shares / counts  # nan of sequences of one token
+            heads = shares / counts  # nan for sequences of one token
             figures = {"logit": logit, "entropy": float(heads.mean()), "lowest_entropy": float(heads.min())}
             attention[name] = {key: _short(value) for key, value in figures.items()}
         for name in self._channels.squares:
@@ -270,7 +269,7 @@ class Telemetry:
         return {"attentions": attention, "channels": channels}
 
     def _averages(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
-        """RMS_t and the signal's share of gradients (training/engine/adam_signals.py), of each module with a matrix."""
+        """RMS_t and the signal's share of gradients (training/engine/adam_signals.py) for each module with a matrix."""
         found = {}
         for module, rows in self._rows.items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
@@ -280,7 +279,7 @@ class Telemetry:
         return found
 
     def _embedding_share(self, total: torch.Tensor) -> float | None:
-        """The embedding's share of the squared gradient norm; None where no embedding is trained."""
+        """The embedding's share of the squared gradient norm; None if no embedding is trained."""
         embedding = self._engine.model.get_input_embeddings()
         rows = [row for row, p in enumerate(self._parameters.values()) if p is getattr(embedding, "weight", None)]
         everything = float(total[:, _SQUARES].sum())
@@ -316,7 +315,7 @@ class Telemetry:
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """Each module's share of weights that the step changed in the master but not in the computing weight.
+        """Each module's share of changed masters whose change did not reach the weight that computes.
 
         Such updates are smaller than half a unit in the last place, and show only once several have added up. Modules
         in FP32, whose weights are the masters, are left out.
@@ -340,13 +339,13 @@ class Telemetry:
         return DTYPES[compute]
 
     def _rounded(self, weights: torch.Tensor, module: str) -> torch.Tensor:
-        """(n,) weights, a sample of the masters, as the module computes with them."""
-        if self._computes(module) == "fp8":  # the rounding of all but the smallest does not depend on their scale
+        """(n,) weights, a sample of the masters, rounded as the module computes with them."""
+        if self._computes(module) == "fp8":  # for all but the smallest, rounding does not depend on the scale
             return rounded(weights, -1, FORMATS["e4m3"], "row")
         return weights.to(self._dtype(module))
 
     def _compare(self) -> dict[str, Agreement]:
-        """Whole gradients, module by module, against those of the FP32 pass."""
+        """Compare whole gradients, module by module, with those of the FP32 pass."""
         engine = self._engine
         agreement: dict[str, Agreement] = {}
         for _, group in groupby(self._parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
@@ -405,7 +404,7 @@ def _ratio(change: torch.Tensor, size: torch.Tensor) -> float:
 
 
 def _trimmed(counts: torch.Tensor) -> dict[str, Any]:
-    """{lowest exponent, counts by power of two} without empty ends, of exponents from -126 on."""
+    """{lowest exponent, counts by power of two} without empty ends, for exponents from -126 on."""
     numbers = [int(count) for count in counts.tolist()]
     used = [index for index, count in enumerate(numbers) if count]
     if not used:

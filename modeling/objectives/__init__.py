@@ -1,5 +1,5 @@
-"""The losses that a task can minimise, and the metrics beside them.
+"""The losses that a task can minimise, and the metrics reported beside them.
 
-Read objective.py (what one is), then label_prediction.py, that of pre-training and supervised fine-tuning,
-preference.py, of pairs of answers, and divergence.py, from a teacher.
+Read objective.py (the interface), then label_prediction.py (pre-training and supervised fine-tuning), preference.py
+(pairs of answers) and divergence.py (distillation from a teacher).
 """

@@ -1,4 +1,4 @@
-"""Labels of texts or of their words: cross-entropy, and metrics from counts by label."""
+"""Classification of texts or of their words: cross-entropy, and metrics from counts per label."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from modeling.objectives.objective import Forward, Scored
 class Classification:
     """Cross-entropy in nats, in FP32, of logits (..., labels) at labels (...).
 
-    The sums are, for each label, how often it was right, was predicted, and was there. All metrics follow from them:
-    accuracy; macro F1 over the labels that occur on either side; binary F1, of the second of two labels; and Matthews'
-    correlation as in Gorodkin 2004, 0 where either side has one label only.
+    The sums count, for each label, how often it was right, was predicted, and was the truth. All metrics follow from
+    them: accuracy; macro F1 over the labels that were predicted or true; binary F1 of the second of two labels; and
+    Matthews' correlation as in Gorodkin 2004, 0 if predictions or truths have one label only.
     """
 
     has_perplexity = False
 
     def __init__(self, labels: int, *, by_sample: bool = False) -> None:
-        """labels: how many there are. by_sample: `Scored.parts` are wanted, as in `LabelPrediction`."""
+        """labels: their number. by_sample: compute `Scored.parts`, as in `LabelPrediction`."""
         self._labels, self._by_sample = labels, by_sample
         self.sums = tuple(f"{what} {label}" for what in ("right", "predicted", "there") for label in range(labels))
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """labels: (batch, 1) of sequences, or (batch, sequence) of words, int64, IGNORED where none counts."""
+        """labels: int64, (batch, 1) for sequences or (batch, sequence) for words, IGNORED where none counts."""
         logits = forward(**inputs).logits.float()
         logits, labels = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         reduction = "none" if self._by_sample else "sum"
         losses = functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction=reduction)
-        # neither bincount nor a mask as an index, for whose sizes the host would wait
+        # neither bincount nor indexing by a mask: the host would wait for the size of the result
         every = torch.arange(self._labels, device=labels.device)
         there = labels[:, None] == every
         predicted = (logits.detach().argmax(-1)[:, None] == every) & (labels != IGNORED)[:, None]
@@ -58,16 +58,16 @@ class Classification:
 
 
 class Regression:
-    """Squared error, in FP32, of one number for each text, and Pearson's correlation.
+    """Squared error, in FP32, of one number per text, and Pearson's correlation.
 
-    Numbers to predict are the input `targets`, FP32 whatever the model computes in; in 16 bits they would be others.
+    The numbers to predict are the input `targets`, FP32 whatever the model computes in: 16 bits would change them.
     """
 
     has_perplexity = False
     sums: tuple[str, ...] = ("count", "predicted", "there", "predicted squared", "there squared", "product")
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """labels: (batch, 1) int64, IGNORED where the row is none. inputs: with targets, (batch, 1) FP32."""
+        """labels: (batch, 1) int64, IGNORED for rows that do not count. inputs: including targets, (batch, 1) FP32."""
         given = {name: value for name, value in inputs.items() if name != "targets"}
         predicted, there = forward(**given).logits.float().reshape(-1), inputs["targets"].float().reshape(-1)
         counts = labels.reshape(-1) != IGNORED
@@ -77,7 +77,7 @@ class Regression:
         return Scored(losses.sum(), torch.stack(found), losses.detach())
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """pearson: 0 where either side is constant; rmse: the root of the mean squared error."""
+        """pearson: 0 if either side is constant; rmse: the root of the mean squared error."""
         n, x, y, xx, yy, xy = sums
         if not n:
             return {"pearson": 0.0, "rmse": 0.0}

@@ -6,8 +6,8 @@ At a label, with teacher p and student q, both softmax(logits / temperature):
 - reverse_kl: KL(q || p)                                                        (Gu et al. 2024, MiniLLM)
 - jsd: beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q       (Agarwal et al. 2024, GKD, section 2)
 
-The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy, from log-probabilities in FP32, some
-tokens at a time. Where only the teacher's k likeliest tokens are known, all others are one outcome more, for both.
+The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy, from log-probabilities in FP32, a chunk
+of tokens at a time. If only the teacher's k likeliest tokens are known, all others form one more outcome, for both.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from modeling.objectives.objective import Forward, Scored
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 IDS, LOG_PROBS = "teacher_ids", "teacher_log_probs"
-"""Further inputs of a batch: (micro, sequence, k) int32 the teacher's likeliest tokens, the likeliest first;
-(micro, sequence, k + 1) FP32 their log-probabilities at the temperature, and last that of all others."""
+"""Extra inputs of a batch: the teacher's likeliest tokens, (micro, sequence, k) int32, the likeliest first; and their
+log-probabilities at the temperature, (micro, sequence, k + 1) FP32, the last being that of all other tokens."""
 CHUNK_VALUES = 1 << 22
-"""Logits in a chunk, at most: 16 MiB of FP32."""
+"""Largest number of logits in a chunk: 16 MiB of FP32."""
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.5) -> torch.Tensor:
@@ -42,7 +42,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor, *, kind: Kind, beta: float = 0.
 
 
 def on_likeliest(log_probs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of the outcomes `ids`, (tokens, k) int64, and last that of all others: (tokens, k + 1)."""
+    """(tokens, k + 1): log-probabilities of the outcomes `ids`, (tokens, k) int64, and last that of all others."""
     others = log_probs.scatter(-1, ids, -torch.inf).logsumexp(dim=-1, keepdim=True)
     return torch.cat([log_probs.gather(-1, ids), others], dim=-1)
 
@@ -59,7 +59,7 @@ def likeliest(logits: torch.Tensor, *, k: int, temperature: float) -> tuple[torc
 
 
 class Distillation:
-    """The loss of a student under a live teacher, or under cached log-probabilities of one."""
+    """A student's loss against a live teacher or a teacher's cached log-probabilities."""
 
     sums: tuple[str, ...] = ("kl", "label_cross_entropy", "teacher_agreement")
     has_perplexity = False
@@ -67,12 +67,12 @@ class Distillation:
     def __init__(self, *, kind: Kind, beta: float, temperature: float, ce_weight: float) -> None:
         self._kind, self._beta, self._temperature, self._ce_weight = kind, beta, temperature, ce_weight
         self.teacher: Forward | None = None
-        """Its forward pass, without gradients; None where batches bring cached log-probabilities."""
+        """The teacher's forward pass, without gradients; None if batches carry cached log-probabilities."""
         self.facts: dict[str, float] = {}  # metrics of a step's answers, in task opd
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """Forward passes of both. The sums are of KL(p || q), of the cross-entropy at temperature 1, and of labels
-        whose likeliest token is the teacher's."""
+        """Run both models. The sums are KL(p || q), the cross-entropy at temperature 1, and the number of labels at
+        which both have the same likeliest token."""
         inputs = dict(inputs)
         ids, log_probs = inputs.pop(IDS, None), inputs.pop(LOG_PROBS, None)
         if ids is None:
@@ -101,9 +101,9 @@ class Distillation:
     def _of_chunk(
         self, logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Summed loss; and without gradient (3,) float64 sums, and the loss at each label, (tokens,).
+        """Summed loss; and, without gradient, the (3,) float64 sums and the (tokens,) losses of the labels.
 
-        logits: (tokens, vocabulary). known: the teacher's logits, or with ids its log-probabilities.
+        logits: (tokens, vocabulary). known: the teacher's logits or, with ids, its log-probabilities.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counts = labels != IGNORED

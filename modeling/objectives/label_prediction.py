@@ -20,25 +20,25 @@ class LabelPrediction:
     _own_sums: tuple[str, ...] = ()
 
     def __init__(self, noise: EmbeddingNoise | None = None, *, by_sample: bool = False, judged: bool = False) -> None:
-        """noise: on the model's embeddings in training; None: none. by_sample: `Scored.parts` are wanted. judged: in
-        passes without gradients, as of an evaluation, labels that are the likeliest tokens are counted.
+        """noise: added to the model's embeddings in training. by_sample: compute `Scored.parts`. judged: in passes
+        without gradients, such as those of an evaluation, count the labels that are the likeliest tokens.
 
-        Without `by_sample` the sum is that of torch's own kernel, in its last bit another than that of the parts.
+        Without `by_sample` the sum comes from torch's own kernel and differs in its last bit from that of the parts.
         """
         self._noise, self._by_sample, self._judged = noise, by_sample, judged
         self.sums = self._own_sums + (("right", "judged") if judged else ())
 
     @property
     def judges(self) -> bool:
-        """Whether a pass counts now which labels are the likeliest tokens."""
+        """Whether a pass would now count the labels that are the likeliest tokens."""
         return self._judged and not torch.is_grad_enabled()
 
     def noisy(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
-        """Inside, forward passes have the micro-batch's noise; gives the inputs that are the model's."""
+        """Context manager: forward passes get the micro-batch's noise; yields the inputs meant for the model."""
         return nullcontext(inputs) if self._noise is None else self._noise.of(inputs)
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """All logits at once."""
+        """Run the forward pass and compute the loss from all logits at once."""
         with self.noisy(inputs) as given:
             logits = forward(**given, use_cache=False).logits
         weights = self.weights(inputs, labels)
@@ -50,7 +50,7 @@ class LabelPrediction:
         return self.scored(loss, losses.detach(), labels, weights, right)
 
     def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor | None:
-        """Factors on the losses of the labels, of their shape, FP32; None: 1 each."""
+        """FP32 factors on the labels' losses, shaped like the labels; None: 1 each."""
         return None
 
     def scored(
@@ -61,7 +61,7 @@ class LabelPrediction:
         weights: torch.Tensor | None,
         right: torch.Tensor | None = None,
     ) -> Scored:
-        """A micro-batch from its summed loss and, without gradient, the losses of its labels before `weights`."""
+        """The `Scored` of a micro-batch. losses: those of its labels, without gradient and before `weights`."""
         return Scored(loss, self._sums(labels, right, losses), losses if weights is None else losses * weights)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
@@ -81,17 +81,17 @@ class LabelPrediction:
 
 
 class RowPrediction(LabelPrediction):
-    """The mean over rows of each row's mean cross-entropy; what counts are rows with a label."""
+    """The mean over rows of each row's mean cross-entropy; counts rows that have a label."""
 
     has_perplexity = False
     _own_sums = ("label_loss", "labels")
 
     def weights(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
-        """One by the number of labels of the row that a label belongs to."""
+        """The reciprocal of the number of labels in each label's row."""
         return 1.0 / labels_of_row(labels, inputs.get("position_ids")).clamp_(min=1)
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
-        """The mean over labels, which is what the other way of counting trains."""
+        """The mean over labels, which is the loss where labels count instead of rows."""
         loss, labels = sums[:2]
         return {"token_loss": loss / max(labels, 1.0)} | super().metrics(sums, count)
 
@@ -105,13 +105,13 @@ class RowPrediction(LabelPrediction):
 
 
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """The number of counting labels in the row of each place, int64 of the shape of labels.
+    """The number of labels that count in each position's row, int64, shaped like labels.
 
-    positions: of the shape of labels, 0 where a row begins, as in packed sequences; None: every sequence is one row.
+    positions: shaped like labels, 0 where a row begins, as in packed sequences; None: every sequence is one row.
     """
     counts = (labels != IGNORED).long()
     if positions is None:
         return counts.sum(dim=1, keepdim=True).expand_as(labels).clone()
     row = (positions.flatten() == 0).cumsum(0)
-    of_rows = torch.zeros(row.numel() + 1, dtype=torch.int64, device=labels.device)  # no more rows than places
+    of_rows = torch.zeros(row.numel() + 1, dtype=torch.int64, device=labels.device)  # no more rows than positions
     return of_rows.index_add_(0, row, counts.flatten())[row].view_as(labels)

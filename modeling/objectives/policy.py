@@ -1,22 +1,22 @@
-"""Policy-gradient losses over groups of sampled answers, and the advantages that they weigh them by.
+"""Policy-gradient losses over groups of sampled answers, and the advantages that weight them.
 
-Of a token t of answer i, pi is the model's probability now, pi_old that of the trainer before the first update on these
-answers, mu the sampler's, each of softmax(logits / temperature); rho = pi / pi_old, A the advantage.
+For a token t of answer i, pi is the model's current probability, pi_old the trainer's before the first update on these
+answers, mu the sampler's, each from softmax(logits / temperature); rho = pi / pi_old, A is the advantage.
 
 - GRPO (Shao et al. 2024, equation 3): A = (r - mean) / (std + eps) of the group; the mean over answers of each answer's
   mean over tokens of -min(rho A, clip(rho, 1 - low, 1 + high) A).
 - DAPO (Yu et al. 2025, equation 8): the same, mean over all tokens, high > low.
 - Dr. GRPO (Liu et al. 2025): A = r - mean; the sum over tokens, divided by answers x max_new_tokens.
-- RLOO (Ahmadian et al. 2024, equation 8): A = r less the mean of the others = G / (G - 1) (r - mean); divided as
-  Dr. GRPO, which is the paper's sum over tokens but for the constant max_new_tokens.
+- RLOO (Ahmadian et al. 2024, equation 8): A = r minus the mean of the others = G / (G - 1) (r - mean); divided as in
+  Dr. GRPO, which is the paper's sum over tokens up to the constant max_new_tokens.
 - GSPO (Zheng et al. 2025, equation 5): rho is exp of the mean of log rho over the answer's tokens.
 - CISPO (MiniMax 2025, equation 4): -sg(min(rho, high)) A log pi, mean over all tokens.
 
-`correction` multiplies a token's loss by w = pi_old / mu, cut off above (truncated importance sampling, Yao et al.
-2025) or left out outside of two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1
-and k1 = log pi - log p of the reference: with the factor rho its gradient is the KL divergence's, without it is not
-(DeepSeek-V3.2 2025, section 3.1). With the counts of `counted` each loss is a
-sum over the whole batch divided by a number that is known: no ranks or micro-batches change it.
+`correction` multiplies a token's loss by w = pi_old / mu, capped (truncated importance sampling, Yao et al. 2025) or
+set to 0 outside two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1 and k1 =
+log pi - log p of the reference: only with the factor rho is its gradient that of the KL divergence (DeepSeek-V3.2 2025,
+section 3.1). With the counts of `counted` each loss is a sum over the whole batch divided by a known number, so it does
+not depend on how the batch is split into ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from modeling.objectives.objective import Forward, Scored
 EPS = 1e-4
 """Added to a group's standard deviation."""
 OLD, SAMPLER, REFERENCE = "old_log_probs", "sampler_log_probs", "reference_log_probs"
-"""Further inputs of a batch, (micro, length) FP32 at the labels: log pi_old, log mu, log p of the reference. A batch
-without the first is evaluated."""
+"""Extra inputs of a batch, (micro, length) FP32 at the labels: log pi_old, log mu, log p of the reference. A batch
+without the first is from an evaluation."""
 ADVANTAGE, REWARD, ENDED = "advantage", "reward", "ended"
-"""Further inputs of a batch, (micro,) FP32; an answer that was cut off at its length has ended = 0."""
+"""Extra inputs of a batch, (micro,) FP32; an answer truncated at the length limit has ended = 0."""
 
 
 def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
-    """(groups, G) of FP64 rewards, NaN where an answer has none -> advantages, 0 where there is none to compare."""
+    """(groups, G) FP64 rewards, NaN where an answer has none -> advantages, 0 if there is no other to compare with."""
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
@@ -53,14 +53,14 @@ def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def counted(lengths: torch.Tensor, section: GrpoSection) -> torch.Tensor:
-    """(answers,) int64: what each answer counts in the number that the summed loss is divided by. lengths: [tokens]"""
+    """(answers,) int64: what each answer adds to the number that the summed loss is divided by. lengths: [tokens]"""
     if section.loss == "token":
         return lengths
     return torch.full_like(lengths, section.max_new_tokens if section.loss == "constant" else 1)
 
 
 def corrections(gap: torch.Tensor, section: GrpoSection) -> torch.Tensor:
-    """Weights of tokens. gap: log pi_old - log mu."""
+    """Correction weights of tokens. gap: log pi_old - log mu."""
     if section.correction == "none":
         return torch.ones_like(gap)
     weight = gap.exp()
@@ -79,10 +79,10 @@ class PolicyGradient:
     def __init__(self, section: GrpoSection) -> None:
         self.section = section
         self.facts: dict[str, float] = {}
-        """Metrics of the answers of this step, from where they were sampled; none in an evaluation."""
+        """Metrics of this step's answers, filled where they were sampled; empty in an evaluation."""
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """inputs: with the further ones above. labels: (micro, length) int64, IGNORED outside of the answer."""
+        """inputs: including the extra ones above. labels: (micro, length) int64, IGNORED outside the answer."""
         section, mask = self.section, labels != IGNORED
         logits = forward(input_ids=inputs["input_ids"], use_cache=False).logits
         now = token_log_probs(logits, labels, ignored=IGNORED, temperature=section.temperature)
@@ -104,7 +104,7 @@ class PolicyGradient:
     def _losses(
         self, inputs: dict[str, Any], now: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(micro, length) losses of tokens; without gradient (3, micro): tokens clipped, KL, and tokens left out."""
+        """(micro, length) token losses; and, without gradient, (3, micro): clipped tokens, KL, and tokens left out."""
         section, old, advantage = self.section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE].to(now.dtype)[:, None]
         log_rho = torch.where(mask, now - old, 0.0)
         rho = log_rho.exp()

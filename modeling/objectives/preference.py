@@ -1,16 +1,16 @@
 """Losses over pairs of answers, of which one was chosen: direct preference optimisation and its relatives.
 
-Of a pair with prompt x, chosen answer c and rejected answer r, the *log-ratio* of an answer y is log p(y|x) of the
+For a pair with prompt x, chosen answer c and rejected answer r, the *log-ratio* of an answer y is log p(y|x) of the
 model minus that of the reference, both summed over the answer's tokens [nats]; the *margin* h is the log-ratio of c
-minus that of r. Losses of beta and h, summed over pairs:
+minus that of r. Losses in terms of beta and h, summed over pairs:
 
 - sigmoid, -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e the label smoothing: DPO, Rafailov et al. 2023,
   equation 7; Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO", equation 3.
 - hinge, max(0, 1 - beta h): Zhao et al. 2023, "SLiC-HF".
 - ipo, (h - 1 / (2 beta))^2: Azar et al. 2023, equation 17.
 
-`sft_weight` adds the chosen answer's mean cross-entropy by token (Pang et al. 2024, equation 2). docs/finetuning.md has
-the metrics, of which k1 and k3 estimate KL(p || q) (Schulman 2020, "Approximating KL Divergence").
+`sft_weight` adds the chosen answer's mean cross-entropy per token (Pang et al. 2024, equation 2). docs/finetuning.md
+has the metrics, of which k1 and k3 estimate KL(p || q) (Schulman 2020, "Approximating KL Divergence").
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Off = Callable[[], AbstractContextManager[None]]
 
 
 class Preference:
-    """The loss of pairs of answers, in nats; what counts are pairs."""
+    """The loss of pairs of answers, in nats; counts pairs."""
 
     sums: tuple[str, ...] = (
         *("log_prob_chosen", "log_prob_rejected", "ratio_chosen", "ratio_rejected", "preferred", "nll_chosen"),
@@ -41,7 +41,7 @@ class Preference:
     has_perplexity = False
 
     def __init__(self, section: PreferenceSection, adapter_off: Off | None) -> None:
-        """adapter_off: how to compute the reference; None where the batches have it."""
+        """adapter_off: context in which the model is the reference; None if batches carry its log-probabilities."""
         self._section, self._adapter_off = section, adapter_off
         if adapter_off is not None:
             self.sums += ("k3_chosen", "k3_rejected")

@@ -68,8 +68,7 @@ class Checkpoints:
         remote: Remote | None = None,
     ) -> None:
         """identity: settings that a checkpoint must share with the run that loads it, as plain types by name. run_name:
-        sealed into every manifest, for messages. opener: None: plain files.
-        """
+        sealed into every manifest, for messages. opener: None opens plain files."""
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
         self._opener, self._remote = opener, remote
@@ -119,7 +118,7 @@ class Checkpoints:
             remote=self._remote,
             started=started,
         )
-        self.any_saved = True  # already now: the guard's choices must not depend on the speed of a disk
+        self.any_saved = True  # set right away: the guard's choices must not depend on the speed of a disk
         if not self.background:
             self._save.published.wait()
         self._save.stall_seconds = time.perf_counter() - started
@@ -185,7 +184,7 @@ class Checkpoints:
         difference = parameter_difference(state["parameters"], parameter_shapes(engine.model))
         if difference is not None:
             raise UserError(f"{path}: {difference}")
-        # per sequence: ranks that share matrices have equal ones
+        # one file per sequence: ranks that share matrices have equal generators
         rank, step = self.world.zero_rank, state["progress"]["step"]
         source = rank * int(state["identity"].get("parallel.tensor", 1))
         with read_lock(path):
@@ -207,7 +206,7 @@ class Checkpoints:
         """Called on each rank when a save reaches `phase` (listed in docs/checkpoints.md); tests kill it here."""
 
     def _candidates(self, resume: str) -> tuple[bool, list[Path]]:
-        """The candidates, best first; and whether there is a choice, or one is given by its path."""
+        """Whether there is a choice (False: one is given by its path), and the candidates, best first."""
         commit.recover(self.folder)
         if resume == "auto":
             return True, candidates(self.folder)
@@ -219,8 +218,8 @@ class Checkpoints:
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
         """Note that the run continues from `path`, and whether that goes back. A collective.
 
-        passed_over: the newer candidates if `path` was chosen; None if it was given. record: also in the folder, in
-        case the run ends before its next save. Raises UserError when that cannot be written.
+        passed_over: the newer candidates if `path` was chosen; None if it was given. record: write it to the folder
+        too, in case the run ends before its next save. Raises UserError when that cannot be written.
         """
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 

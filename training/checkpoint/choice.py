@@ -41,12 +41,12 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, record: Record | None) -> list[int]:
-    """The steps in the order of trial: by how often the run had gone back, then by step.
+    """The steps in the order to try them: by how often the run had gone back, then by step.
 
-    Those that the run left when it went back come last. Where no manifest tells (they are from before manifests did),
-    the checkpoint that LATEST names comes first if it was also written last.
+    Steps that the run abandoned when it went back come last. If no manifest tells (older ones do not), the checkpoint
+    that LATEST names comes first, provided it was also written last.
 
-    found: manifests by step; None for one that cannot be read. named: by LATEST. record: from RUN.
+    found: manifests by step; None for one that cannot be read. named: the step in LATEST. record: from RUN.
     """
     known = [manifest for manifest in found.values() if manifest is not None]
     hint = found.get(named) if named is not None else None
@@ -60,12 +60,12 @@ def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, 
 
 
 def newest(folder: Path) -> Path | None:
-    """The first complete one of `candidates`; None without one."""
+    """The first complete one of `candidates`; None if there is none."""
     return next((path for path in candidates(folder) if is_whole(path)), None)
 
 
 def orders_in(folder: Path) -> list[Order]:
-    """Steps of the checkpoints in a folder, complete or not."""
+    """The orders of the checkpoints in a folder, complete or not."""
     return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
 
 
@@ -78,7 +78,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
-    """One line on why `chosen` is neither LATEST's nor the highest step; None where it is both."""
+    """One line on why `chosen` is not LATEST's or not the highest step; None if it is both."""
     folder, name, why = chosen.parent, latest_name(chosen.parent), []
     there = {step_of(path): path for path in by_step(folder)}
     step = step_of(chosen)
@@ -95,7 +95,7 @@ def choice_remark(chosen: Path, passed_over: Collection[Path]) -> str | None:
 
 
 def _order(step: int, manifest: dict[str, Any] | None) -> Order:
-    """Order by the folder's name, not the manifest's step: a renamed folder is passed over when it is its turn."""
+    """Order by the folder's name, not the manifest's step: a renamed folder is passed over when its turn comes."""
     return (order_in(manifest)[0] if manifest is not None else 0, step)
 
 

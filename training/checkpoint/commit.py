@@ -28,7 +28,7 @@ def partial_of(final: Path) -> Path:
 
 
 def begin(final: Path) -> None:
-    """An empty folder to write a checkpoint into. Raises OSError."""
+    """Create an empty folder to write a checkpoint into. Raises OSError."""
     partial = partial_of(final)
     if partial.exists():
         shutil.rmtree(partial)
@@ -36,7 +36,7 @@ def begin(final: Path) -> None:
 
 
 def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
-    """Flush and list what `Files` did not write: DeepSpeed copies what it offloaded to NVMe. Raises OSError."""
+    """Flush and list files not written by `Files`: DeepSpeed's copies of what it offloaded to NVMe. Raises OSError."""
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
         if name not in files:

@@ -20,7 +20,7 @@ from training.engine.tensors import checksums_of, whole_shape_of
 from training.progress import Progress
 
 TAG = "deepspeed"
-_VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformers")}  # once: it opens files
+_VERSIONS = {name: version(name) for name in ("torch", "deepspeed", "transformers")}  # looked up once: it opens files
 
 
 def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ _PARALLEL = ("parallel.sequence", "parallel.tensor", "parallel.expert")
 LAYOUT = ("world size", *_PARALLEL, "ZeRO stage", "precision.compute", "offload")
 """Settings that may change on resume: how masters and sequences are split, and the compute dtype (docs/elastic.md)."""
 ATTENTION = "model.attention"
-"""May also change on resume, with a note: implementations round differently. Older checkpoints lack it."""
+"""A setting that may also change on resume, with a note: implementations round differently. Older files lack it."""
 _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
     "data.document_masking": False,
     "task": "pretrain",
@@ -82,14 +82,14 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
 
 
 def layout_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """The difference in layout, such as "world size 2 -> 4"; None where there is none."""
+    """The difference in layout, such as "world size 2 -> 4"; None if there is none."""
     saved = {**_DEFAULTS, **saved}
     changed = [key for key in LAYOUT if key in current and saved.get(key) != current[key]]
     return ", ".join(f"{key} {saved.get(key)} -> {current[key]}" for key in changed) or None
 
 
 def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
-    """The difference in attention implementation, human-readable; None where there is none or it is not known."""
+    """The difference in attention implementation, human-readable; None if there is none or it is not known."""
     before, now = saved.get(ATTENTION), current.get(ATTENTION)
     if before is None or now is None or before == now:
         return None
@@ -97,12 +97,12 @@ def attention_difference(saved: dict[str, Any], current: dict[str, Any]) -> str 
 
 
 def parameter_shapes(model: torch.nn.Module) -> dict[str, list[int]]:
-    """Every parameter's full shape by name, also where ZeRO-3 partitions it, or ranks share it."""
+    """Every parameter's full shape by name, even if ZeRO-3 partitions it or ranks share it."""
     return {name: list(whole_shape_of(parameter)) for name, parameter in model.named_parameters()}
 
 
 def parameter_difference(saved: dict[str, list[int]], current: dict[str, list[int]]) -> str | None:
-    """The first parameter with another shape or in only one of them, as an error message; None when all agree."""
+    """The first parameter that differs in shape or is in only one of them, as an error message; None when all agree."""
     for name in [*current, *saved]:
         if saved.get(name) != current.get(name):
             shapes = f"{name} has shape {saved.get(name)} there and {current.get(name)} in this run"

@@ -1,5 +1,5 @@
 """Authenticated encryption of checkpoint files: AES-256-GCM in chunks, in the STREAM construction (Hoang, Reyhanitabar,
-Rogaway and Vizar, CRYPTO 2015). docs/object-stores.md has the format, for another tool that reads one.
+Rogaway and Vizar, CRYPTO 2015). docs/object-stores.md has the format, for other tools that read it.
 """
 
 import io
@@ -36,7 +36,7 @@ class EncryptingStream(io.RawIOBase):
         write(memoryview(self._header))
 
     def write(self, data: Any) -> int:
-        """Encrypt `data`; its size in bytes."""
+        """Encrypt `data`; returns its size in bytes."""
         view = memoryview(data).cast("B")
         while len(view):
             if self._filled == len(self._plain):
@@ -131,10 +131,10 @@ class DecryptedFile(io.RawIOBase):
 
 
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
-    """Open a file of a checkpoint for reading, decrypted where it is encrypted.
+    """Open a file of a checkpoint for reading, decrypted if it is encrypted.
 
     plain: with a key, also accept a file that is not encrypted. Otherwise it is refused, since anyone with write access
-    could have put anything there, code included. Raises UserError, else like DecryptedFile.
+    could have put anything there, code included. Raises UserError, and the errors of DecryptedFile.
     """
     if key is None:
         if is_encrypted(path):
@@ -148,7 +148,7 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
 
 
 def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) -> Any:
-    """torch.load, with `options`, through `open_file`. Raises Damaged too."""
+    """torch.load, with `options`, through `open_file`. May also raise Damaged."""
     with open_file(path, key, plain=plain) as file:
         try:
             return torch.load(file, **options)
@@ -172,7 +172,7 @@ def key_id_of(path: Path) -> str:
 
 
 def owner_only(path: str, flags: int) -> int:
-    """An `opener` for `open`: only this user may read the file, also where it existed before."""
+    """An `opener` for `open`: only this user may read the file, even if it existed before."""
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)
     return handle

@@ -10,7 +10,7 @@ from training.checkpoint.manifest import Tensors
 
 
 def tensors_of(value: Any) -> Tensors:
-    """Tensors inside nested dictionaries, lists and tuples by the keys on the way to them, joined by `/`."""
+    """Tensors inside nested dictionaries, lists and tuples, by the path of keys to them, joined by `/`."""
     return {name: (str(leaf.dtype).removeprefix("torch."), list(leaf.shape)) for name, leaf in leaves(value)}
 
 

@@ -15,7 +15,7 @@ class Key:
     """A 256-bit key. Nothing that this class prints contains it."""
 
     def __init__(self, secret: bytes) -> None:
-        """Raises ValueError unless there are 32 bytes."""
+        """Raises ValueError unless `secret` has 32 bytes."""
         if len(secret) != 32:
             raise ValueError(f"a key has 32 bytes, not {len(secret)}")
         self._secret = secret

@@ -1,4 +1,4 @@
-"""The run behind this session's checkpoints, and whether it went back to an older one. On the main process."""
+"""The run behind this session's checkpoints, and whether it went back to an older one. For the main process only."""
 
 import uuid
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ class Lineage:
     """The run's identity, which every manifest of a session seals, and the file RUN beside the checkpoints."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """folder: of the checkpoints, with or without a RUN yet. name: of the run, for messages."""
+        """folder: the checkpoints folder, with or without RUN yet. name: the run's, for messages."""
         self._folder = folder
         self._run = Record(uuid.uuid4().hex[:16], name)
         self._went_back = 0
         self._in_folder = False
 
     def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> None:
-        """The run continues from `path`: what counts as newer than it does no more.
+        """Continue the run from `path`: checkpoints that counted as newer no longer do.
 
-        in_store: the checkpoints in the object store. record: also in RUN, so that it holds when the run ends before
-        its next save. Raises OSError when that cannot be written.
+        in_store: the checkpoints in the object store. record: write it to RUN too, so that it holds even if the run
+        ends before its next save. Raises OSError when that cannot be written.
         """
         manifest, found = read_manifest(path), read_record(self._folder)
         own = path.resolve().parent == self._folder.resolve()

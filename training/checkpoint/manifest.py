@@ -39,7 +39,7 @@ Tensors = dict[str, tuple[str, list[int]]]
 
 
 class Unusable(Exception):
-    """A checkpoint cannot be used. One line: the file, and its problem."""
+    """A checkpoint cannot be used. The message is one line: the file and its problem."""
 
 
 class Damaged(Unusable):
@@ -63,7 +63,7 @@ def layout_of(tensors: Tensors) -> str:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`. Raises as `parse_manifest` does, and OSError when it cannot be read."""
+    """The manifest of the checkpoint at `path`. Raises like `parse_manifest`, and OSError when it cannot be read."""
     try:
         return parse_manifest((path / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def find_problem(
 ) -> Unusable | None:
     """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
 
-    of_any_run: accept checkpoints of another run than the folder's.
+    of_any_run: accept checkpoints of other runs than the folder's.
     """
 
     def check() -> None:

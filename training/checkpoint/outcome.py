@@ -10,7 +10,7 @@ from training.distributed import World
 
 
 class SaveFailed(OSError):
-    """A checkpoint could not be written; raised alike on every rank. One line: the rank, the file and the reason."""
+    """A checkpoint could not be written; the same on every rank. One line: the rank, the file and the reason."""
 
 
 class NotFinite(SaveFailed):
@@ -23,11 +23,11 @@ class Saved:
 
     path: Path
     url: str | None
-    """The URL in the object store, where there is one."""
+    """The URL in the object store, if there is one."""
     step: int
     tokens: int
     seconds: float
-    """[s] From the call until it was published and, where configured, read back and uploaded."""
+    """[s] From the call until it was published and, if configured, read back and uploaded."""
     stall_seconds: float
     """[s] How long the training thread was blocked: copying to host memory, and any wait for the end."""
     bytes: int
@@ -36,7 +36,7 @@ class Saved:
 
 
 def on_main(world: World, act: Callable[[], Any], path: Path | str) -> Any:
-    """Return main's result of `act` on every rank; raises SaveFailed on all when it raises OSError or UserError."""
+    """Return rank 0's result of `act` on every rank; raises SaveFailed on all if it raises OSError or UserError."""
     try:
         return world.on_main(act, catch=(OSError, UserError))
     except UserError as problem:

@@ -1,8 +1,8 @@
 """Read FP32 masters and optimizer state from DeepSpeed's checkpoint files: any ZeRO stage and number of ranks, no GPU.
 
-DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and leaves frozen parameters of ZeRO-1
-out (0.19.8). ZeRO-1 and 2 address partitions by parameter name, ZeRO-3 by their order in each parameter group. Files
-are mapped, not read, unless they are encrypted.
+DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, and omits frozen parameters of ZeRO-1
+(0.19.8). ZeRO-1 and 2 address partitions by parameter name, ZeRO-3 by their order in each parameter group. Files are
+memory-mapped unless they are encrypted.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ ReadFile = Callable[[Path], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in the files of the ranks that have its partitions or slices, not read yet."""
+    """A tensor in the files of the ranks that have its partitions or slices; read on demand."""
 
     shape: torch.Size
     parts: Sequence[torch.Tensor] = ()
-    """Its values, one part after the other; what exceeds `shape` is padding."""
+    """Its values, one part after another; anything beyond `shape` is padding."""
     slices: Sequence[Stored] = ()
-    """In place of parts: what each of the ranks that share it has, cut at `dimension`."""
+    """Instead of parts: the slices of the ranks that share it, cut along `dimension`."""
     dimension: int = 0
 
     def read(self) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Stored:
         return self.values(0, self.shape.numel()).view(self.shape)
 
     def values(self, start: int, length: int) -> torch.Tensor:
-        """(length,) its values from `start` on, for which slices are read whole; a view where one part has them all."""
+        """(length,) its values from `start` on; a view if one part has them all. Slices are read in full."""
         if self.slices:
             return self.read().view(-1)[start : start + length]
         found, at = [], 0
@@ -72,18 +72,18 @@ class OptimizerState:
     tensors: Mapping[str, Stored]
     """State tensors, FP32, of the parameter's size, by their names in the file."""
     updates: int
-    """Updates so far; 0 where the optimizer does not count them."""
+    """Updates so far; 0 if the optimizer does not count them."""
 
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One parameter of a checkpoint, not read yet."""
+    """One parameter of a checkpoint; read on demand."""
 
     shape: torch.Size
     read: Read
-    """The whole FP32 master; of a frozen parameter, which has none, its weight in the dtype it was saved in."""
+    """Reads the whole FP32 master; for a frozen parameter, which has none, the weight in the dtype it was saved in."""
     second_copy: Read | None = None
-    """Reads the tensor's second copy in the checkpoint, in that copy's dtype; None without one."""
+    """Reads the tensor's second copy in the checkpoint, in that copy's dtype; None if there is none."""
     master: Stored | None = None
     """None for a frozen parameter."""
     state: OptimizerState | None = None
@@ -112,7 +112,7 @@ class SavedModel:
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
     """Open a `deepspeed/` folder of a checkpoint.
 
-    What several ranks share (`parallel.tensor`) is joined. Raises UserError when a file is missing, damaged, in an
+    Parameters that ranks share (`parallel.tensor`) are joined. Raises UserError when a file is missing, damaged, in an
     unknown layout, or names code that is not allowed.
     """
     if not folder.is_dir():
@@ -124,7 +124,7 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
 
 
 def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
-    """The part of one rank that shares matrices; everything where none do."""
+    """The part of the model on one of the ranks that share matrices; all of it if none do."""
     shards = _optimizer_files(folder, rank)
 
     def read(path: Path) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedMo
 
 
 def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
-    """The whole model of what each of the ranks that share matrices has."""
+    """The whole model, joined from the parts of the ranks that share matrices."""
     try:
         cuts = {name: Cut(*cut) for name, cut in read_state(folder.parent)["tensor_slices"].items()}
     except (Damaged, KeyError, TypeError, OSError) as problem:
@@ -157,7 +157,7 @@ def _join(folder: Path, each: list[SavedModel]) -> SavedModel:
 
 
 def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
-    """A parameter from the slices of the ranks that share it."""
+    """A parameter joined from the slices of the ranks that share it."""
     shape = cut.whole(slices[0].shape)
 
     def joined(stored: list[Stored]) -> Stored | None:
@@ -181,7 +181,7 @@ def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
 
 
 def _join_experts(slices: list[SavedTensor], second_copy: Read | None) -> SavedTensor:
-    """A parameter from the slices of its experts; of one, the files have a second copy of all of it."""
+    """A parameter joined from the slices of its experts; only an unsliced one has a second copy in the files."""
     if len(slices) == 1:
         return replace(slices[0], second_copy=second_copy)
     return _join_tensor(slices, Cut(0, (slices[0].shape[0],) * len(slices)))
@@ -213,7 +213,7 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     module, shared = state["module"], state["shared_params"] or {}
     partitions = states[0].get("partition_count")
     for index, shapes in enumerate(state["param_shapes"]):
-        # of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor
+        # number of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor
         sharing = len(states) // partitions[index] if isinstance(partitions, list) else 1
         for name, shape in shapes.items():
             slices = [_open_flat(folder, states[first::sharing], index, name, shape) for first in range(sharing)]
@@ -226,7 +226,7 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
 
 
 def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str, shape: torch.Size) -> SavedTensor:
-    """A parameter of a group in the flat partitions of the ranks that have it, or one slice of it."""
+    """A parameter of a group, or one slice of it, from the flat partitions of the ranks that have it."""
     parts, kept, places = [], [], []
     for partition in states:
         address = partition["param_slice_mappings"][index].get(name)
@@ -242,7 +242,7 @@ def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str
 def _saved_tensor(
     folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor], kept: list[Any], places: list[slice]
 ) -> SavedTensor:
-    """A parameter of these parts of its master. kept: states that have the same parts, at `places`."""
+    """A parameter from the parts of its master. kept: optimizer states that have the same parts, at `places`."""
     _require_size(folder, name, shape, sum(part.numel() for part in parts))
     master = Stored(shape, parts)
     return SavedTensor(shape, master.read, None, master, _joined_state(folder, name, kept, places, shape))
@@ -251,7 +251,7 @@ def _saved_tensor(
 def _open_stage_3(
     folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int, *, upstream: bool
 ) -> SavedModel:
-    """ZeRO-3: parameters are cut into equal parts, the last one padded. upstream: whether DeepSpeed reads it too."""
+    """ZeRO-3: parameters are cut into equal parts, the last one padded. upstream: zero_to_fp32 may read it too."""
     files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
     models, groups = [read(path) for path in files], states[0].get("ds_zero_partition_groups")
     upstream = upstream and groups is None
@@ -300,7 +300,7 @@ def _flat_states(optimizer: dict[str, Any]) -> list[dict[str, Any] | None]:
 def _joined_state(
     folder: Path, name: str, states: list[Any], places: list[slice], shape: torch.Size
 ) -> OptimizerState | None:
-    """Combine each rank's state at the place of the parameter's part in it. None before the first step."""
+    """Combine the ranks' states, each at the place of the parameter's part in it. None before the first step."""
     if not all(states):
         return None
     found = {(tuple(_tensors(state)), int(state.get(COUNT, 0))) for state in states}
@@ -320,7 +320,7 @@ def _tensors(state: dict[str, Any] | None) -> dict[str, torch.Tensor]:
 
 
 def _zero_to_fp32(folder: Path) -> dict[str, Any]:
-    """Read by DeepSpeed, lazily. It unpickles without an allow-list, but these files have passed ours."""
+    """The checkpoint read lazily by DeepSpeed, which has no allow-list for pickles; these files have passed ours."""
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         return get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name, lazy_mode=True)
 
@@ -342,12 +342,12 @@ def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> Non
 
 
 def _model_file(rank: int) -> str:
-    """Number of one of the ranks that share matrices; 0 where none do."""
+    """Name of a model file. rank: number of one of the ranks that share matrices; 0 if none do."""
     return f"mp_rank_{rank:02d}_model_states.pt"
 
 
 def _optimizer_files(folder: Path, slice_of: int) -> list[Path]:
-    """One file a rank of ZeRO's, in rank order, of those that have the same slice of matrices."""
+    """The optimizer files of the ZeRO ranks that have this slice of matrices, one per rank, in rank order."""
     found = {}
     for path in folder.iterdir():
         match = _OPTIMIZER_FILE.fullmatch(path.name)

@@ -1,4 +1,4 @@
-"""Read a checkpoint's .pt files: decrypted where they are encrypted, and without running code in them."""
+"""Read a checkpoint's .pt files: decrypted if they are encrypted, and without running code in them."""
 
 import pickle
 import re
@@ -34,21 +34,21 @@ ALLOWED: list[Callable | tuple[Callable, str]] = [
 
 @dataclass(frozen=True)
 class Opener:
-    """The key to open files with, and whether plain files are accepted although there is a key."""
+    """The key to open files with, and whether plain files are accepted in spite of it."""
 
     key: Key | None = None
     accept_plain: bool = False
 
     @classmethod
     def of(cls, section: CheckpointSection) -> Self:
-        """The opener for a run's config. Raises UserError when there is no key where the config says."""
+        """The opener for a run's config. Raises UserError if the configured place holds no key."""
         key = Key.from_setting(section.encryption_key) if section.encryption_key is not None else None
         return cls(key, section.accept_plain)
 
     def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-        """The content of a file. mmap: map tensors from the disk where the file is not encrypted.
+        """The content of a file. mmap: memory-map its tensors if there is no key.
 
-        Raises UserError when the file is missing, damaged, of another key, or refers to code that is not allowed.
+        Raises UserError when the file is missing, damaged, has another key, or refers to code that is not allowed.
         """
         try:
             with torch.serialization.safe_globals(ALLOWED):

@@ -1,7 +1,7 @@
-"""Resume from a checkpoint of another layout: other ranks, another ZeRO stage or compute dtype (docs/elastic.md).
+"""Resume from a checkpoint of another layout: ranks, ZeRO stage or compute dtype differ (docs/elastic.md).
 
 Every master and its optimizer state are read by parameter name from the shards, whichever ranks wrote them, and copied
-into this run's partitions. Then the checksums are computed again and compared with those of the engine that saved.
+into this run's partitions. Then the checksums are recomputed and compared with those of the engine that saved.
 """
 
 from collections.abc import Collection
@@ -40,12 +40,12 @@ from training.engine.tensors import (
 
 @dataclass(frozen=True)
 class Restored:
-    """The parts that were restored."""
+    """Counts of what was restored."""
 
     parameters: int
     """Parameters with a master."""
     updates: int | None
-    """Updates by the optimizer so far; 0: its state starts at zero. None where the optimizer does not count them."""
+    """Updates by the optimizer so far; 0: its state starts at zero. None if the optimizer does not count them."""
     compared: int
     """Checksums that were compared with the checkpoint's: one per master and per state tensor."""
 
@@ -57,11 +57,11 @@ class Restored:
 def restore(
     engine: Engine, path: Path, *, recorded: Checksums | None, change: str | None, opener: Opener
 ) -> str | None:
-    """Restore a checkpoint into the engine, of its own layout or of another, and compare every checksum.
+    """Restore a checkpoint of the engine's layout or another one, and compare every checksum.
 
-    recorded: its checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own files, bit
-    for bit, unless the optimizer's groups are others. Returns a line about the change, for the log. A collective.
-    Raises UserError as `load_resharded` does.
+    recorded: the checkpoint's checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own
+    files, bit for bit, unless the optimizer's groups differ. Returns a line about the change, for the log. A
+    collective. Raises UserError like `load_resharded`.
     """
     kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
     differences = (
@@ -85,10 +85,10 @@ def restore(
 def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Restored:
     """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
 
-    recorded: `checksums_of` the engine that saved; None computes them from the files, which then detects only
-    errors of the loading itself. The optimizer's settings, the loss scale and the random generators are not changed. A
-    collective; each rank reads the files itself, at most one whole parameter at a time. Raises UserError, on
-    every rank, naming the first parameter that is missing, has another shape, or differs from what was saved.
+    recorded: `checksums_of` the engine that saved; None computes them from the files, which then detects only errors of
+    loading itself. The optimizer's settings, the loss scale and the random generators are not changed. A collective;
+    each rank reads the files itself, at most one whole parameter at a time. Raises UserError, on every rank, naming the
+    first parameter that is missing, has another shape, or differs from what was saved.
     """
     try:
         saved, problem = _with_named_states(engine, open_saved_model(folder, opener), folder), None
@@ -123,7 +123,7 @@ def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> 
 
 def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
     """The difference between the optimizer's groups, or their order, and those saved at the same ZeRO stage,
-    human-readable; None where there is none. Raises UserError at ZeRO-0, whose files do not name parameters.
+    human-readable; None if there is none. Raises UserError instead at ZeRO-0, whose files do not name parameters.
     """
     of_rank = "zero_pp_rank_0_" if engine.stage == 3 else ""
     state = opener.read(folder / f"{of_rank}mp_rank_00_model_states.pt", mmap=True)
@@ -202,7 +202,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
 
 
 def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
-    """One parameter's weight and, where it trains, this rank's part of its master and optimizer state."""
+    """Restore a parameter's weight and, if it trains, this rank's part of its master and optimizer state."""
     _restore_weight(engine, parameter, tensor)
     shard = shard_of(engine, parameter) if tensor.master else None
     if shard is None or tensor.master is None:
@@ -230,7 +230,7 @@ def _restore_padding(engine: Engine, updates: int) -> None:
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
-    """The computing weight: the master, rounded; at ZeRO-3 this rank's partition of it."""
+    """Restore the weight that computes: the rounded master or, at ZeRO-3, this rank's partition of it."""
     if engine.stage < 3:
         whole, how, group = tensor.read(), cut(parameter), slice_group(parameter, engine.world)
         parameter.data.copy_(whole if group is None or how is None else how.slice_of(whole, group.rank))
@@ -247,7 +247,7 @@ def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None
 
 
 def _own(engine: Engine, parameter: Any, whole: Stored, start: int, length: int) -> torch.Tensor:
-    """(length,) values from `start` on of a tensor, or, where ranks share it, of this rank's slice of it."""
+    """(length,) values from `start` on, of a tensor or, if ranks share it, of this rank's slice."""
     how, group = cut(parameter), slice_group(parameter, engine.world)
     if group is None or how is None:
         return whole.values(start, length)

@@ -19,9 +19,9 @@ class Retention:
     newest: int
     """The number of highest steps to keep."""
     every: int = 0
-    """[steps] Those whose step is a multiple of it; 0: none."""
+    """[steps] Checkpoints whose step is a multiple of this are kept; 0: none."""
     best: int = 0
-    """The number of steps to keep with the lowest validation loss, of those evaluated at their step."""
+    """The number of steps to keep with the lowest validation loss, among those evaluated at their step."""
 
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
         """Checkpoints in `folder` to delete, among those up to `final`, the one just published."""
@@ -30,7 +30,7 @@ class Retention:
         return [paths[step] for step in expired]
 
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Steps to delete among `steps` up to `final`. loss_of: called only where `best` is set.
+        """Steps to delete among `steps` up to `final`. loss_of: called only if `best` is set.
 
         Later steps are from before a rollback and are replaced when the run reaches them again.
         """
@@ -60,7 +60,7 @@ def loss_in(manifest: dict[str, Any]) -> float | None:
 
 @contextmanager
 def read_lock(path: Path) -> Iterator[None]:
-    """Context in which `path` is not deleted, if the file system has locks: a shared one on its manifest."""
+    """Context in which `path` is not deleted, if the file system has locks: holds a shared one on its manifest."""
     with ExitStack() as held:
         with suppress(OSError):
             file = held.enter_context((path / MANIFEST).open("rb"))

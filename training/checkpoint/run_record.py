@@ -17,7 +17,7 @@ RUN = "RUN"
 _ID = re.compile(r"[0-9a-f]{16}")
 
 Order = tuple[int, int]
-"""The number of times that the run had gone back, and the step: the larger, the newer."""
+"""How often the run had gone back, and the step: the larger, the newer."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Record:
     """The step that the run last went back to."""
 
     def left(self, order: Order) -> bool:
-        """Whether a checkpoint is of steps that the run abandoned when it went back."""
+        """Whether the run abandoned a checkpoint of this order when it went back."""
         return order[0] < self.went_back and order[1] > self.back_to
 
     def other_than(self, manifest: dict[str, Any]) -> str | None:
@@ -47,7 +47,7 @@ class Record:
 
 
 def read_record(folder: Path) -> Record | None:
-    """The RUN of a checkpoints folder; None where there is none, or it is damaged."""
+    """The RUN of a checkpoints folder; None if there is none, or it is damaged."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         content, intact = unsealed((folder / RUN).read_bytes())
         if intact and _ID.fullmatch(content["id"]):
@@ -56,7 +56,7 @@ def read_record(folder: Path) -> Record | None:
 
 
 def run_in(manifest: dict[str, Any]) -> tuple[str, str] | None:
-    """Id and name of the run that a manifest seals; None in one from before manifests did."""
+    """Id and name of the run that a manifest seals; None for an older manifest, which has none."""
     run = manifest.get("run")
     return (run["id"], run["name"]) if isinstance(run, dict) and {"id", "name"} <= run.keys() else None
 

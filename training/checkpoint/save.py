@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Save:
-    """Runs in a daemon thread, which does not keep a dying process alive."""
+    """A save that runs in a daemon thread, which does not keep a dying process alive."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Save:
         return not self._thread.is_alive()
 
     def outcome(self) -> Saved | SaveFailed:
-        """Wait for the end. Raises any error other than SaveFailed."""
+        """Wait for the end and return the outcome. Raises any error other than SaveFailed."""
         started = time.perf_counter()
         self._thread.join()
         self.stall_seconds += time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""JSON sealed with its own hash, so that changes show."""
+"""JSON sealed with its own hash, so that changes are detected."""
 
 import hashlib
 import json

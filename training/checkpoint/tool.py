@@ -45,7 +45,7 @@ Say = Callable[[str], None]
 
 @entry_point(closed_pipe=0)
 def main(arguments: Sequence[str], say: Say = print) -> int:
-    """Run one of the commands; the exit code."""
+    """Run one of the commands; returns the exit code."""
     parser = Arguments(
         prog="python -m training.checkpoint", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -206,7 +206,7 @@ def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> 
 
 
 def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
-    """The tensors of a file by the manifest."""
+    """The tensors of a file according to the manifest."""
     listed = manifest["layouts"].get(manifest["files"][name]["layout"], {})
     return {tensor: (dtype, list(shape)) for tensor, (dtype, shape) in listed.items()}
 

@@ -28,7 +28,7 @@ _PARALLEL_FROM = 1 << 20
 
 
 class HashedFile(io.RawIOBase):
-    """A new file whose SHA-256 is that of the bytes in memory, so that it also detects a disk that wrote others.
+    """A new file whose SHA-256 is that of the bytes in memory, so that it also exposes a disk that wrote others.
 
     torch's archive writer cannot handle an exception, so an error is kept until `finish` and later writes do nothing.
     """
@@ -67,13 +67,13 @@ class HashedFile(io.RawIOBase):
             view = view[self._file.write(view) :]
 
     def finish(self) -> str:
-        """Flush and close; the SHA-256. Raises the OSError of an earlier write."""
+        """Flush and close; returns the SHA-256. Raises the OSError of an earlier write."""
         try:
             if self.error is not None:
                 raise self.error
             self._reached("flush")
             os.fsync(self._file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that reading back is from the disk, not the page cache
+            if hasattr(os, "posix_fadvise"):  # so that reading back comes from the disk, not the page cache
                 os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             self._file.close()
@@ -82,14 +82,13 @@ class HashedFile(io.RawIOBase):
 
 
 class Files(TorchCheckpointEngine):
-    """This rank's files of one checkpoint. Never raises OSError: `error` has it, in one line."""
+    """This rank's files of one checkpoint. Never raises OSError: `error` describes it in one line."""
 
     def __init__(
         self, folder: Path, *, rank: int, reached: Callable[[str], None], copied: bool, key: Key | None = None
     ) -> None:
-        """copied: keep copies in host memory until `write_all`; else write at once. key: to encrypt .pt files with;
-        only this user may then read any of the files.
-        """
+        """copied: keep copies in host memory until `write_all`; else write at once. key: encrypts .pt files; only this
+        user may then read any of the files."""
         super().__init__()
         self.name = "Mantissa"
         self.written: dict[str, Written] = {}

@@ -1,6 +1,6 @@
 """Signals in Adam's averages about the next steps, by module (healthy ranges: docs/early-warnings.md).
 
-RMS_t of g / sqrt(v), with v corrected and g in it, is about 1 and 1 / sqrt(1 - beta2) at most (Wortsman et al. 2023,
+RMS_t of g / sqrt(v), with v corrected and including g, is about 1, at most 1 / sqrt(1 - beta2) (Wortsman et al. 2023,
 section 3.4). The signal's share of a gradient (Kingma and Ba 2015, section 2.1): for gradients mu + noise of variance
 s^2, independent from step to step, E m^2 = mu^2 + c s^2 and E v = mu^2 + s^2 of the corrected averages, with c = (1 -
 beta1) (1 + beta1^t) / ((1 + beta1) (1 - beta1^t)), so that mu^2 / (mu^2 + s^2) = (m^2 / v - c) / (1 - c).
@@ -21,10 +21,10 @@ them."""
 
 
 def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Tensor | None:
-    """(5,) float64, COLUMNS of this rank's part of a parameter after an update; None where there are no two averages.
+    """(5,) float64, COLUMNS of this rank's part of a parameter after an update; None without two averages.
 
-    They are estimated from the sample that `sampled` takes. gradient: its sample, FP32, as the update used it:
-    unscaled and clipped.
+    They are estimated from the sample that `sampled` takes. gradient: its sample, FP32, as used by the update: unscaled
+    and clipped.
     """
     state = engine.deepspeed.basic_optimizer.state.get(shard.flat, {})
     if not all(torch.is_tensor(state.get(key)) for key in AVERAGES) or COUNT not in state:

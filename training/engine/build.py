@@ -51,8 +51,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     if config.distill.teacher is not None and not config.distill.top_k:
         teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
-    # Where ranks have slices each of them builds the whole, and DeepSpeed partitions the slice that is cut from it.
-    # A quantised base is partitioned when it is whole, since zero.Init knows floats only.
+    # If ranks have slices, each builds the whole model, and DeepSpeed partitions the slice that is cut from it.
+    # A quantised base is partitioned once it is complete, since zero.Init handles floats only.
     slices = world.tensor is not None or world.experts is not None
     partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
     zero3 = fp32_partitions(resolved) if partitioned else None
@@ -93,7 +93,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
 
 
 def fp32_partitions(resolved: Resolved) -> HfDeepSpeedConfig:
-    """While it is there, transformers builds and loads models in FP32, each rank its partition of every parameter."""
+    """While this object exists, transformers builds and loads models in FP32, each rank its partitions only."""
     return HfDeepSpeedConfig({key: value for key, value in resolved.deepspeed.items() if key not in ("bf16", "fp16")})
 
 
@@ -104,7 +104,7 @@ def engine_on(
     teacher: Teacher | None = None,
     attention: SequenceAttention | None = None,
 ) -> Engine:
-    """The engine of an FP32 model, whose values its masters get unrounded. A collective."""
+    """The engine of an FP32 model; the masters get its values unrounded. A collective."""
     held = hold_fp32(model, resolved.compute, world)
     engine = Engine(model, resolved, world, teacher, attention)
     attach_pieces(engine)
@@ -113,7 +113,7 @@ def engine_on(
 
 
 def _require_quantisable(resolved: Resolved) -> None:
-    """Raises UserError for what a DeepSpeed config may set that was not verified with a base in codes."""
+    """Raises UserError for settings of a DeepSpeed config that were not verified with a quantised base."""
     base, zero = resolved.config.adapter.base, resolved.deepspeed.get("zero_optimization", {})
     secondary = zero.get("zero_hpz_partition_size", 1)
     for key, value, wrong in (

@@ -1,4 +1,4 @@
-"""The interface to DeepSpeed: every use of its engine is here, with workarounds for gaps upstream.
+"""The Engine: Mantissa's interface to DeepSpeed's engine, with workarounds for gaps upstream.
 
 The loss is the mean over all label tokens (or pairs, or whatever the task counts) of the global batch. Each micro-batch
 contributes the sum over its own labels, divided by the label count of all ranks and micro-batches of the step, times
@@ -91,7 +91,7 @@ class Engine:
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
         self.group_of = group_of_each(model, optimizer_section)
-        """id of each trainable parameter to its group's settings, in the order of the groups."""
+        """Maps the id of each trainable parameter to its group's settings, in the order of the groups."""
         self.has_frozen_base = resolved.config.adapter.kind != "none"
         """Whether frozen weights belong to a base model, which checkpoints leave out."""
         self.clipping = optimizer_section.gradient_clipping
@@ -114,7 +114,7 @@ class Engine:
             )
         attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
-        """The masters that are split; None where they are FP32 tensors."""
+        """The split masters; None if masters are FP32 tensors."""
         if resolved.config.precision.masters == "split":
             self.split_masters = SplitMasters(self.deepspeed, stage=self.stage, world=world)
         self.start: Start | None = None
@@ -137,7 +137,7 @@ class Engine:
         self.notes += untrained_balance(model, resolved.config.model)
         self.regions = regions_of(model, resolved)
         """Precision regions of the manifest path; None on the cast path."""
-        self.adjustable: Any = self.regions  # by the guard; on the cast path tasks that sample have their own
+        self.adjustable: Any = self.regions  # by the guard; on the cast path, tasks that sample set their own
         guard = resolved.config.guard
         self._measures_updates = guard.min_update_ratio is not None or guard.max_update_ratio is not None
         self._scale_section = resolved.config.precision.loss_scale
@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def scales_dynamically(self) -> bool:
-        """FP16 with a loss scale that changes on overflow."""
+        """Whether this is FP16 with a loss scale that changes on overflow."""
         return self._scaler is not None and self._scale_section.policy != "static"
 
     @property
@@ -166,13 +166,13 @@ class Engine:
         return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
 
     def masters(self) -> list[torch.Tensor]:
-        """This rank's partition of the masters, FP32; copies where masters are split. Not a collective."""
+        """This rank's partition of the masters, FP32; copies if masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)
         split = self.split_masters
         return flats if split is None else [split.of[flat].values(0, len(flat)) for flat in flats]
 
     def whole_masters(self) -> AbstractContextManager[None]:
-        """Context in which the masters are writable FP32 tensors; split masters take more memory in it.
+        """Context in which the masters are writable FP32 tensors; split masters take more memory there.
 
         A collective. Raises UserError at the end if weights differ from their rounded masters.
         """
@@ -181,9 +181,9 @@ class Engine:
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Gradients of the mean loss over the global batch.
+        """Compute the gradients of the mean loss over the global batch.
 
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted, from 1; read by
+        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted step, from 1; for
         wrappers of this method, such as faults. on_loss: called with each micro-batch's summed loss before its backward
         pass.
         """
@@ -234,7 +234,7 @@ class Engine:
         restore_generators(before, self.world.device)
 
     def _begin(self, batch: Batch) -> Outcome:
-        """A step whose sums are zero yet."""
+        """The outcome of a step, its sums still zero."""
         device, counts, source_of = self.world.device, batch.counts_by_source, batch.sources
         zeros = partial(torch.zeros, dtype=torch.float64, device=device)
         by_source = zeros(2, 0)
@@ -258,7 +258,7 @@ class Engine:
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
         """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first.
 
-        A step of one micro-batch does without: its own counts are all.
+        A step with one micro-batch does not need this: its own counts are complete.
         """
         assert self.router is not None
         before = generators(self.world.device)
@@ -438,7 +438,7 @@ class Engine:
             self.deepspeed.train()
 
     def save(self, folder: Path, tag: str, writer: CheckpointEngine | None = None) -> None:
-        """DeepSpeed's sharded checkpoint into folder/tag, written by `writer`; without `latest` and recovery script."""
+        """Write DeepSpeed's sharded checkpoint to folder/tag through `writer`, without `latest` and recovery script."""
         self.deepspeed._copy_recovery_script = lambda save_path: None
         self.deepspeed.module_state_dict = self._module_state
         with self.whole_masters(), self._checkpoints_through(writer or self.deepspeed.checkpoint_engine):
@@ -495,7 +495,7 @@ class Engine:
             self.deepspeed.checkpoint_engine, self.deepspeed.has_moe_layers = original, experts
 
     def scaler_state(self) -> dict[str, Any] | None:
-        """State of the loss scaler as plain types; None where there is none."""
+        """State of the loss scaler as plain types; None if there is none."""
         return self._scaler.state_dict() if self._scaler else None
 
     def close(self) -> None:
@@ -508,7 +508,7 @@ class Engine:
             self._attention.close()
 
     def install_scaler(self, state: dict[str, Any] | None) -> None:
-        """Install a loss scaler with the state from a checkpoint, or a new one; none where nothing computes in FP16."""
+        """Install a loss scaler with a checkpoint's state, or a new one; none if nothing computes in FP16."""
         needed = self.compute == "fp16" or (self.regions is not None and self.regions.uses("fp16"))
         if not needed and self._scaler is None:  # it stays when its regions are promoted
             return
@@ -519,7 +519,7 @@ class Engine:
 
 
 def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
-    """The precision regions of the manifest path. Raises UserError where their dtypes are not supported."""
+    """The precision regions of the manifest path. Raises UserError if their dtypes are not supported."""
     precision, parallel = resolved.config.precision, resolved.config.parallel
     if precision.path != "manifest" or precision.manifest is None:
         return None
@@ -538,9 +538,9 @@ def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
 
 
 def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) float64: the parts of a micro-batch's loss by source. sources: (micro,) int64, of each sample.
+    """(count,) float64: sums of a micro-batch's loss parts by source. sources: (micro,) int64, one per sample.
 
-    Not by index_add, whose order of summation on a GPU is another each time.
+    Not by index_add, whose order of summation on a GPU varies.
     """
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)

@@ -1,8 +1,8 @@
-"""Telling DeepSpeed that ranks share experts (`parallel.expert`).
+"""Tells DeepSpeed that ranks share experts (`parallel.expert`).
 
 ZeRO partitions such a parameter over the ranks that have the same slice, and sums its gradient over these; it divides
-by the number of all ranks, so that the sum is that of the global batch. ZeRO-1 and 2 know the parameter by `allreduce =
-False` in a model with a layer of DeepSpeed's; ZeRO-3 refuses that, but knows those of AutoEP.
+by the number of all ranks, so that the sum is that of the global batch. ZeRO-1 and 2 recognise the parameter by
+`allreduce = False` in a model with a layer of DeepSpeed's; ZeRO-3 refuses that, but recognises AutoEP's parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,24 +26,24 @@ _OF_EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
 
 
 class _Marker(MoE):
-    """A layer of DeepSpeed's without parameters, by which it knows that there are experts."""
+    """A DeepSpeed layer without parameters, by which DeepSpeed sees that there are experts."""
 
     def __init__(self, ranks: int) -> None:
         nn.Module.__init__(self)
         self.num_experts = ranks
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """The groups are made already."""
+        """Does nothing: the groups exist already."""
 
 
 def experts_name(group: ExpertGroup) -> str:
-    """DeepSpeed's name of the groups."""
+    """DeepSpeed's name for the groups."""
     return f"ep_size_{group.size}"
 
 
 @contextmanager
 def shared_experts(model: Any, world: World, *, stage: int) -> Iterator[None]:
-    """Inside, DeepSpeed builds an engine for a model whose experts `world` shares, if any."""
+    """Context in which DeepSpeed builds an engine for a model whose experts `world` shares, if any."""
     shared = world.experts
     if shared is None:
         yield
@@ -70,7 +70,7 @@ def shared_experts(model: Any, world: World, *, stage: int) -> Iterator[None]:
 
 
 def forget_groups() -> None:
-    """Forget a destroyed engine's groups, which DeepSpeed would give to the next one, or refuse to build it."""
+    """Forget a destroyed engine's groups: DeepSpeed would give them to the next engine, or refuse to build it."""
     for name in _OF_TENSORS:
         setattr(groups, name, None)  # not destroyed: one may be the group of all
     for name in _OF_EXPERTS:
@@ -81,10 +81,10 @@ def forget_groups() -> None:
 
 
 def gather_in_order(model: Any) -> None:
-    """Let all ranks gather parameters at ZeRO-3 over one group after the other, in the same order.
+    """Make all ranks gather ZeRO-3's parameters over one group after another, in the same order.
 
-    DeepSpeed 0.19.8 gathers those of several modules ahead, in the order of a set, which is another one on each rank,
-    by their groups: on GPUs two collectives, of which each rank may start another one first.
+    DeepSpeed 0.19.8 prefetches those of several modules group by group, in the order of a set, which differs between
+    ranks: on GPUs these are two collectives, and ranks may not start the same one first.
     """
     for parameter in model.parameters():
         parameter.all_gather_coalesced = partial(_gathered_in_order, parameter.all_gather_coalesced)

@@ -1,7 +1,7 @@
 """Fault injection: `faults:` of the config, each at exactly one step, rank and module.
 
 A fault strikes in the last micro-batch of its step, and again when that step is rerun or replayed; a flipped bit once,
-unless it persists. Faults wrap methods of the engine: one without any is not touched.
+unless it persists. Faults wrap methods of the engine: an engine without faults is not touched.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,11 +22,11 @@ from training.engine.health import Outcome, Update
 from training.engine.tensors import local_gradient, shard_of
 
 _HELD = ("weight", "master", "moment", "second_moment")
-"""Places of a flipped bit that are there before the passes."""
+"""Places of a flipped bit that exist before the passes."""
 
 
 def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
-    """Let the faults strike this engine. Raises UserError when one names no module, or a module without parameters."""
+    """Attach the faults to this engine. Raises UserError when one names no module, or a module without parameters."""
     if not faults:
         return
     attached = _Faults(engine, faults)
@@ -40,7 +40,7 @@ def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
 
 
 class _Faults:
-    """The faults of one rank, and what they make of the methods of its engine."""
+    """The faults of one rank, and the methods of its engine with these faults."""
 
     def __init__(self, engine: Engine, faults: Sequence[Fault]) -> None:
         self._engine = engine
@@ -52,11 +52,11 @@ class _Faults:
         self._stuck: dict[int, bool | None] = {}
         for fault, _, parameters in self._targets:
             if fault.kind == "flipped_bit" and fault.place == "gradient" and fault.rank == engine.world.rank:
-                # from the start, so that it comes before the hooks of those who look at the gradient
+                # from the start, so that it runs before any hook that reads the gradient
                 parameters[0].register_hook(self._flip_of(fault))
 
     def forward_backward(self, right: Callable[..., Outcome], batch: Batch, *, step: int, **options: Any) -> Outcome:
-        """Flip bits of what is held before the passes of the step, and of the reduced gradients after them."""
+        """Flip bits of held tensors before the step's passes, and of the reduced gradients after them."""
         self._step = step
         self._strike(reduced=False)
         outcome = right(batch, step=step, **options)
@@ -64,13 +64,13 @@ class _Faults:
         return outcome
 
     def add_micro_batch(self, right: Callable[..., None], index: int, *given: Any) -> None:
-        """Spoil activations, loss and gradients of the last micro-batch."""
+        """Corrupt activations, loss and gradients of the last micro-batch."""
         inputs, labels, share, sums, *further = given
         with self._injected() if index == sums.micro_batches - 1 else nullcontext():
             right(index, inputs, labels, share, sums, *further)
 
     def score(self, right: Callable[..., Scored], *args: Any, **options: Any) -> Scored:
-        """Spoil the loss of the last micro-batch."""
+        """Corrupt the loss of the last micro-batch."""
         scored = right(*args, **options)
         for fault, _, _ in self._due_here() if self._corrupts_loss else ():
             if fault.kind == "nan_loss":
@@ -80,7 +80,7 @@ class _Faults:
         return scored
 
     def step(self, right: Callable[..., Update], health: Health, lr: float, *, apply: bool = True) -> Update:
-        """Lose the update on all ranks, whichever of them the fault names."""
+        """Lose the update on all ranks, whichever rank the fault names."""
         lost = any(fault.kind == "lost_update" and fault.step == self._step for fault, _, _ in self._targets)
         return right(health, lr, apply=apply and not lost)
 
@@ -99,12 +99,12 @@ class _Faults:
         for fault, _, parameters in self._due_here():
             due = fault.place == "collective" if reduced else fault.place in _HELD
             if fault.kind == "flipped_bit" and due and self._strikes(fault):
-                # what is computed anew is flipped anew; what is held has a bit that sticks
+                # recomputed values are flipped again; held ones have a stuck bit
                 stuck_at = None if reduced else self._stuck.get(id(fault))
                 self._stuck[id(fault)] = _flip_held(self._engine, fault, parameters[0], stuck_at)
 
     def _strikes(self, fault: Fault) -> bool:
-        """Whether it strikes now: once, unless it persists."""
+        """Whether a fault strikes now: once, unless it persists."""
         again = id(fault) in self._struck
         self._struck.add(id(fault))
         return fault.persists or not again
@@ -132,10 +132,10 @@ class _Faults:
 
 @torch.no_grad()
 def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | None) -> bool | None:
-    """Flip the bit in the middle of this rank's part of the parameter's tensor; of a weight that is whole, of all.
+    """Flip the bit of the middle value of this rank's part of the parameter's tensor, or of a weight that is whole.
 
-    stuck_at: set it to this instead. Returns what it is now; None where this rank holds none: of a part of other ranks,
-    of a moment before the first update, of a second one that the optimizer does not keep.
+    stuck_at: set the bit to this instead. Returns its new value; None if this rank has no such tensor: a part of other
+    ranks, a moment before the first update, or a second moment that the optimizer does not keep.
     """
     if fault.place == "weight":
         held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
@@ -156,7 +156,7 @@ def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | No
 
 
 def _on_output(module: torch.nn.Module, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A hook that corrupts the first tensor of the module's output; before all others, which see what callers see."""
+    """Hook that corrupts the first tensor of the module's output; it runs first: others see what callers see."""
 
     def first(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         return corrupt(output) if isinstance(output, torch.Tensor) else (corrupt(output[0]), *output[1:])

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 
 Rule = Callable[[torch.Tensor], torch.Tensor]
-"""A whole matrix to what replaces it."""
+"""Maps a whole matrix to its replacement."""
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,15 @@ class Piece:
     row: int
     """Number of the parameter."""
     at: int
-    """Place of its first value in the flat tensor."""
+    """Index of its first value in the flat tensor."""
     start: int
-    """Place of its first value in the parameter."""
+    """Index of its first value in the parameter."""
     length: int
     numel: int
-    """Values of the whole parameter, on all ranks."""
+    """Number of values in the whole parameter, on all ranks."""
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the piece in a tensor laid out as the flat master is."""
+        """(length,) view of the piece in a tensor laid out like the flat master."""
         return flat.view(-1)[self.at : self.at + self.length]
 
 
@@ -39,7 +39,7 @@ class Pieces:
     def sums(self, parts: Iterable[tuple[Piece, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
         """(parameters,) sums over all ranks of the scalars that this rank's pieces give, FP64, on the device of `like`.
 
-        A collective where the parameters are shared out: ranks call it equally often, also for a flat tensor in which
+        A collective if parameters are spread over ranks: all call it equally often, even for a flat tensor in which
         they have no piece.
         """
         total = torch.zeros(self._parameters, dtype=torch.float64, device=like.device)
@@ -48,10 +48,10 @@ class Pieces:
         return total
 
     def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """`values`, laid out as `flat` is, in which `rule` has replaced every whole matrix.
+        """`values`, laid out like `flat`, with every whole matrix replaced by `rule`.
 
-        A tensor of three dimensions is of fused experts: a matrix for each of them. A collective where the parameters
-        are shared out, as `sums` is. Each matrix is computed once, by one rank, whose result the others get.
+        A three-dimensional tensor holds fused experts, one matrix each. A collective if parameters are spread over
+        ranks, like `sums`. Each matrix is computed once, by one rank, and the others get the result.
         """
         if values.dim() < 3:
             return rule(values)
@@ -63,11 +63,11 @@ class Pieces:
 
 
 class FlatOptimizer(torch.optim.Optimizer):
-    """An optimizer that is given flat tensors, one after the other."""
+    """An optimizer that updates flat tensors, one after another."""
 
     @classmethod
     def build(cls, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> Self:
-        """`build` of its module: the same on every device."""
+        """The `build` of its module, the same on every device."""
         return cls(groups, options)
 
     @torch.no_grad()
@@ -79,12 +79,12 @@ class FlatOptimizer(torch.optim.Optimizer):
                     self.update_flat(flat, self.state[flat], group)
 
     def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        """Update one of them in place. state: empty before the first update. group: its settings, `lr` of this step."""
+        """Update a flat tensor in place. state: empty before the first update. group: settings and this step's `lr`."""
         raise NotImplementedError
 
 
 class WholeParameterOptimizer(FlatOptimizer):
-    """One whose rule looks at whole parameters, so that above ZeRO-0 a step is a collective."""
+    """A flat optimizer whose rule needs whole parameters, so that above ZeRO-0 a step is a collective."""
 
     def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
         super().__init__(groups, options)

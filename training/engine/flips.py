@@ -13,9 +13,9 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 def bit_sum(values: torch.Tensor) -> torch.Tensor:
     """() int64: the sum of the values' bits, read as words of 64 bits, modulo 2**64.
 
-    values: (n,) contiguous, of any dtype. Any one flipped bit changes it. The words begin where the storage's do, so
-    that two tensors have the same sum only when they lie alike in theirs. 15 GB/s on one core, where a sum of 16-bit
-    integers makes 0.4 (torch 2.13).
+    values: (n,) contiguous, of any dtype. Any one flipped bit changes it. Words are aligned with the storage, so that
+    equal tensors have equal sums only if they are aligned alike. 15 GB/s on one core, where a sum of 16-bit integers
+    reaches 0.4 (torch 2.13).
     """
     per = 8 // values.element_size()
     head = min(-values.storage_offset() % per, len(values))
@@ -30,12 +30,12 @@ def bit_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def halves(sums: torch.Tensor) -> torch.Tensor:
-    """The lower and the upper 32 bits of int64 sums, (2, ...): each exact in float64, and added up without overflow."""
+    """The lower and the upper 32 bits of int64 sums, (2, ...): exact in float64, and can be summed without overflow."""
     return torch.stack([sums & 0xFFFFFFFF, (sums >> 32) & 0xFFFFFFFF])
 
 
 def flip_bit(values: torch.Tensor, index: int, bit: int, *, stuck_at: bool | None = None) -> bool:
-    """Flip a bit, 0 the lowest, of one of contiguous values in place, or set it to `stuck_at`; what it is now."""
+    """Flip a bit (0: lowest) of one of contiguous values in place, or set it to `stuck_at`; returns its new value."""
     words = as_integers(values.detach().view(-1))
     width = 8 * values.element_size()
     mask = 1 << bit if bit < width - 1 else -(1 << bit)
@@ -47,7 +47,7 @@ def flip_bit(values: torch.Tensor, index: int, bit: int, *, stuck_at: bool | Non
 
 
 def flipped(values: torch.Tensor, bit: int) -> torch.Tensor:
-    """A copy with a bit of the middle value flipped; gradients flow through it as if nothing had happened."""
+    """A copy with a bit of the middle value flipped; gradients flow through it unchanged."""
     copy = values.clone(memory_format=torch.contiguous_format)
     flip_bit(copy, copy.numel() // 2, bit)
     return copy

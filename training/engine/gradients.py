@@ -28,16 +28,16 @@ from training.engine.tensor_slices import counts_here
 
 
 def _mask_not_finite(values: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    """DeepSpeed's, which copies `val` to the device first, and so waits for it."""
+    """Replaces DeepSpeed's function, which copies `val` to the device first, and so waits for it."""
     values.masked_fill_(~values.isfinite(), val)
 
 
 class _Given(list[Any]):
-    """A norm in place of the tensors that have it."""
+    """A norm passed in place of the tensors that it belongs to."""
 
 
 def _norm_of(input_tensors: list[Any], **options: Any) -> Any:
-    """DeepSpeed's, for BF16_Optimizer."""
+    """Replaces DeepSpeed's function in BF16_Optimizer, which may be given the norm itself."""
     given = isinstance(input_tensors, _Given)
     return input_tensors[0] if given else get_global_norm_of_tensors(input_tensors, **options)
 
@@ -48,7 +48,7 @@ bf16_optimizer.get_global_norm_of_tensors = _norm_of
 
 
 def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor | None:
-    """Whole and still scaled; None for a parameter without one. A collective from ZeRO-1 on."""
+    """The whole gradient, still scaled; None for a parameter without one. A collective from ZeRO-1 on."""
     gradient: torch.Tensor | None = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
     return gradient
 
@@ -62,7 +62,7 @@ class ReducedGradients:
         self._stage = stage
         self._tensor = tensor
         self._given_norm: torch.Tensor | None = None
-        """() FP32: the norm that DeepSpeed is given in the coming step, or infinity to discard it."""
+        """() FP32: the norm that DeepSpeed gets in the coming step, or infinity to discard the step."""
         optimizer: Any = engine.optimizer
         if engine.seq_data_parallel_group.size() == 1 and engine.communication_data_type == torch.float32:
             # DeepSpeed would copy one rank's gradients, divide them by 1 and reduce them.
@@ -84,8 +84,8 @@ class ReducedGradients:
             if not offloaded:
                 self._norm_groups = self._norms_of_pieces
                 if not engine.zero_overlap_comm():
-                    # The device does everything in the order in which it is queued, so DeepSpeed's host need not wait
-                    # for what it has gathered or reduced, nor for what it has queued ahead.
+                    # The device runs everything in the order in which it is queued, so the host need not wait for what
+                    # DeepSpeed has gathered or reduced, nor for what it has queued ahead.
                     accelerator: Any = get_accelerator()
                     accelerator.resolves_data_dependency = accelerator.handles_memory_backpressure = lambda: True
             optimizer._get_norm_groups = lambda: [self._given_norm]
@@ -105,7 +105,7 @@ class ReducedGradients:
             shared = self._engine.mpu if self._tensor is not None else None
             whole, of_experts = self._tensors_for_norm()
             norm = torch.as_tensor(get_global_norm_of_tensors(input_tensors=whole, mpu=shared))
-            for name, gradients in of_experts.items():  # each rank has those of its own experts
+            for name, gradients in of_experts.items():  # each rank has only its own experts'
                 group = groups._get_expert_parallel_group(name)
                 other = get_global_norm_of_tensors(input_tensors=gradients, moe_ep_group=group)
                 norm = combine_grad_norm_groups([norm, torch.as_tensor(other)])
@@ -139,7 +139,7 @@ class ReducedGradients:
         self._given_norm = torch.tensor(norm, dtype=torch.float32)
 
     def _clip(self) -> None:
-        """ZeRO-0's clipping, for which DeepSpeed measures the norm again."""
+        """Clip at ZeRO-0, where DeepSpeed would measure the norm again."""
         assert self._given_norm is not None
         clip = (self._engine.gradient_clipping() / (self._given_norm + 1e-6)).clamp(max=1.0)
         for parameter in self._engine.module.parameters():
@@ -147,14 +147,14 @@ class ReducedGradients:
                 parameter.grad.mul_(clip)
 
     def largest_uncounted(self) -> torch.Tensor:
-        """() FP32: largest magnitude in this rank's replicas of gradients that `norm` counts on another rank; nan where
-        one of them has a nan. No collective and no device sync."""
-        zero = torch.zeros((), device=self._engine.device)  # torch's own norm of no tensors is in host memory
+        """() FP32: largest magnitude in this rank's replicas of gradients that `norm` counts on another rank; nan if
+        any of them has a nan. No collective and no device sync."""
+        zero = torch.zeros((), device=self._engine.device)  # torch's norm of an empty list is in host memory
         uncounted = (gradient for gradient, parameter in self._local() if not counts_here(parameter, self._tensor))
         return torch.nn.utils.get_total_norm([zero, *uncounted], math.inf).float()
 
     def _local(self) -> Iterator[tuple[torch.Tensor, torch.nn.Parameter]]:
-        """This rank's part of the reduced gradients, with the parameters; not where they are offloaded."""
+        """This rank's part of the reduced gradients, with the parameters; not for offloaded gradients."""
         optimizer: Any = self._engine.optimizer
         if self._stage == 0:
             yield from ((p.grad, p) for p in self._engine.module.parameters() if p.grad is not None)
@@ -168,7 +168,7 @@ class ReducedGradients:
                 yield from zip(held, parameters, strict=True)
 
     def apply(self) -> None:
-        """Run the optimizer step on the gradients that `norm` measured last, which has to have been finite."""
+        """Run the optimizer step on the gradients that `norm` measured last, which must have been finite."""
         self._engine.step()
 
     def discard(self) -> None:
@@ -179,8 +179,8 @@ class ReducedGradients:
         self.give(math.inf)
         self._engine.step()
         if self._stage < 3 and getattr(self._engine.optimizer, "cpu_offload", False):
-            # DeepSpeed 0.19.8 leaves them where masters are offloaded: the next step would add its own to them, and
-            # after an overflow none would ever be finite again (docs/upstream/)
+            # DeepSpeed 0.19.8 keeps them if masters are offloaded: the next step would add its own to them, and after
+            # an overflow none would ever be finite again (docs/upstream/)
             held = self._engine.optimizer.averaged_gradients
             held.update(dict.fromkeys(held))
 

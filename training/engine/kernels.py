@@ -23,10 +23,10 @@ FALLEN_BACK = "on every rank, because of rank"
 
 
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
-    """Let the model compute with Liger's kernels where the config asks for them, or is `auto` and they are available.
+    """Let the model compute with Liger's kernels if the config asks for them, or is `auto` and they are available.
 
-    Returns the decision, for the record; nothing where there is no choice, as on a CPU. A collective. Raises UserError
-    where the config asks for kernels that are not available.
+    Returns the decision, for the record; nothing if there is no choice, as on a CPU. A collective. Raises UserError if
+    the config asks for kernels that are not available.
     """
     wanted, device = resolved.config.model.kernels, world.device
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
@@ -55,10 +55,10 @@ def _first_problem(problem: str | None, world: World) -> tuple[int, str | None]:
 
 
 def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torch.Tensor] | None, list[str]]:
-    """The kernel for the softmax of a chunked loss on a GPU, tried on it, and the decision, for the record.
+    """The kernel for the softmax of a chunked loss on a GPU, tested there, and the decision, for the record.
 
-    None where torch's operators compute it: on a CPU, under `model.kernels = torch`, and on every rank where it cannot
-    run on one. A collective.
+    None if torch's operators compute it: on a CPU, with `model.kernels = torch`, and on every rank if it cannot run on
+    one. A collective.
     """
     config = resolved.config
     if config.model.kernels == "torch" or cannot_run_on(world.device):
@@ -71,7 +71,7 @@ def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torc
 
 
 def _tried(module: str, world: World, *given: Any) -> tuple[Any, str | None]:
-    """A module with a Triton kernel; None, and where and why, if a rank finds it missing or wrong. A collective."""
+    """A module with a Triton kernel; None, with rank and reason, if a rank finds it missing or wrong. A collective."""
     kernel, problem = None, "triton is not installed, which comes with torch for CUDA"
     if find_spec("triton") is not None:
         kernel = import_module(module)
@@ -81,12 +81,12 @@ def _tried(module: str, world: World, *given: Any) -> tuple[Any, str | None]:
 
 
 def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
-    """Try torch._scaled_mm on the shapes of the FP8 layers that can have it, before anything is computed with it, and
+    """Test torch._scaled_mm on the shapes of the FP8 layers that can use it, before anything is computed with it, and
     on a GPU the kernel that rounds for it.
 
     If it departs from FP8's definition on any rank, `auto` becomes `emulate` on all. Returns the decision, for the
-    record; nothing where there is no choice, as with `auto` on a CPU. A collective. Raises UserError where `scaled_mm`
-    is asked for and a layer cannot have it.
+    record; nothing if there is no choice, as with `auto` on a CPU. A collective. Raises UserError if `scaled_mm` is
+    asked for and a layer cannot use it.
     """
     if regions is None:
         return []

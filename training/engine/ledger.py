@@ -13,7 +13,7 @@ from training.engine.tensors import checksums_of, shape_of
 
 
 class PrecisionError(UserError):
-    """A tensor is not in the dtype that the config promises; training on would be silently wrong."""
+    """A tensor is not in the dtype that the config promises; continuing would be silently wrong."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,14 @@ class Entry:
     what: str
     dtype: str
     bytes: int
-    """Bytes on this rank; 0 where nothing is held yet."""
+    """Bytes on this rank; 0 if nothing is held yet."""
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
 
     reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
-    accumulated gradients not in FP32, or a buffer not in the dtype in which the model's own code has it.
+    accumulated gradients not in FP32, or a buffer not in the dtype that the model's own code gives it.
     """
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
@@ -84,7 +84,7 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
 
 
 def read_start(engine: Engine) -> Entry:
-    """The masters' row before this session's first step. A collective. Raises PrecisionError where one differs."""
+    """The masters' row before this session's first step. A collective. Raises PrecisionError if one has changed."""
     assert engine.start is not None
     found = checksums_of(engine)["master"]
     other = next((name for name, text in engine.start.checksums.items() if found[name] != text), None)
@@ -109,7 +109,7 @@ def _require_no_state_of_frozen(engine: Engine) -> None:
 
 
 _LARGEST_PADDING = 1024
-"""[values] Allowed excess of a rank's partition over its share, at least."""
+"""[values] Allowed excess of a rank's partition over its share, for each rank of the run."""
 
 
 def _require(what: str, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:

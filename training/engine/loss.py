@@ -41,10 +41,10 @@ class LossPath:
         tensor: TensorGroup | None = None,
         softmax: Callable[..., torch.Tensor] | None = None,
     ) -> None:
-        """A collective where the loss is chunked: it runs two tokens through the model. router: watches its routers.
+        """A collective if the loss is chunked: it runs two tokens through the model. router: watches its routers.
         tensor: the ranks that this one shares matrices with. softmax: the kernel of a chunk; None: torch's operators.
 
-        Raises UserError where the config asks for a chunked loss and the model does not support one.
+        Raises UserError if the config asks for a chunked loss and the model does not support one.
         """
         self._engine, self._objective, self._device = engine, objective, device
         self._labels = objective if isinstance(objective, LabelPrediction) else None
@@ -73,7 +73,7 @@ class LossPath:
 
     @property
     def chunked(self) -> bool:
-        """Whether logits are not kept."""
+        """Whether the loss is computed from chunks of logits, which are not kept."""
         return self._head is not None
 
     def score(
@@ -100,8 +100,8 @@ class LossPath:
         return chunked.scored(loss, head.label_losses, labels, weights, head.right)
 
     def unhooked(self) -> set[nn.Module]:
-        """Modules that cannot be observed: those inside compiled blocks, which hooks would make run uncompiled, and the
-        head of a chunked loss, which returns the loss."""
+        """Modules that cannot be observed: those inside compiled blocks, which would run uncompiled under hooks, and
+        the head of a chunked loss, which returns the loss."""
         model = self._engine.module
         blocks = [item for item in model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock)]
         found = {inner for block in blocks for inner in block.modules() if inner is not block}

@@ -16,9 +16,9 @@ class Start:
     """The masters before the first step of this session."""
 
     source: str
-    """Human-readable: where their values are from."""
+    """Where their values come from, human-readable."""
     checksums: Mapping[str, str]
-    """Parameter name to the checksum of the values there (`tensors.checksums_of`)."""
+    """Maps a parameter's name to the checksum of those values (`tensors.checksums_of`)."""
 
     def __str__(self) -> str:
         content = json.dumps(self.checksums, sort_keys=True)
@@ -27,7 +27,7 @@ class Start:
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
-    """This rank's masters; at ZeRO-0 the parameters. Those of split masters have no values: see `Engine.masters`."""
+    """This rank's masters; at ZeRO-0 the parameters. Split masters have no values here: see `Engine.masters`."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
             return list(getattr(optimizer, name))
@@ -48,7 +48,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
 
 
 def update_ratio(before: list[torch.Tensor], after: list[torch.Tensor], *, stage: int, world: World) -> float:
-    """||after - before|| / ||before|| over all ranks, of this rank's partition of the masters. A collective."""
+    """||after - before|| / ||before|| over all ranks, from this rank's partition of the masters. A collective."""
     changes = (new.detach() - old for old, new in zip(before, after, strict=True))
     squares = torch.stack([sum_of_squares(changes, world.device), sum_of_squares(before, world.device)])
     changed, weights = (squares if stage == 0 else world.sum(squares)).tolist()

@@ -1,4 +1,4 @@
-"""The optimizer on the FP32 masters: which one the config names, built for this model."""
+"""The optimizer on the FP32 masters: the one that the config names, built for this model."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,8 +23,8 @@ class Implementation(Protocol):
     ) -> torch.optim.Optimizer:
         """The optimizer of these parameter groups (`modeling.parameter_groups`).
 
-        options: `lr` and its settings, as torch calls them. offload_to_host: a GPU run keeps its masters and its state
-        in host memory.
+        options: `lr` and its settings, under torch's names. offload_to_host: a GPU run keeps masters and state in host
+        memory.
         """
 
     def update(self, given: UpdateInputs) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Implementation(Protocol):
 
     def after(self, given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Master and state of some values after the step, FP64, and how far a computation in FP32 may be from each: inf
-        from a master that these values alone do not determine. Not asked about hidden matrices with their own rule."""
+        for a master that these values alone do not determine. Not called for hidden matrices with their own rule."""
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -46,7 +46,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 
 def rounding(name: str, given: UpdateInputs) -> float:
-    """A bound, as a norm, on the distance from `update` that roundings below FP32 cause; 0.0 where there are none."""
+    """A bound, as a norm, on the distance from `update` that roundings below FP32 cause; 0.0 if there are none."""
     own: Callable[[UpdateInputs], float] | None = getattr(IMPLEMENTATIONS[name], "rounding", None)
     return 0.0 if own is None else own(given)
 
@@ -65,8 +65,8 @@ def build_optimizer(
 def import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
 
-    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time of each
-    process of a small Llama's start (python -X importtime). Mantissa's Muon is its own.
+    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time in each
+    process when a small Llama starts (python -X importtime). Mantissa has its own Muon.
     """
     compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:

@@ -8,7 +8,7 @@ import torch
 
 
 def generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """Their states, as byte tensors by name."""
+    """The generators' states, as byte tensors by name."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -23,7 +23,7 @@ def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> 
 
 
 def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device, *, fallback_seed: str) -> None:
-    """Restore what `generators` gave; a rank that was not there when it was saved draws from `fallback_seed`."""
+    """Restore saved states; a rank that did not exist when they were saved is seeded from `fallback_seed`."""
     if saved is not None:
         restore_generators(saved, device)
         return

@@ -18,20 +18,20 @@ from training.engine.tensors import first_of_slice, shard_of, trainable_paramete
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of one flat tensor that travel at once."""
+    """Matrices of one flat tensor that are exchanged at once."""
 
     shapes: dict[int, torch.Size]
-    """Shapes of those that this rank computes, by their numbers."""
+    """Shapes of the matrices that this rank computes, by number."""
     mine: list[list[Piece]]
-    """This rank's pieces, by the rank that computes their matrices. A piece's `row` is its matrix' number here."""
+    """This rank's pieces, by the rank that computes their matrices. A piece's `row` is its matrix's number here."""
     theirs: list[list[Piece]]
     """The pieces of the matrices that this rank computes, by the rank that has them."""
 
 
 class ShardedPieces(Pieces):
-    """The pieces of parameters that ZeRO cut up, and of experts that ranks share (`parallel.expert`).
+    """The pieces of parameters that ZeRO partitions, and of experts that ranks share (`parallel.expert`).
 
-    A rank's experts are consecutive rows of the whole parameter, so that its pieces are pieces of that.
+    A rank's experts are consecutive rows of the whole parameter, so its pieces are also pieces of that.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -44,9 +44,9 @@ class ShardedPieces(Pieces):
         self._matrices: list[range] = []
         """The numbers of each parameter's matrices, counted over all parameters."""
         self._shapes: list[torch.Size] = []
-        """Shape by the matrix' number."""
+        """Shapes of the matrices, by number."""
         self._stay: list[bool] = []
-        """Whether a matrix is computed by a rank that has values of it: each has as many whole experts as others."""
+        """Whether a matrix stays on a rank that has values of it: every rank has equally many whole experts."""
         for row, parameter in enumerate(parameters):
             shape, shard, first = whole_shape_of(parameter), shard_of(engine, parameter), len(self._shapes)
             self._shapes += [torch.Size(shape[1:])] * shape[0] if len(shape) == 3 else [shape]
@@ -69,7 +69,7 @@ class ShardedPieces(Pieces):
         return values
 
     def _by_matrix(self, piece: Piece) -> Iterator[Piece]:
-        """The piece cut where a matrix ends and the next begins: each with the matrix' number, and its place in it."""
+        """The piece cut at the bounds of matrices: each part with its matrix's number and its place in the matrix."""
         matrices = self._matrices[piece.row]
         size = piece.numel // len(matrices)
         for index in range(piece.start // size, ceil((piece.start + piece.length) / size)):
@@ -79,13 +79,13 @@ class ShardedPieces(Pieces):
 
     @cached_property
     def _batches(self) -> dict[int, list[Batch]]:
-        """Flat tensor to its matrices in batches. A collective."""
+        """Maps a flat tensor to its matrices in batches. A collective."""
         mine = [[part for piece in self._of[flat] for part in self._by_matrix(piece)] for flat in self._flats]
         by_rank = self._world.gather_objects(mine)
         return {flat: self._shared_out([of[index] for of in by_rank]) for index, flat in enumerate(self._flats)}
 
     def _shared_out(self, everywhere: list[list[Piece]]) -> list[Batch]:
-        """The largest matrices first, each to the rank with the least work. everywhere: pieces of matrices, by rank."""
+        """Assign each matrix, largest first, to the rank with least work. everywhere: pieces of matrices, by rank."""
         rank, ranks, shapes = self._world.rank, self._world.world_size, self._shapes
         batches, owners, work, size = list[Batch](), dict[int, tuple[Batch, int]](), [0] * ranks, 0
         holders: dict[int, list[int]] = {}
@@ -142,7 +142,7 @@ def _spread(values: torch.Tensor, places: list[torch.Tensor]) -> None:
 
 
 def attach_pieces(engine: Engine) -> None:
-    """Let an optimizer of whole parameters know which values belong to which one. Before the first update."""
+    """Tell an optimizer of whole parameters which values belong to which parameter. Call before the first update."""
     optimizer = engine.deepspeed.basic_optimizer
     if isinstance(optimizer, WholeParameterOptimizer):
         optimizer.attached = ShardedPieces(engine) if engine.stage > 0 else Pieces()

@@ -1,10 +1,10 @@
 """`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (precision/split_masters.py).
 
 DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but hold no memory:
-they are one NaN, expanded to their size, which whoever reads them past this module gets and nobody can write to. The
+they are a single NaN expanded to their size, which any read that bypasses this module gets and no write can change. The
 optimizer joins, updates and splits them piece by piece. DeepSpeed then copies each master to its weight; for that
-moment the master *is* the weight. To save, to load and to set masters they are made whole, which takes the memory of a
-run with FP32 masters and holds none of its activations.
+moment the master *is* the weight. To save, load or set masters they are made whole, which takes the memory of FP32
+masters, at a time when no activations are held.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class SplitMaster:
     """One flat FP32 master of this rank, split or whole."""
 
     def __init__(self, flat: torch.Tensor, weight: torch.Tensor) -> None:
-        """flat: (n,) FP32, DeepSpeed's. weight: (n,) BF16, its view of the same values that modules compute with."""
+        """flat: (n,) FP32, DeepSpeed's. weight: (n,) BF16, DeepSpeed's view of the values that modules compute with."""
         self._flat, self._weight = flat, weight
         self._remainder: torch.Tensor | None = None
         self._uppers: torch.Tensor | None = None
@@ -40,7 +40,7 @@ class SplitMaster:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Tensors that are held beside the weight."""
+        """Tensors held in addition to the weight."""
         return [held for held in (self._remainder, self._uppers) if held is not None]
 
     def values(self, start: int, length: int) -> torch.Tensor:
@@ -53,14 +53,14 @@ class SplitMaster:
         return found[start - first :]
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """A split master piece by piece: where, and (k,) FP32 values, which are taken back when they were changed."""
+        """A split master piece by piece: a slice and its (k,) FP32 values, which are written back once changed."""
         for where in self._slices():
             piece = self.values(where.start, where.stop - where.start)
             yield where, piece
             self._take(where, piece)
 
     def split(self) -> int:
-        """Give the FP32 memory back; how many weights were not their masters, rounded, so that nothing was split."""
+        """Free the FP32 memory; returns how many weights are not their rounded masters: unless 0, nothing is split."""
         flat, weight, count = self._flat.detach(), self._weight, 0
         for where in self._slices():
             rounded = flat[where].to(weight.dtype)
@@ -75,17 +75,17 @@ class SplitMaster:
         return 0
 
     def make_whole(self) -> None:
-        """Give DeepSpeed's master its memory and its values; nothing is held beside it then."""
+        """Give DeepSpeed's master its memory and values back; nothing is held in addition to it then."""
         if not self.whole:
             self._flat.data = self.values(0, len(self._weight))
             self._remainder = self._uppers = None
 
     def show_weight(self) -> None:
-        """Let the master be the weight, for DeepSpeed's copy from the one to the other."""
+        """Point the master at the weight, for DeepSpeed's copy from one to the other."""
         self._flat.data = self._weight
 
     def hide(self) -> None:
-        """Let the master be one NaN of its size."""
+        """Turn the master into a single NaN expanded to its size."""
         self._flat.data = torch.full((1,), torch.nan, device=self._weight.device).expand(len(self._weight))
 
     def _slices(self) -> Iterator[slice]:
@@ -104,13 +104,13 @@ class SplitMaster:
 class SplitAdamW(torch.optim.AdamW):
     """torch's fused AdamW, on masters that are split: joined, updated and split piece by piece, bit for bit the same.
 
-    A piece begins at a multiple of 64 bytes, so that no value comes to the end of a vector that was not there before.
+    A piece begins at a multiple of 64 bytes, so that no further value falls into the tail of a vectorised loop.
     """
 
     def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
         super().__init__(groups, fused=True, **options)
         self.splits: dict[torch.Tensor, SplitMaster] = {}
-        """Flat master to how it is held; of whole masters everything is torch's."""
+        """Maps a flat master to how it is held; whole masters are left to torch."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -166,7 +166,7 @@ class SplitMasters:
 
     @contextmanager
     def made_whole(self) -> Iterator[None]:
-        """The masters are DeepSpeed's FP32 tensors inside, and may be written. After an error they stay so."""
+        """Context in which masters are DeepSpeed's FP32 tensors and may be written. After an error they stay so."""
         if not self._depth:
             for split in self.of.values():
                 split.make_whole()
@@ -180,7 +180,7 @@ class SplitMasters:
             self._split()
 
     def hide(self) -> None:
-        """After a step, in which they were shown as weights."""
+        """Hide the masters after a step, in which they were pointed at weights."""
         for split in self.of.values():
             if not split.whole:
                 split.hide()
@@ -192,7 +192,7 @@ class SplitMasters:
         self._link()
 
     def _link(self) -> None:
-        """Let DeepSpeed's views of parts of the masters be views of what these are now; ZeRO-1 and 2 have such."""
+        """Point DeepSpeed's views of parts of the masters at what these are now; ZeRO-1 and 2 have such views."""
         flats = list(self.of)
         for mapping in filter(None, (getattr(p, "_hp_mapping", None) for p in self._parameters)):
             address = mapping.hp_fragment_address
@@ -200,7 +200,7 @@ class SplitMasters:
 
 
 def _weights(optimizer: Any, stage: int, rank: int) -> list[torch.Tensor]:
-    """DeepSpeed's BF16 weights of this rank's masters, in their order: at ZeRO-1 and 2 every rank has all weights."""
+    """DeepSpeed's BF16 weights for this rank's masters, in their order: at ZeRO-1 and 2 every rank has all weights."""
     if stage == 3:
         return list(optimizer.fp16_partitioned_groups_flat)
     name = "bf16_partitioned_groups" if stage == 1 else "parallel_partitioned_bit16_groups"

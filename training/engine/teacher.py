@@ -1,4 +1,4 @@
-"""A teacher's forward pass: a model that is not trained, on every rank whole, or partitioned by ZeRO-3."""
+"""A teacher's forward pass: a model that is not trained, whole on every rank or partitioned by ZeRO-3."""
 
 from pickle import UnpicklingError
 from typing import Any
@@ -19,14 +19,14 @@ from training.distributed import World, allow_fp16_on_cpu
 
 
 class Teacher:
-    """The model of `distill.teacher` in evaluation mode, without gradients. Calls are collectives where it is sharded.
+    """The model of `distill.teacher` in evaluation mode, without gradients. Calls are collectives if it is sharded.
 
-    It is built before the student, whose own ZeRO-3 settings would otherwise hold for it.
+    It is built before the student, whose own ZeRO-3 settings would otherwise apply to it.
     """
 
     def __init__(self, resolved: Resolved, world: World, *, vocabulary: int) -> None:
-        """vocabulary: rows of the student's embedding. Raises UserError where the teacher cannot be loaded, or has
-        another vocabulary."""
+        """vocabulary: rows of the student's embedding. Raises UserError if the teacher cannot be loaded, or has another
+        vocabulary."""
         section, name = resolved.config.distill, str(resolved.config.distill.teacher)
         trusted = resolved.config.model.trust_remote_code
         options: dict[str, Any] = {"trust_remote_code": trusted}
@@ -48,7 +48,7 @@ class Teacher:
             options |= {"dtype": dtype, "output_loading_info": True}
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
             model, found = loaded
-            if found["missing_keys"]:  # which would be drawn
+            if found["missing_keys"]:  # which would be initialised at random
                 raise ValueError(f"its files lack {min(found['missing_keys'])}")
         except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
             raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
@@ -81,7 +81,7 @@ class Teacher:
 
 
 def _document(dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's JSON of an engine that has no optimizer."""
+    """DeepSpeed's JSON for an engine without an optimizer."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

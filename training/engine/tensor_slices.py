@@ -1,7 +1,7 @@
 """The changes that DeepSpeed's AutoTP made to a model whose matrices are shared among ranks (`parallel.tensor`).
 
-A parameter is a slice of a whole one, or a replica, whole and equal on every rank of the group. Whatever makes replicas
-diverge leaves the gradient norm the same on all ranks (docs/upstream/): each step compares losses and replicas' bits.
+A parameter is a slice of a whole one, or a replica, whole and equal on every rank of the group. When replicas diverge,
+the gradient norm stays the same on all ranks (docs/upstream/), so each step compares losses and the replicas' bits.
 """
 
 import math
@@ -18,11 +18,11 @@ from training.engine.flips import bit_sum, halves
 from training.engine.health import RanksDisagree
 
 _STEPS = 16
-"""[steps] Period in which every value of a replica is looked at once."""
+"""[steps] Period in which every value of a replica is checked once."""
 
 
 def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
-    """Note on every parameter how it is cut, for `cut`. Raises ValueError for one that is cut in an unknown way."""
+    """Record on every parameter how it is cut, for `cut`. Raises ValueError for one that is cut in an unknown way."""
     if group is None:
         return
     for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:
 
 
 def counts_here(parameter: Any, group: TensorGroup | None) -> bool:
-    """Whether this rank's part of a parameter is to be counted in a sum over all ranks: replicas are counted once."""
+    """Whether this rank's part of a parameter counts in a sum over all ranks: replicas are counted once."""
     return group is None or group.rank == 0 or cut(parameter) is not None
 
 
@@ -53,7 +53,7 @@ class SharedVocabulary:
 
 
 def shared_vocabulary(model: Any, group: TensorGroup | None) -> SharedVocabulary | None:
-    """The ranks that share the rows of the output embedding; None where each rank has all of them."""
+    """The ranks that share the rows of the output embedding; None if each rank has all of them."""
     how = cut(getattr(model.get_output_embeddings(), "weight", None))
     if group is None or how is None or how.dimension:
         return None
@@ -66,7 +66,7 @@ def replicas(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def slice_group(parameter: Any, world: World) -> SliceGroup | None:
-    """The ranks that have the slices of a parameter; None of one that is whole here."""
+    """The ranks that have the slices of a parameter; None if it is whole here."""
     return None if cut(parameter) is None else world.tensor or world.experts
 
 
@@ -89,7 +89,7 @@ def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) ->
 
 
 class Replicas:
-    """The parameters that each rank has whole, where ranks share the others."""
+    """The parameters that each rank has in full while ranks share the others."""
 
     def __init__(self, model: nn.Module, world: World) -> None:
         self._model, self._world = model, world
@@ -104,7 +104,7 @@ class Replicas:
         return halves(total).double()
 
     def require_equal(self, rows: Sequence[tuple[float, ...]]) -> None:
-        """rows: by rank its loss and `sums`. A collective where something differs; then raises RanksDisagree."""
+        """rows: each rank's loss and `sums`. If any differ, this is a collective and raises RanksDisagree."""
         assert self._world.tensor is not None
         size = self._world.tensor.size
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
@@ -133,5 +133,5 @@ class Replicas:
 
 
 def _equal(*losses: float) -> bool:
-    """A loss that is not finite is the guard's to judge: it may have begun on one rank."""
+    """Whether losses agree. One that is not finite is left to the guard: it may have begun on one rank."""
     return len(set(losses)) == 1 or not all(map(math.isfinite, losses))

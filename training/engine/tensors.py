@@ -3,8 +3,8 @@
 Functions that return a whole tensor are collectives with the same result on every rank. They are for inspection, one
 parameter at a time, and too slow for a training step.
 
-The checksum of a tensor is one that no layout changes: two sums over its values' 32 bits b(i), read as signed integers,
-modulo 2**64: of b(i), and of (i + 1) b(i) (docs/elastic.md). Each rank sums over its own part, so nothing is gathered.
+A tensor's checksum does not depend on the layout: with b(i) the 32 bits of value i as a signed integer, the sums modulo
+2**64 of b(i) and of (i + 1) b(i) (docs/elastic.md). Each rank sums over its own part, so nothing is gathered.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,17 +36,17 @@ class Shard:
     start: int
     length: int
     split: SplitMaster | None = None
-    """The split master where `flat` has no values."""
+    """The split master, if `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """(length,) view of the part's values in a state tensor of the size of `flat`.
 
-        Also in `flat` itself, to write a master: inside `Engine.whole_masters`.
+        With `flat` itself it serves to write a master, inside `Engine.whole_masters`.
         """
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
     def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
-        """(length,) FP32, to read: the part's master from its value `start` on. A view, of a split master a copy."""
+        """(length,) FP32, to read: the part's master from its value `start` on. A view, or a copy of a split master."""
         length = self.length - start if length is None else length
         if self.split is not None:
             return self.split.values(self.at + start, length)
@@ -63,18 +63,18 @@ class Shard:
 
 
 def shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The parameter's shape on this rank, of a slice where ranks share matrices, also where ZeRO-3 left it empty."""
+    """The parameter's shape on this rank (a slice's if ranks share matrices), even if ZeRO-3 left it empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def whole_shape_of(parameter: torch.nn.Parameter) -> torch.Size:
-    """The shape of the parameter of one rank alone."""
+    """The parameter's shape without any sharing among ranks."""
     how, own = cut(parameter), shape_of(parameter)
     return own if how is None else how.whole(own)
 
 
 def first_of_slice(engine: Engine, parameter: torch.nn.Parameter) -> int:
-    """The place of this rank's first value in the whole parameter, whose rows are cut: of shared experts."""
+    """Index of this rank's first value in the whole parameter, if its rows are cut, as those of shared experts."""
     how, group = cut(parameter), slice_group(parameter, engine.world)
     return 0 if how is None or group is None else how.place(shape_of(parameter), group.rank).first
 
@@ -90,7 +90,7 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
     """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step.
 
-    None for a parameter without one. Nothing is gathered or copied, but for offloaded gradients, which are on the CPU.
+    None for a parameter without one. Nothing is gathered or copied, except offloaded gradients, which are on the CPU.
     """
     if parameter.grad is None and stage == 3:
         return safe_get_local_grad(parameter).view(-1)[: shard.length]
@@ -123,7 +123,7 @@ def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Added up as integers, which keeps every bit."""
+    """The whole master, summed over ranks as integers, which keeps every bit."""
     shape, shard = shape_of(parameter), shard_of(engine, parameter)
     whole = torch.zeros(shape.numel(), dtype=torch.int32, device=engine.world.device)
     if shard is not None:
@@ -139,14 +139,14 @@ def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 _CHUNK, _CHUNK_ON_A_GPU = 1 << 16, 1 << 22
-"""Values a pass: on a CPU their 64-bit copies stay in a core's cache, on a GPU few kernels are started."""
+"""Values per pass: on a CPU their 64-bit copies stay in a core's cache, on a GPU few kernels are launched."""
 _HALF, _WHOLE = 1 << 32, 1 << 64
 Checksums = dict[str, dict[str, str]]
-"""`tensor_kinds` to parameter name to 32 hexadecimal digits."""
+"""32 hexadecimal digits by tensor kind (`tensor_kinds`) and parameter name."""
 
 
 def shard_of(engine: Engine, parameter: Any) -> Shard | None:
-    """This rank's part of a trainable parameter; None where other ranks have all of it. At ZeRO-0 all of it."""
+    """This rank's part of a trainable parameter; None if other ranks have all of it. At ZeRO-0 all of it."""
     optimizer: Any = engine.deepspeed.optimizer
     numel = shape_of(parameter).numel()
     if engine.stage == 0:
@@ -169,7 +169,7 @@ def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int)
 
 
 def momentum_norm(engine: Engine) -> float | None:
-    """Global norm of the optimizer's momentum, in gradient units; None where it keeps none. A collective."""
+    """Global norm of the optimizer's momentum, in gradient units; None if it keeps none. A collective."""
     name, world = engine.optimizer_spec.momentum, engine.world
     if name is None:
         return None
@@ -188,7 +188,7 @@ def states_of(engine: Engine, parameter: torch.nn.Parameter) -> tuple[str, ...]:
 
 
 def tensor_kinds(engine: Engine) -> tuple[str, ...]:
-    """The FP32 tensors of trainable parameters: masters and, not of all, state tensors by torch's keys."""
+    """Kinds of FP32 tensors of trainable parameters: masters and, not for all, state tensors by torch's keys."""
     return ("master", *engine.optimizer_spec.states)
 
 
@@ -214,7 +214,7 @@ def own_shards(engine: Engine) -> Iterator[tuple[str, torch.nn.Parameter, Shard]
 
 @torch.no_grad()
 def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = None) -> Checksums:
-    """Checksums of every master and state tensor. others: FP32 values to sum in a master's place. A collective."""
+    """Checksums of every master and state tensor. others: FP32 values to use in a master's place. A collective."""
     parameters, names = trainable_parameters(engine), tensor_kinds(engine)
     sums = torch.zeros(len(parameters), len(names), 2, dtype=torch.int64)
     exists = torch.zeros(len(names), device=engine.world.device)
@@ -249,9 +249,9 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
 
 
 def checksum(values: torch.Tensor, start: int, place: Place | None = None) -> torch.Tensor:
-    """(2,) int64 on the CPU: the two sums of FP32 `values`, which are those from index `start` on of their tensor.
+    """(2,) int64 on the CPU: the two sums of FP32 `values`, which begin at index `start` of their tensor.
 
-    place: where that tensor, a slice, lies in the whole one, whose indices count then.
+    place: where that tensor, if it is a slice, lies in the whole one, whose indices are then used.
     """
     bits = values.detach().float().contiguous().view(torch.int32)
     size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
@@ -299,7 +299,7 @@ def state_after(engine: Engine, flat: torch.Tensor, names: Iterable[str], update
 
 @contextmanager
 def partitioned(engine: Engine) -> Iterator[None]:
-    """Inside, no parameter is whole at ZeRO-3; afterwards the persistent ones are gathered again."""
+    """Context in which no parameter is whole at ZeRO-3; afterwards the persistent ones are gathered again."""
     if engine.stage == 3:
         engine.deepspeed.optimizer.checkpoint_event_prologue()
     yield

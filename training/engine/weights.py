@@ -1,8 +1,8 @@
-"""The masters of a new run are the FP32 values of its weights to the bit, drawn or read from files.
+"""A new run's masters are the FP32 values of its weights, bit for bit, whether drawn or read from files.
 
-DeepSpeed makes masters from the computing weights, which are rounded: a BF16 run would lose the lower 16 bits of every
-FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at ZeRO-3
-in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets what they round to, and
+DeepSpeed makes masters from the weights that compute, which are rounded: a BF16 run would lose the lower 16 bits of
+every FP32 weight (measured on normal weights: a median relative distance of 1.4e-3). So models are built in FP32, at
+ZeRO-3 in FP32 partitions. `hold_fp32` keeps the values that are trained while DeepSpeed gets them rounded, and
 `start_masters` writes each rank's part of them into its masters.
 """
 
@@ -38,17 +38,17 @@ from training.engine.tensors import (
 )
 
 Held = Mapping[str, tuple[torch.Tensor, int]]
-"""Parameter to FP32 values, of all of it or of this rank's partition, and the index of the first of them."""
+"""Maps a parameter to FP32 values, all of it or this rank's partition, and the index of the first of them."""
 
 
 class StaleMaster(PrecisionError):
-    """A master and the weight computed with are not the same number; a step would undo what was loaded."""
+    """A master and the weight that computes are not the same number; a step would undo what was loaded."""
 
 
 def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
     """Round a model to the compute dtype in place, as DeepSpeed would, and return the FP32 values that are trained.
 
-    Nothing is copied where that is FP32. At ZeRO-3 each rank holds its partitions only, elsewhere whole parameters.
+    Nothing is copied if that is FP32. At ZeRO-3 each rank holds its partitions only, otherwise whole parameters.
     """
     dtype, held = DTYPES[compute], dict[str, tuple[torch.Tensor, int]]()
     parameter: Any
@@ -63,7 +63,7 @@ def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
         for tensor in filter(torch.is_tensor, (partition, getattr(parameter, "ds_secondary_tensor", None))):
             rounded = tensor.data.to(dtype)
             tensor.data = get_accelerator().pin_memory(rounded) if tensor.is_pinned() else rounded
-        # DeepSpeed moves it next, but where it cuts matrices in host memory first
+        # DeepSpeed moves it next, unless it first cuts matrices in host memory
         parameter.data = parameter.data.to(parameter.device if world.tensor else world.device, dtype)
     return held
 
@@ -80,7 +80,7 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
         for name, parameter, shard in own_shards(engine):
             if name in held:
                 parts[name] = _part(engine, parameter, shard, *held[name])
-                # not safe_set_full_fp32_param: at ZeRO-3 it fails where the ranks do not divide the parameter's size
+                # not safe_set_full_fp32_param: at ZeRO-3 it fails if the ranks do not divide the parameter's size
                 shard.of(shard.flat).copy_(parts[name])
     checksums = checksums_of(engine, parts)["master"]
     require_fresh_masters(engine)
@@ -95,10 +95,10 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
 
 @torch.no_grad()
 def compare_with_files(engine: Engine, folder: Path) -> set[str]:
-    """Compare every master, or weight without one, with the folder's value; the dtypes of the files of masters.
+    """Compare every master, or weight without one, with the folder's value; returns the dtypes of masters' files.
 
-    Parameters that the files have in another shape, in pieces or transposed are not compared. What a quantised weight
-    stands for has to be near the folder's. Raises StaleMaster, on every rank. A collective.
+    Parameters that the files have in another shape, in pieces or transposed are not compared. A quantised weight must
+    represent values near the folder's. Raises StaleMaster, on every rank. A collective.
     """
     problems, dtypes = list[str](), set[str]()
     coded = quantised_parameters(engine.model)
@@ -145,7 +145,7 @@ def require_fresh_masters(engine: Engine) -> None:
 
 
 def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
-    """Parameter -> file of the folder and name in it, for those that are stored there in one piece."""
+    """Maps a parameter to a file of the folder and its name there, for those that are stored in one piece."""
     shapes: dict[str, tuple[str, torch.Size]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -155,7 +155,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
     for name, parameter in engine.model.named_parameters():
         layer = coded.get(id(parameter))
         if layer is not None and getattr(layer, "source_cls", torch.nn.Linear) is not torch.nn.Linear:
-            continue  # GPT-2's, which is transposed in the files
+            continue  # GPT-2's layer, which is transposed in the files
         shape = whole_shape_of(parameter) if layer is None else layer.whole_shape
         own = base_name(name)
         inner = own.removeprefix(f"{engine.model.base_model_prefix}.")  # as in a folder of the model without a head
@@ -167,12 +167,12 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
 
 _FARTHEST = 0.4
 """[fraction] Relative L2 distance of quantised weights from their own values. NF4 is 0.09 away for normal weights and
-0.34 at most (a block of one large weight and 63 of half the distance to the least code); weights that have nothing to
-do with each other are 1.4 apart."""
+0.34 at most (a block of one large weight and 63 at half the distance to the smallest code); unrelated weights are 1.4
+apart."""
 
 
 def _distance(engine: Engine, name: str, layer: Any, value: torch.Tensor, whose: str) -> list[str]:
-    """One line when what a layer's codes stand for is not near `value`, (outputs, inputs) FP32. A collective."""
+    """One line if a layer's codes represent weights far from `value`, (outputs, inputs) FP32. A collective."""
     with deepspeed.zero.GatheredParameters([layer.weight]) if engine.stage == 3 else nullcontext():
         apart = layer.rebuilt(torch.float32) - value
     distance = float(apart.norm()) / max(float(value.norm()), torch.finfo(torch.float32).tiny)
@@ -182,7 +182,7 @@ def _distance(engine: Engine, name: str, layer: Any, value: torch.Tensor, whose:
 
 
 def _difference(name: str, mine: torch.Tensor, other: torch.Tensor, start: int, whose: str) -> list[str]:
-    """One line when `other`, rounded to the dtype of `mine`, is not the same. start: their place in the parameter."""
+    """One line if `other`, rounded to the dtype of `mine`, is not the same. start: their index in the parameter."""
     mine, other = mine.flatten(), other.flatten()
     differ = other.to(mine) != mine
     if not bool(differ.any()):

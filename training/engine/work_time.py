@@ -1,7 +1,7 @@
-"""This rank's computing time in a step without waiting for others, to find the slowest; and its peak memory.
+"""Compute time of a step on this rank, excluding waits for other ranks, to find the slowest; and peak memory.
 
 Forward passes at ZeRO 0 to 2 have no collective: a slow rank shows there and in its wait for data. At ZeRO-3 parameters
-are gathered inside the forward pass, and a slow rank is partly hidden by the others' waiting.
+are gathered inside the forward pass, where the other ranks wait too, which partly hides a slow rank.
 """
 
 import resource
@@ -17,11 +17,11 @@ import torch
 from config.machine.processes import peak_resident_bytes
 
 RANKS_LISTED = 16
-"""Largest run of which every rank's number is recorded."""
+"""Largest number of ranks for which every rank's number is recorded."""
 
 
 class WorkTime:
-    """Adds up the time inside `measured`. Does not synchronize: on CUDA it is the time of the step before."""
+    """Sums the time spent inside `measured`. Does not synchronize: on CUDA it is the time of the previous step."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -31,7 +31,7 @@ class WorkTime:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count what runs inside."""
+        """Context whose time counts."""
         if not self._on_cuda:
             started = time.perf_counter()
             yield
@@ -44,7 +44,7 @@ class WorkTime:
         self._pairs.append(pair)
 
     def take(self) -> float:
-        """Seconds since the last call; on CUDA those between the two calls before, which the device has done by now."""
+        """Seconds since the last call; on CUDA between the two calls before, whose work the device has finished."""
         if not self._on_cuda:
             seconds, self._seconds = self._seconds, 0.0
             return seconds
@@ -61,7 +61,7 @@ def by_rank(*, memory_bytes: Sequence[float], work_seconds: Sequence[float]) -> 
 
 
 def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
-    """All values in small runs; of large ones least, median, most and the rank that has the most."""
+    """All values in small runs; in large ones least, median, most and the rank that has the most."""
     if len(values) <= RANKS_LISTED:
         return values
     most = max(values)
@@ -69,7 +69,7 @@ def _listed(values: list[Any]) -> list[Any] | dict[str, Any]:
 
 
 def forget_peak_memory(device: torch.device) -> None:
-    """Let the peak count from here. Raises OSError where the system does not let it be reset (Linux does)."""
+    """Reset the peak. Raises OSError if the system does not allow it (Linux does)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -79,7 +79,7 @@ def forget_peak_memory(device: torch.device) -> None:
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync.
 
-    getrusage also counts what started this process, up to the exec, and cannot be reset: it stands in without /proc.
+    getrusage also counts what started this process, up to the exec, and cannot be reset: it is the fallback to /proc.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

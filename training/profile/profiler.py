@@ -1,8 +1,8 @@
 """Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it (docs/profiling.md).
 
 Steps before the first profiled one are only timed; in the profiled ones each module and each stage of the step is a
-range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass, and through
-autograd's sequence numbers in the backward pass.
+range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass and, through
+autograd's sequence numbers, in the backward pass.
 """
 
 import json
@@ -35,7 +35,7 @@ _UNPROFILED_STEPS = 20
 def open_profiling(
     resolved: Resolved, folder: Path, *, engine: Engine, batches: Any, note: Callable[[str], None]
 ) -> "Profiling | None":
-    """The profiling configured for this rank, or None. folder: of the run. note: called with a line about the files."""
+    """The profiling configured for this rank, or None. folder: the run's. note: called with a line about the files."""
     section = resolved.config.profile
     if not section.steps or engine.world.rank not in section.ranks:
         return None
@@ -57,13 +57,13 @@ class Profiling:
         self._over = False
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Around the attempted step of that number."""
+        """Context for the attempted step of that number."""
         if self._over or (self._profiler is None and step >= self._start + self._steps):
             return nullcontext()
         return self._around(step)
 
     def close(self) -> None:
-        """Write a profile whose last step was not reached."""
+        """Write the profile if its last step was not reached."""
         if self._profiler is not None:
             self._finish()
 
@@ -89,7 +89,7 @@ class Profiling:
         kinds = [ProfilerActivity.CPU]
         if self._engine.world.device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
-        with profile(activities=kinds):  # a process's first start of the profiler takes longer than a step
+        with profile(activities=kinds):  # the first start of the profiler in a process takes longer than a step
             torch.ones(1, device=self._engine.world.device).add_(1)
         stages = {"data": (self._batches, "next_step"), "optimizer": (self._engine, "step")}
         stages |= {name: (self._engine, name) for name in ("forward_backward", "health")}
@@ -143,8 +143,8 @@ class Profiling:
 
 
 def _summarise(trace: Path) -> str:
-    """Have a process of its own summarise the trace, whose events may need more memory than there is room for beside a
-    model; returns the headline. Raises OSError when it fails."""
+    """Summarise the trace in a separate process, since its events may need more memory than is free beside a model;
+    returns the headline. Raises OSError when it fails."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     variables = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-P", "-m", "training.profile", str(trace)]
@@ -155,7 +155,7 @@ def _summarise(trace: Path) -> str:
 
 
 def _open_module_ranges(model: torch.nn.Module) -> list[Callable[[], None]]:
-    """Open a range around each forward pass of each module; returns what removes the hooks."""
+    """Open a range around each forward pass of each module; returns functions that remove the hooks."""
     names = {module: name for name, module in model.named_modules() if name}
     open_ranges: list[tuple[torch.nn.Module, Any]] = []
 

@@ -23,11 +23,11 @@ _IN_CACHE = {
     "MPLCONFIGDIR": "matplotlib",
     "HF_HUB_CACHE": "huggingface/hub",
 }
-"""Variables to the folder inside the cache. None of them moves where a library looks for credentials in the home."""
+"""Maps variables to folders inside the cache. None of them moves where a library looks for credentials in the home."""
 
 
 def end_with(above: Sequence[Launcher]) -> None:
-    """Send this process SIGTERM, upon which all ranks save, when a launcher has ended: nobody else would end them."""
+    """Send this process SIGTERM, on which all ranks save, once a launcher has ended: nothing else would end them."""
     poller, watched = select.poll(), {}
     for launcher in above:
         with suppress(OSError):  # a kernel before 5.3, or it has ended already
@@ -51,7 +51,7 @@ def end_with(above: Sequence[Launcher]) -> None:
 
 
 def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> str | None:
-    """Set what is not set of `_IN_CACHE`, and HOME where there is none; a line about it, or None. Raises UserError."""
+    """Set unset variables of `_IN_CACHE`, and HOME if there is none; returns a line on it or None. Raises UserError."""
     try:
         home = Path.home()
     except RuntimeError:  # no HOME, and a user without an entry in /etc/passwd
@@ -71,13 +71,13 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
 
 
 def outlive_full_disk() -> None:
-    """Let output of this process get lost from now on where it cannot be written, so that no print raises OSError."""
+    """Drop output of this process that cannot be written from now on, so that no print raises OSError."""
     sys.stdout, sys.stderr = _lossy(sys.stdout), _lossy(sys.stderr)
 
 
 def leave(code: int) -> NoReturn:
-    """End this process after its exit functions, without tearing the interpreter down: a thread of gloo, which lives on
-    while anything refers to its group, would end it with SIGABRT (pytorch#190489)."""
+    """End this process after its exit functions, without tearing the interpreter down: a thread of gloo, which lives as
+    long as anything refers to its group, would end it with SIGABRT (pytorch#190489)."""
     threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter would
     atexit._run_exitfuncs()
     sys.stdout.flush()

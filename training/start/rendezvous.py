@@ -1,7 +1,7 @@
-"""The store through which the ranks of one job, and no others, find each other and make the process group.
+"""The store through which the ranks of one job, and no others, find each other and form the process group.
 
-torchrun's agent keeps that store, else rank 0 at MASTER_PORT, which may be another job's: so the store says whose it
-is. Ranks that one launcher started on this machine agree on a free port in a file instead.
+torchrun's agent keeps that store, otherwise rank 0 at MASTER_PORT, which may be another job's, so the store names its
+job. Ranks that one launcher started on this machine agree on a free port in a file instead.
 """
 
 import errno
@@ -20,13 +20,13 @@ from config.files import write_atomically
 from config.machine.processes import DEEPSPEED_NODE, free_port, launchers
 
 _JOB = "mantissa/job"
-"""Key of the store with the name of the job."""
+"""Key in the store of the job's name."""
 
 
 def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
-    """The store of this job, and no other's. MASTER_PORT is its port then.
+    """The store of this job, and no other's. MASTER_PORT is then its port.
 
-    job: the same text on every rank, and another one in other jobs. Raises UserError when rank 0 cannot have the
+    job: the same text on every rank, and a different one in other jobs. Raises UserError when rank 0 cannot have the
     launcher's port, and when another job answers there.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -58,7 +58,7 @@ def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> d
 
 
 def _host(world_size: int, timeout: timedelta) -> dist.Store:
-    """Rank 0's store, at MASTER_PORT or at a port that the other ranks learn of."""
+    """Rank 0's store, at MASTER_PORT or at a port that the other ranks are told."""
     file = _port_file(world_size)
     given = int(os.environ.get("MASTER_PORT") or 0)
     try:
@@ -91,14 +91,14 @@ def _host(world_size: int, timeout: timedelta) -> dist.Store:
 
 
 def forget_port() -> None:
-    """Remove the file of the port, once all ranks have read it."""
+    """Remove the file with the port, once all ranks have read it."""
     file = _port_file(int(os.environ["WORLD_SIZE"]))
     if file is not None:
         file.unlink(missing_ok=True)
 
 
 def _port_file(world_size: int) -> Path | None:
-    """The file in which the ranks of this launcher agree on a port; None where it did not start all of them."""
+    """The file in which the ranks of this launcher agree on a port; None if it did not start all of them."""
     if world_size == 1 or os.environ.get("LOCAL_SIZE") != str(world_size):
         return None
     above = launchers()
@@ -120,7 +120,7 @@ def _wait_for(file: Path, timeout: timedelta) -> int:
 
 
 def listen(port: int) -> socket.socket:
-    """A server at a port of every interface, IPv6 and IPv4 where the machine has both; 0: a free port."""
+    """A server at a port of every interface, IPv6 and IPv4 if the machine has both; 0: a free port."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
@@ -130,7 +130,7 @@ def listen(port: int) -> socket.socket:
 def _restarted_by_torchrun() -> bool:
     """Whether torchrun --max-restarts started this process after another one died, on a single machine.
 
-    On several machines torchrun's count of restarts may differ from one to another.
+    On several machines torchrun's count of restarts may differ between machines.
     """
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
 

@@ -1,4 +1,4 @@
-"""Run code around methods by replacing them on an instance or a class; without it they cost nothing."""
+"""Run code around methods by replacing them on an instance or a class; methods not followed cost nothing."""
 
 import functools
 from collections.abc import Callable, Sequence

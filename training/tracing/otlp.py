@@ -24,9 +24,9 @@ class Export:
     """A tracer provider that exports to one collector."""
 
     def __init__(self, endpoint: str, facts: dict[str, Any]) -> None:
-        """endpoint: of the collector, `/v1/traces` is added where it is missing. facts: resource attributes."""
+        """endpoint: the collector's; `/v1/traces` is added if it is missing. facts: resource attributes."""
         retries: Any = importlib.import_module("opentelemetry.exporter.otlp.common.http")
-        retries.random = random.Random()  # the jitter of its retries must not draw from the generator training seeded
+        retries.random = random.Random()  # the jitter of retries must not draw from the generator that training seeded
         self._last_warning = _LastWarning()
         for name in _LOGGERS:  # a single note instead of a line for every batch
             logger = logging.getLogger(name)
@@ -48,7 +48,7 @@ class Export:
         return None
 
     def close(self) -> None:
-        """Send the queue, for at most `CLOSE_SECONDS`, and not at all where the last batch failed."""
+        """Send the queue, for at most `CLOSE_SECONDS`, and not at all if the last batch failed."""
         if self.exporter.failing:
             self.exporter.give_up()
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)
@@ -76,7 +76,7 @@ class CountingExporter(SpanExporter):
         return result
 
     def give_up(self) -> None:
-        """Cancel the request under way, and send no more."""
+        """Cancel the request in flight, and send no more."""
         if not self._given_up:
             self._given_up = True
             self._inner.shutdown()
@@ -95,7 +95,7 @@ class Ids(RandomIdGenerator):
         self._random = random.SystemRandom()
         self.trace_id = 0
         self.root_id: int | None = None
-        """Id of the next span, once."""
+        """Id of the next span only."""
 
     def generate_trace_id(self) -> int:
         return self.trace_id

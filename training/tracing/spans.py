@@ -72,8 +72,7 @@ class Tracing:
         self, endpoint: str, facts: dict[str, Any], *, session: str, rank: int, tokens: int, note: Callable[[str], None]
     ) -> None:
         """facts: resource attributes. session: the same on every rank, and different for every start of a run.
-        tokens: of a step, over all ranks.
-        """
+        tokens: those of a step, over all ranks."""
         from opentelemetry import trace
 
         from training.tracing.otlp import Export, derived_id
@@ -85,8 +84,8 @@ class Tracing:
         self._tokens, self._tell = tokens, note
         self._attempts = 0
         self._attributes: dict[str, Any] = {}
-        self._context: Any = None  # of the newest step: what the spans inside it and after it belong to
-        self._saves: deque[tuple[Any, int]] = deque()  # spans of saves under way, with their start
+        self._context: Any = None  # of the newest step, to which the spans inside it and after it belong
+        self._saves: deque[tuple[Any, int]] = deque()  # spans of saves in progress, with their start
         self._reported = False
         self._undo: Callable[[], None] | None = None
 
@@ -106,7 +105,7 @@ class Tracing:
 
     @contextmanager
     def step(self, progress: Progress) -> Iterator[None]:
-        """The root span of one attempted step; progress: before it."""
+        """Context of the root span of one attempted step. progress: before the step."""
         span = self._start_step()
         self._attributes = {"step": progress.step + 1, "tokens": progress.tokens + self._tokens}
         with self._ended(span):
@@ -117,7 +116,7 @@ class Tracing:
         self._report_loss()
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """A span of the newest step."""
+        """Context of a span in the newest step."""
         return self._ended(self._tracer.start_span(name, context=self._context, record_exception=False))
 
     def close(self) -> None:
@@ -130,7 +129,7 @@ class Tracing:
         self._report_loss()
 
     def _start_step(self) -> Any:
-        """A root span whose ids every rank derives alike; a child of rank 0's on the others."""
+        """A root span whose ids all ranks derive the same way; on other ranks a child of rank 0's."""
         self._attempts += 1
         ids, api = self._export.ids, self._api
         ids.trace_id = self._derived_id(128, self._session, self._attempts)
@@ -159,16 +158,16 @@ class Tracing:
             span.end()
 
     def _fail(self, span: Any, error: BaseException) -> None:
-        """Mark it as failed, by the type alone: a message may contain what must not leave this machine."""
+        """Mark it as failed with the error's type only: a message may contain what must not leave this machine."""
         span.set_status(self._api.Status(self._api.StatusCode.ERROR, type(error).__name__))
 
     def _note(self, *names: str) -> Callable[[Any], None]:
-        """Have these fields of a method's result be attributes of the step."""
+        """A callback that makes these fields of a method's result attributes of the step."""
         return lambda result: self._attributes.update({name: getattr(result, name) for name in names})
 
     @contextmanager
     def _saving(self) -> Iterator[None]:
-        """A `checkpoint` span, which lasts until it is published, and its child `stall`, while training waits."""
+        """A `checkpoint` span, which lasts until the save is finished, and its child `stall`, while training waits."""
         save = self._tracer.start_span("checkpoint", context=self._context)
         self._saves.append((save, time.time_ns()))
         with self._ended(self._tracer.start_span("stall", context=self._api.set_span_in_context(save))):
@@ -189,7 +188,7 @@ class Tracing:
             span.end(started + int(outcome.seconds * 1e9))
 
     def _report_loss(self) -> None:
-        """Report once that spans are lost."""
+        """Report, once, that spans are lost."""
         trouble = None if self._reported else self._export.trouble()
         if trouble is None:
             return

@@ -1,6 +1,6 @@
 """Heartbeats in the process group's store: each rank writes its own, rank 0 reads them all and writes one survey.
 
-The survey is as short for any number of ranks, so the work of all is linear in their number.
+The survey's length does not depend on the number of ranks, so the total work is linear in it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from config.machine.members import Member
 from training.distributed import World
 
 LISTED = 16
-"""Ranks of which a survey tells, however many there are."""
+"""Most ranks that a survey describes, however many there are."""
 LEFT = "left"
-"""Replaces the number of a beat: the rank is done, and waits for the others."""
+"""Replaces a beat's number once the rank is done and waits for the others."""
 
 
 class Heartbeats:
@@ -37,44 +37,44 @@ class Heartbeats:
         beat_seconds: float,
         silence_seconds: float,
     ) -> None:
-        """A collective. members: by rank. store: on a connection of its own, which never waits for training's.
+        """A collective. members: by rank. store: on its own connection, which never waits for training's.
 
         on_silent: called once with a rank of another machine that has written nothing for silence_seconds.
-        beat_seconds: how often a rank writes and reads.
+        beat_seconds: interval at which a rank writes and reads.
         """
         self._members, self._me = members, members[world.rank]
         self._beat_seconds, self._silence_seconds, self._on_silent = beat_seconds, silence_seconds, on_silent
         self._local = {member.rank for member in members if member.machine == self._me.machine}
-        self._speaks = self._me.rank == min(self._local)  # of its machine, of rank 0
-        self._silent: set[int] = set()  # those of which on_silent was told
+        self._speaks = self._me.rank == min(self._local)  # reads rank 0's survey for its machine
+        self._silent: set[int] = set()  # ranks that on_silent was called with
         now = time.monotonic()
-        self._beats = [(("", now), ("", now))] * len(members)  # of rank 0: number and line of each, and since when
+        self._beats = [(("", now), ("", now))] * len(members)  # on rank 0: number and line of each rank, and since when
         self._survey: dict[str, Any] = {"beat": 0, "ranks": []}
         self._surveyed = now
-        # A prefix, since torchrun over several machines keeps a store through a restart, with the messages about the
+        # A prefix, since torchrun on several machines keeps a store through a restart, with the messages about the
         # ranks that died.
         prefix = os.urandom(8).hex()
-        if world.is_main:  # from the start, since reading waits for a key that is not there
+        if world.is_main:  # from the start, since reading a missing key blocks
             keys = {f"beat/{member.rank}": "0 at its start" for member in members}
             keys["survey"] = json.dumps(self._survey)
             store.multi_set([f"{prefix}/{key}" for key in keys], [*keys.values()])
         self.store: Any = dist.PrefixStore(world.from_main(prefix), store)
 
     def write(self, beat: int | str, line: str) -> None:
-        """This rank's heartbeat; of rank 0 the survey, too. line: where its main thread is. Raises RuntimeError."""
+        """Write this rank's heartbeat, on rank 0 the survey too. line: the main thread's. Raises RuntimeError."""
         self.store.set(f"beat/{self._me.rank}", f"{beat} {line}")
         if self._me.rank == 0:
             self.store.set("survey", json.dumps({"beat": beat, "ranks": self._take_survey()}))
 
     def read(self) -> str:
-        """The lost rank, as another rank published it; empty while there is none. Raises RuntimeError."""
+        """The lost rank as published by another rank; empty while there is none. Raises RuntimeError."""
         if self._speaks:
             self.read_survey()
         return self.store.get("lost").decode() if self.store.check(["lost"]) else ""
 
     def read_survey(self) -> None:
-        """Rank 0's survey of all ranks; read by one rank of each machine at every beat, by others to find a culprit."""
-        with suppress(RuntimeError):  # the store's host may be what was lost
+        """Read rank 0's survey of all ranks: one rank per machine at every beat, others to find a culprit."""
+        with suppress(RuntimeError):  # the lost rank may be the store's host
             survey = json.loads(self.store.get("survey"))
             if survey["beat"] != self._survey["beat"]:
                 self._survey, self._surveyed = survey, time.monotonic()
@@ -83,12 +83,12 @@ class Heartbeats:
 
     @property
     def _main_silence(self) -> float:
-        """[s] How long rank 0 has written no survey, though it is not done; 0 on rank 0."""
+        """[s] How long rank 0 has written no survey although it is not done; 0 on rank 0."""
         return (time.monotonic() - self._surveyed) * (self._me.rank != 0 and self._survey["beat"] != LEFT)
 
     def _take_survey(self) -> list[tuple[int, float, str, float]]:
-        """Rank, seconds for which it has been silent, where it is, for how many seconds: of the LISTED ranks that have
-        been silent for the longest, then those at lines with the fewest ranks."""
+        """(rank, seconds of silence, line, seconds at that line) of up to LISTED ranks: first those that have been
+        silent for the longest, then those at lines with the fewest ranks."""
         now, rows = time.monotonic(), []
         texts = self.store.multi_get([f"beat/{member.rank}" for member in self._members])
         for member, text in zip(self._members, texts, strict=True):

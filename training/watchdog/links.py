@@ -1,7 +1,7 @@
 """An idle TCP connection between rank 0 and every rank of another machine: it breaks when a process or machine is gone.
 
-The kernels keep it alive (tcp(7)) and answer also for a process that is stopped, swapped out or holds its interpreter
-for minutes; so silence means that the machine or the network is gone. The end of a process closes it at once.
+The kernels keep it alive (tcp(7)) and answer even for a process that is stopped, swapped out or blocks its interpreter
+for minutes, so silence means that the machine or the network is gone. The end of a process closes it at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from training.start.rendezvous import listen
 from training.watchdog.witness import start_witness
 
 SILENT_MACHINE_SECONDS = 60.0
-"""Without an answer for so long, a machine counts as lost. A network with spanning tree may take 50 s to find another
-path (IEEE 802.1D: 20 s until the old one ages out, twice 15 s until the new one forwards); gloo and NCCL survive it."""
+"""A machine silent for this long counts as lost. A network with spanning tree may take 50 s to find another path (IEEE
+802.1D: 20 s until the old one ages out, twice 15 s until the new one forwards); gloo and NCCL survive it."""
 JOIN_SECONDS = 30.0
-"""The time for which rank 0 accepts the others' connections, and they try to connect."""
+"""How long rank 0 accepts the other ranks' connections, and they try to connect."""
 _PROBES = 5
 _BYE = b"bye"
 
@@ -44,7 +44,7 @@ class Links:
         on_exit: Callable[[str, int | None], None],
         on_unreachable: Callable[[str], None],
     ) -> None:
-        """A collective. Both callbacks get a text about the rank; on_exit its exit status, too, where that is known."""
+        """A collective. Both callbacks get a text about the rank; on_exit also its exit status, None if unknown."""
         self._me, self._on_exit, self._on_unreachable = me, on_exit, on_unreachable
         self._remote = {member.rank: member for member in others if member.machine != me.machine}
         self._alone = all(member.machine != me.machine for member in others)
@@ -61,7 +61,7 @@ class Links:
 
     def close(self, *, agreed: bool) -> None:
         """Stop watching: from now on any rank may exit. agreed: all ranks are done, so the others are told."""
-        with self._lock:  # a witness that is being started is waited for
+        with self._lock:  # wait for a witness that is being started
             if self._over.is_set():
                 return
             self._over.set()
@@ -88,7 +88,7 @@ class Links:
             poller.register(number, select.POLLIN)
         while not self._over.is_set():
             for number, _ in poller.poll(1000):
-                poller.unregister(number)  # there is one message at most, or the end of the connection
+                poller.unregister(number)  # at most one message comes, or the end of the connection
                 link, member = self._links[number]
                 self._receive(link, member)
 
@@ -132,7 +132,7 @@ class Links:
             )
 
     def _connect(self, main: Member, ends: float) -> None:
-        """Connect to rank 0 by the launcher's MASTER_ADDR, or by its machine's name."""
+        """Connect to rank 0 at the launcher's MASTER_ADDR, or at its machine's name."""
         while time.monotonic() < ends and not self._over.is_set():
             for host in (os.environ.get("MASTER_ADDR", main.host), main.host):
                 with suppress(OSError):
@@ -149,6 +149,6 @@ class Links:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-        # Data that was sent and never acknowledged is not probed: the same limit for it.
+        # Keepalive does not probe while sent data is unacknowledged: the same limit for that.
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * SILENT_MACHINE_SECONDS))
         self._links[link.fileno()] = (link, member)

@@ -1,7 +1,7 @@
 """A rank that dies or hangs is named by the others, and they stop within a bounded time (docs/restarts.md).
 
-Every rank watches the processes of its own machine through the kernel, and learns of those of other machines through
-the store of the process group and through a connection with rank 0, which also breaks when a machine is gone.
+Every rank watches the processes on its own machine through the kernel, and learns about those on other machines through
+the process group's store and a connection with rank 0, which also breaks when a machine is gone.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from training.watchdog.heartbeats import LEFT, Heartbeats
 from training.watchdog.links import Links
 
 GRACE_SECONDS = 10.0
-"""The time that the main thread has to stop by itself once a rank is lost; then the process is ended."""
+"""How long the main thread has to stop by itself once a rank is lost; then the process is ended."""
 BEAT_SECONDS = 5.0
 """The interval at which a rank writes a heartbeat to the store, and reads whether a rank is lost."""
 SILENCE_SECONDS = 60.0
-"""After how long a rank that hangs is reported. It may wake up, so no rank ends before a collective times out."""
+"""How long a rank hangs before that is reported. It may wake up, so no rank ends before a collective times out."""
 _PYTHON = get_path("stdlib")
 
-# exit codes that may be about to be ours as well; None is not known
+# exit codes with which this rank may be about to end as well; None: not known
 _SHARED = (None, DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED)
 _SIGNS_OF_A_FAILED_COLLECTIVE = ("gloo", "NCCL", "Connection", "TCPStore", "Broken pipe", "Timed out waiting")
 
@@ -49,21 +49,21 @@ class LostRank(Exception):
 
 
 OnFailure = Callable[[str, int], object]
-"""Gets the cause in words and this rank's exit code, before the rank ends. May be called more than once."""
+"""Called with the human-readable cause and this rank's exit code before the rank ends, perhaps more than once."""
 
 
 @contextmanager
 def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> Iterator[None]:
     """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
 
-    Raises LostRank in place of a collective that failed because of another rank. Any other exception is this rank's own
-    and passes with its traceback.
+    Raises LostRank instead of the error of a collective that failed because of another rank. Any other exception is
+    this rank's own and passes with its traceback.
     """
     watch = Watch(world, on_failure)
     try:
         yield
         watch.close()
-        world.wait_for_all()  # no rank counts as lost that leaves while another one still writes its report
+        world.wait_for_all()  # so that a rank that exits while another still writes its report is not lost
     except Exception as error:
         lost = watch.find_culprit(error) if _of_a_collective(error) else None
         if lost is None:
@@ -97,7 +97,7 @@ class Watch:
         self._others = [member for member in members if member.rank != world.rank]
         self._local = [member for member in self._others if member.machine == self._me.machine]
         self._kills = MemoryKills.now()
-        self._statuses = list[int | None]()  # of the ranks that have ended, None where it is not known
+        self._statuses = list[int | None]()  # of the ranks that have ended; None: not known
         self._lost = ""  # which rank is lost, and how
         self._reported = False
         self._lock = threading.Lock()
@@ -105,14 +105,14 @@ class Watch:
         self._over = threading.Event()
         self._main = threading.main_thread().ident
         self._beats: Heartbeats | None = None
-        self._numbers = itertools.count(1)  # of the heartbeats
+        self._numbers = itertools.count(1)  # numbers of the heartbeats
         self._links: Links | None = None
         if self._others:
             if len({member.machine for member in members}) > 1:
                 self._links = Links(
                     world, self._me, self._others, on_exit=self._on_remote_exit, on_unreachable=self._declare_lost
                 )
-            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()  # waits for nothing of training's
+            store = cast(Any, dist.distributed_c10d._get_default_store()).clone()  # never waits for training's requests
             seconds = {"beat_seconds": BEAT_SECONDS, "silence_seconds": SILENCE_SECONDS}
             self._beats = Heartbeats(world, members, store, self._report_silent, **seconds)
             for work in (self._watch_processes, self._watch_store):
@@ -125,9 +125,9 @@ class Watch:
             self._links.close(agreed=agreed)
 
     def report(self, lost: str) -> None:
-        """Print the line that names the lost rank, once; it is out when this returns, whichever thread printed it.
+        """Print the line that names the lost rank, once; it is printed when this returns, by whichever thread.
 
-        A rank that stopped for a user's mistake prints that itself.
+        A rank that stopped because of a user's mistake prints that itself.
         """
         with self._lock:
             if not self._reported and not self._is_mistake(lost):
@@ -138,10 +138,10 @@ class Watch:
             self._reported = True
 
     def find_culprit(self, error: Exception) -> str | None:
-        """The rank that made a collective fail, human-readable; None when the others look healthy, or report this.
+        """The rank that made a collective fail, human-readable; None when the others look healthy, or report this one.
 
-        Takes up to 15 seconds, in which reports of other ranks still arrive: 10 on rank 0, whose end takes the store
-        along, so that the others still read there whether it is about to report the same error.
+        Takes up to 15 seconds, in which reports of other ranks still arrive; 10 on rank 0, whose end takes the store
+        with it, so that the others can still read there whether it is about to report the same error.
         """
         ends = time.monotonic() + (3 if self._me.rank else 2) * BEAT_SECONDS * bool(self._others)
         if self._beats is not None:
@@ -149,7 +149,7 @@ class Watch:
             self._beats.read_survey()
         self._known.wait(BEAT_SECONDS / 5 * bool(self._others))  # the watching thread may know the exit status
         while not self._lost and time.monotonic() < ends:
-            self._learn_of_lost()  # before a rank that has said why is gone, and its store with it
+            self._learn_of_lost()  # before a rank that has published why is gone, and its store with it
             for member in self._local:
                 if not member.alive:
                     self._declare_lost(describe_exit(member, exit_status(member), self._kills))
@@ -159,15 +159,15 @@ class Watch:
         if self._beats is None:
             return None
         self._beat()
-        self._beats.read_survey()  # the same as before the wait where rank 0 is silent
+        self._beats.read_survey()  # the same as before the wait if rank 0 is silent
         return "; ".join(self._beats.silent_members() or self._beats.at_other_lines(_innermost(self._main))) or None
 
     def describe_failure(self, error: Exception) -> str:
-        """This rank's own exception in words, and which line raised it."""
+        """This rank's own exception, and the line that raised it."""
         return f"{self._me} stopped: {_named(error)} {_raised_at(error)}".rstrip()
 
     def publish_failure(self, error: Exception) -> None:
-        """Let the others know of this rank's own exception, long before its process is gone."""
+        """Tell the others about this rank's own exception, long before its process is gone."""
         if self._beats is not None and not self._lost:
             with suppress(RuntimeError):
                 self._beats.store.set("lost", self.describe_failure(error))
@@ -175,9 +175,9 @@ class Watch:
                 time.sleep(BEAT_SECONDS / 5)
 
     def is_reported(self, error: UserError) -> bool | None:
-        """Whether another rank prints this mistake, which several may meet; None where that cannot be known.
+        """Whether another rank prints this mistake, which several may meet; None if that cannot be known.
 
-        One prints it, as soon as it meets it: rank 0, or another one that waited for rank 0 a moment in vain. A rank
+        Only one prints it, as soon as it meets it: rank 0, or one that has waited a moment for rank 0 in vain. A rank
         that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
         """
         if self._beats is None:
@@ -196,7 +196,7 @@ class Watch:
         return None
 
     def _watch_processes(self) -> None:
-        """Wait for the end of any process of this machine. The kernel wakes this thread in time to read its status."""
+        """Wait for any process on this machine to end. The kernel wakes this thread in time to read its status."""
         poller = select.poll()
         watched: dict[int, Member] = {}
         standing: dict[int, float] = {}
@@ -213,13 +213,13 @@ class Watch:
                 poller.unregister(handle)
                 os.close(handle)
                 if not self._over.is_set():
-                    self._learn_of_lost()  # it may have said why
+                    self._learn_of_lost()  # it may have published why
                     self._declare_lost(describe_exit(member, status, self._kills), certain=status not in _SHARED)
             for member in watched.values():
                 self._check_standstill(member, standing)
 
     def _check_standstill(self, member: Member, standing: dict[int, float]) -> None:
-        """Report once that a process of this machine has hung for long; start over when it runs again."""
+        """Report, once, that a process on this machine has hung for long; start over when it runs again."""
         why = member.standstill
         if why is None:
             standing.pop(member.rank, None)
@@ -228,7 +228,7 @@ class Watch:
             _print(f"{member} has been {why} for {SILENCE_SECONDS:.0f} s; rank {self._me.rank} waits for it")
 
     def _watch_store(self) -> None:
-        """Write where this rank is, and read what the others know. Rank 0 or its launcher hosts the store."""
+        """Write this rank's heartbeats and read what the others know. Rank 0 or its launcher hosts the store."""
         while not self._over.is_set():
             self._beat()
             self._learn_of_lost()
@@ -236,21 +236,21 @@ class Watch:
         self._beat(LEFT, "at its end")
 
     def _beat(self, number: int | str | None = None, line: str = "") -> None:
-        """Write where the main thread is; on rank 0, where those of all ranks are."""
-        with suppress(RuntimeError):  # the store's host may be what was lost
+        """Write where the main thread is; on rank 0 also the survey of all ranks."""
+        with suppress(RuntimeError):  # the lost rank may be the store's host
             if self._beats is not None:
                 self._beats.write(number or next(self._numbers), line or _innermost(self._main))
 
     def _learn_of_lost(self) -> None:
-        """Take over from the store which rank is lost."""
+        """Read from the store which rank is lost."""
         lost = ""
-        with suppress(RuntimeError):  # the store's host may be what was lost
+        with suppress(RuntimeError):  # the lost rank may be the store's host
             lost = self._beats.read() if self._beats is not None else ""
         if lost and not lost.startswith(f"{self._me} "):
             self._declare_lost(lost, certain=False, publish=False)
 
     def _report_silent(self, member: Member) -> None:
-        """Report that a rank of another machine is silent, though its connection is up."""
+        """Report that a rank of another machine is silent although its connection is up."""
         if not self._lost:
             _print(
                 f"{member} has been silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python; "
@@ -258,7 +258,6 @@ class Watch:
             )
 
     def _on_remote_exit(self, text: str, status: int | None) -> None:
-        """A rank of another machine has ended."""
         self._statuses.append(status)
         if status is None or status > 0:  # it may have published why, or a rank of its machine may know
             self._known.wait(1.5 * BEAT_SECONDS)
@@ -266,7 +265,7 @@ class Watch:
             self._declare_lost(text, certain=status not in _SHARED)
 
     def _declare_lost(self, text: str, *, certain: bool = True, publish: bool = True) -> None:
-        """Name the first rank that is lost: those after it may have ended because of it."""
+        """Name the first rank that is lost: later ones may have ended because of it."""
         with self._lock:
             if self._lost:
                 return
@@ -282,7 +281,7 @@ class Watch:
         if not certain and self._over.wait(GRACE_SECONDS / 2):
             return
         mistake = self._is_mistake(self._lost)
-        if mistake and self._over.wait(GRACE_SECONDS):  # this rank has met it, too
+        if mistake and self._over.wait(GRACE_SECONDS):  # this rank has met it too
             return
         signal.alarm(int(2 * GRACE_SECONDS))  # in case not even this thread runs
         self.report(self._lost)
@@ -292,7 +291,7 @@ class Watch:
         os._exit(code)
 
     def _is_mistake(self, lost: str) -> bool:
-        """Whether a rank was lost for a user's mistake: it said so, or ended with that exit code."""
+        """Whether a rank was lost because of a user's mistake: it said so, or ended with that exit code."""
         return f" stopped: {UserError.__name__}: " in lost or CONFIG_ERROR in self._statuses
 
 
@@ -307,7 +306,7 @@ def _named(error: Exception) -> str:
 
 
 def _raised_at(error: BaseException) -> str:
-    """ "(in FILE:LINE function)": the innermost line of a traceback that is not an installed package's."""
+    """ "(in FILE:LINE function)": the innermost line of a traceback outside installed packages."""
     found = ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
@@ -319,7 +318,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _innermost(thread: int | None) -> str:
-    """The innermost line of Mantissa's own code, this package's aside, that the thread is in."""
+    """The innermost line of Mantissa's own code, outside this package, that the thread is in."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)

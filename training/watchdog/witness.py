@@ -1,6 +1,6 @@
-"""A small process beside a rank that is alone on its machine: it sends the others how that rank ended.
+"""A small process beside a rank that is alone on its machine: it tells the others how that rank ended.
 
-No other rank there could watch it. Standard library only, so that it starts at once.
+No other rank there could watch it. It uses the standard library only, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from training.watchdog.
 
 
 def start_witness(rank: int, links: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
-    """Start it. It shares the connections `links`, and ends with this process."""
+    """Start a witness, which shares the connections `links` and ends with this process."""
     numbers = [link.fileno() for link in links]
     arguments = [str(_REPOSITORY), str(rank), str(os.getpid()), *map(str, numbers)]
     return subprocess.Popen(
@@ -37,7 +37,7 @@ def start_witness(rank: int, links: Sequence[socket.socket]) -> subprocess.Popen
 def main(arguments: Sequence[str]) -> None:
     """arguments: the rank, its process, file descriptors of its connections. Returns when the process has ended."""
     for kind in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(kind, signal.SIG_IGN)  # sent to all processes of a job, but this one ends with its rank only
+        signal.signal(kind, signal.SIG_IGN)  # sent to all processes of a job, but a witness ends only with its rank
     rank, pid, *numbers = map(int, arguments)
     kills, member = MemoryKills.now(), Member.of(rank, pid)
     handle = os.pidfd_open(pid)
@@ -46,5 +46,5 @@ def main(arguments: Sequence[str]) -> None:
     status = exit_status(member, handle)
     message = f"{'' if status is None else status} {describe_exit(member, status, kills)}"
     for number in numbers:
-        with suppress(OSError):  # the other end has closed before
+        with suppress(OSError):  # the other end has already closed it
             socket.socket(fileno=number).sendall(message.encode())

@@ -17,11 +17,11 @@ _TRANSIENT_CODES = {
     *("RequestLimitExceeded", "RequestTimeout", "OperationAborted", "IncompleteBody", "BadDigest", "NoSuchUpload"),
     *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
 }
-# Those of Python's own ConnectionError and TimeoutError are known by their names.
+# Python's own ConnectionError and TimeoutError are recognised by their names instead.
 _TRANSIENT_ERRNOS = {
     *(errno.EAGAIN, errno.EBUSY, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
 }
-# Of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
+# Exceptions of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
 _TRANSPORT = {
     *("ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError", "IncompleteRead"),
     *("IncompleteReadError", "ProtocolError", "ResponseParserError", "ServiceRequestError"),
@@ -59,7 +59,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_missing(error: BaseException) -> bool:
-    """Whether the object is not there, while its bucket is."""
+    """Whether the object is missing although its bucket exists."""
     return isinstance(error, FileNotFoundError) and not any(_code(cause) == "NoSuchBucket" for cause in _causes(error))
 
 
@@ -97,7 +97,7 @@ def _response(error: BaseException) -> Mapping[str, Any]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The HTTP status, as botocore, aiohttp (status), azure-core (status_code) or gcsfs (code) has it."""
+    """The HTTP status, from where botocore, aiohttp (status), azure-core (status_code) or gcsfs (code) has it."""
     found = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
     for name in ("status", "status_code", "code"):
         found = found if found is not None else getattr(error, name, None)

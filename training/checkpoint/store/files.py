@@ -23,7 +23,7 @@ from training.checkpoint.store.errors import StoreError, describe, is_missing, i
 PART = 1 << 25
 """[bytes] Part of a multipart upload, and size of a ranged read."""
 AT_ONCE = 4
-"""Parts of one file under way at a time: each rank holds this many parts in memory."""
+"""Parts of one file in flight at a time: each rank holds this many parts in memory."""
 MOST_PARTS = 10_000
 """S3's limit on the parts of one object."""
 
@@ -41,8 +41,8 @@ class _ContentDiffers(Exception):
 class StoreFiles:
     """Files under one URL, named by their path from it. Calls may come from any thread.
 
-    Every method raises StoreError when the store does not answer as it should: at once where a retry cannot help,
-    else after `attempts` tries.
+    Every method raises StoreError when the store does not answer as it should: at once if a retry cannot help, else
+    after `attempts` tries.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class StoreFiles:
         longest_wait: float = 30.0,
         part: int = PART,
     ) -> None:
-        """options: passed to fsspec's file system as they are. attempts: tries of each operation; the waits between
-        them double from first_wait to longest_wait [s], less up to half of each at random. part: bytes.
+        """options: passed on to fsspec's file system. attempts: tries of each operation; the waits between them double
+        from first_wait to longest_wait [s], each shortened at random by up to half. part: bytes.
 
         Raises UserError when no file system is installed for the URL, or a secret is in it or in the options.
         """
@@ -104,8 +104,8 @@ class StoreFiles:
     def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
         """Fetch a file, hashed on the way; `local` appears complete or not at all.
 
-        private: only this user may read it. Raises Damaged when it is not there, or, fetched twice, has another
-        SHA-256; OSError when the disk does not take it.
+        private: only this user may read it. Raises Damaged if it is missing, or if it has another SHA-256 in two
+        fetches; OSError if it cannot be written to disk.
         """
         partial = local.with_name(f".{local.name}.partial")
         try:
@@ -127,7 +127,7 @@ class StoreFiles:
             message = without_secrets(" ".join(str(error).split()))
             raise UserError(f"checkpoint.dir = {self.url} with its storage_options: {message}") from error
         if _is_s3(system):
-            system.retries = 1  # of s3fs; its client and this class retry
+            system.retries = 1  # s3fs itself need not retry: its client and this class do
         return system, root.rstrip("/")
 
     def _path(self, name: str) -> str:
@@ -146,7 +146,7 @@ class StoreFiles:
             return
 
     def find(self, folder: str = "") -> list[str]:
-        """The names of all objects in a folder, from the URL."""
+        """The names of all objects in a folder, relative to the URL."""
         where = self._path(folder).rstrip("/")
         try:
             found = self._retried("list", folder, lambda: list(self._fs.find(where)))

@@ -66,7 +66,7 @@ class Remote:
             log(f"passed over checkpoint {self.url_of(step)}: {problem}")
 
     def orders(self, world: World) -> list[Order]:
-        """Orders of all checkpoints in the store. Raises UserError, on every rank, when the store cannot be reached."""
+        """The orders of all checkpoints in the store. Raises UserError, on every rank, if it cannot be reached."""
 
         def read() -> list[Order]:
             return [order_in(manifest) for _, manifest in self.store.candidates() if isinstance(manifest, dict)]
@@ -74,7 +74,7 @@ class Remote:
         return _asked(world, read)
 
     def require_empty(self, world: World) -> None:
-        """Raises UserError, on every rank, where there are checkpoints of another run: they would be mixed up."""
+        """Raises UserError, on every rank, if there are checkpoints of another run: they would be mixed up."""
         steps = _asked(world, self.store.steps)
         if steps:
             raise UserError(

@@ -29,7 +29,7 @@ class Store(StoreFiles):
         return sorted(step for step, names in self._listing().items() if MANIFEST not in names)
 
     def candidates(self, record: Record | None = None) -> list[tuple[int, dict[str, Any] | Unusable]]:
-        """Steps with their manifests, the newest first (`newest_first`); for a damaged one what is wrong with it."""
+        """Steps with their manifests, the newest first (`newest_first`); an unusable one comes with its problem."""
 
         def read(step: int) -> dict[str, Any] | Unusable:
             try:

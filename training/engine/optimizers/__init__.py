@@ -1,4 +1,4 @@
-"""One file an optimizer, called as `optimizer.name` is: `build` makes it, `update` is the same update in FP64.
+"""One file per optimizer, named like `optimizer.name`: `build` creates it, `update` is the same update in FP64.
 
-What it keeps stands in config/optimizers.py; training/engine/optimizer.py has them by name.
+config/optimizers.py lists the state it keeps; training/engine/optimizer.py maps names to these files.
 """

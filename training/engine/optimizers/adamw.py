@@ -36,7 +36,7 @@ def load_op(builder: str, needed_by: str) -> None:
     try:
         with op_builds.exclusive_build(op.name, lambda line: print(line, flush=True)):
             op.load(verbose=False)
-    except Exception as error:  # of the compiler, of torch, of the loader
+    except Exception as error:  # from the compiler, torch or the loader
         raise UserError(
             f"{needed_by}: DeepSpeed's op {op.name} cannot be built in {op_builds.extensions_folder()} "
             f"({one_line(error)}); install a C++ compiler (apt-get install g++) and ninja (pip install ninja), set "
@@ -45,7 +45,7 @@ def load_op(builder: str, needed_by: str) -> None:
 
 
 def update(given: UpdateInputs) -> torch.Tensor:
-    """Algorithm 2 of the paper, the schedule inside `lr`."""
+    """Algorithm 2 of the paper, with the schedule included in `lr`."""
     first, second = adam_averages(given)
     return -given.lr * (given.weight_decay * given.master + first / (second.sqrt() + given.section.eps))
 
@@ -57,9 +57,9 @@ def averages_after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.
 
 
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each. Every bound is
-    a count of roundings times the unit round-off times the size of what is rounded, and what an average's error does to
-    the quotient. torch's fused kernel on a CPU stays within 0.53 of them (docs/corruption.md)."""
+    """Master and both averages after the step, FP64, and how far a computation in FP32 may be from each. Each bound is
+    a number of roundings times the unit round-off times the size of what is rounded, plus the effect of an average's
+    error on the quotient. torch's fused kernel on a CPU stays within 0.53 of them (docs/corruption.md)."""
     first, second = given.states
     (beta1, beta2), gradient, eps = given.section.betas, given.gradient, given.section.eps
     master = given.master + update(given)

@@ -13,7 +13,7 @@ __all__ = ["after", "build", "update"]
 
 
 class Lamb(WholeParameterOptimizer):
-    """A layer of the paper is one parameter; its norms are summed over the ranks that share it."""
+    """A layer in the paper is one parameter here; its norms are summed over the ranks that share it."""
 
     def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         first, second = advance_adam(flat, state, group, OPTIMIZERS["lamb"].states)

@@ -37,7 +37,7 @@ def update(given: UpdateInputs) -> torch.Tensor:
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and average after the step, FP64, and how far a computation in FP32 may be from each.
 
-    Where the mix is zero within its rounding, its sign is either.
+    If the mix is zero within rounding, either sign is right.
     """
     (average,), (mix, decay) = given.states, given.section.betas
     size, unit = average.abs() + given.gradient.abs(), 2.0**-24

@@ -1,6 +1,6 @@
 """Muon (Jordan et al. 2024): hidden matrices move along the nearest orthogonal matrix to their averaged gradient.
 
-With weight decay and the size of AdamW's steps (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4).
+Steps have weight decay and AdamW's size (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4).
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ __all__ = ["after", "build", "update"]
 
 (AVERAGE,) = OPTIMIZERS["muon"].states_of(matrix=True)
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the quintic; singular values end between about 0.7 and 1.2."""
+"""Coefficients of the quintic; singular values end up between about 0.7 and 1.2."""
 ITERATIONS = 5
 RMS = 0.2
 """Root mean square of an update, as AdamW's typically is (section 2.2 of Liu et al.)."""
 
 
 class Muon(WholeParameterOptimizer):
-    """Each whole matrix, of fused experts that of each, is computed by one of the ranks that share it."""
+    """Each whole matrix, one per expert if experts are fused, is computed by one of the ranks that share it."""
 
     def update_flat(self, flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         assert flat.grad is not None
@@ -72,9 +72,9 @@ def update(given: UpdateInputs) -> torch.Tensor:
 def rounding(given: UpdateInputs) -> float:
     """A bound, as a norm, on the distance of a BF16 iteration from `update`, which rounds differently; 0.0 in FP32.
 
-    Two that start one rounding in FP32 apart are as far from each other as from the iteration in FP64, less where the
-    direction has hardly any rank: there BF16's roundings are amplified until they are most of the step. Measured on
-    random matrices of full and of low rank, 8 to 512 wide: up to 1.1 of that distance, or 0.15 of the step.
+    Two that start one FP32 rounding apart are as far from each other as from the iteration in FP64, unless the
+    direction has very low rank: BF16's roundings are then amplified until they are most of the step. Measured on random
+    matrices of full and of low rank, 8 to 512 wide: up to 1.1 of that distance, or 0.15 of the step.
     """
     if not given.matrix or not _in_bf16(given):
         return 0.0

@@ -23,9 +23,9 @@ class UpdateInputs:
     weight_decay: float
     lr: float
     step: int
-    """Number of the step that is taken, from 1."""
+    """Number of this step, from 1."""
     matrix: bool
-    """Whether it is a hidden matrix, which some optimizers treat in another way."""
+    """Whether it is a hidden matrix, which some optimizers treat differently."""
 
     def __post_init__(self) -> None:
         for name in ("master", "gradient"):
@@ -44,7 +44,7 @@ def adam_averages(given: UpdateInputs) -> tuple[torch.Tensor, torch.Tensor]:
 def advance_adam(
     flat: torch.Tensor, state: dict[str, Any], group: dict[str, Any], keys: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on the FP32 state of a flat tensor with a gradient: new tensors of its size. keys: of both averages."""
+    """Advance a flat tensor's FP32 state by its gradient; returns new, corrected averages. keys: of both in `state`."""
     first, second = keys
     beta1, beta2 = group["betas"]
     if not state:

@@ -9,7 +9,7 @@ from training.engine.optimizers.rule import UpdateInputs
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
-    """torch's, fused."""
+    """torch's fused SGD."""
     return torch.optim.SGD(groups, fused=True, **options)
 
 
