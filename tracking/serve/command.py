@@ -20,7 +20,7 @@ PORT = 8600
 
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C; 2 when the folder does not exist or the port is not available."""
+    """Serve until Ctrl-C. Exit code 2 if the folder does not exist or the port is not available."""
     options = _parser().parse_args(arguments)
     library = Library(options.runs)
     try:
