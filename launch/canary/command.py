@@ -29,7 +29,7 @@ from launch.job import add_processes_option, default_processes
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Try, start and watch; returns the exit code."""
+    """Run the canary, start the run and watch it; returns the exit code."""
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _open(plan: Plan) -> Journal:
-    """The canary's journal. Raises UserError: a run of that name exists, and no canary of it."""
+    """The canary's journal. Raises UserError if a run of that name exists that no canary started."""
     fresh = not (plan.folder / "canary.jsonl").exists()
     if fresh and (plan.run_folder / "events.jsonl").exists():
         problem = "was started without a canary; give another run.name, or resume it with train.py"
@@ -71,7 +71,7 @@ def _open(plan: Plan) -> Journal:
 
 
 def _report(plan: Plan) -> None:
-    """Write the run's report again, now that the canary has ended."""
+    """Rewrite the run's report now that the canary has ended."""
     command = [sys.executable, "-m", "tracking.report", str(plan.run_folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:

@@ -21,9 +21,9 @@ ANSWER_SECONDS = 10.0
 
 
 def last_event(port: int) -> float | None:
-    """Time of rank 0's last event, in seconds since the epoch; None without one, or when the port is closed.
+    """Time of rank 0's last event, in seconds since the epoch; None without one, or if the port is closed.
 
-    Raises TimeoutError or OSError when something listens there and does not answer.
+    Raises TimeoutError or OSError if something listens there but does not answer.
     """
     url = f"http://127.0.0.1:{port}/metrics?name[]={METRIC}"
     try:
@@ -39,7 +39,7 @@ def last_event(port: int) -> float | None:
 
 @entry_point()
 def main(arguments: list[str]) -> int:
-    """0: alive, or unknown; 1: not."""
+    """Returns 0 if alive or unknown, 1 if not."""
     parser = Arguments("python -m launch.kubernetes.alive", __doc__)
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")
     parser.add_argument("--silent-minutes", type=float, required=True, help="how long nothing may be recorded")

@@ -55,7 +55,6 @@ class Finding:
 
     value: compared with the limit; None if not measured. shown: the value as text; may be set even if the value
     relative to the baseline is unknown. how: how it was computed. reason: why it fails, or why it was not measured.
-
     """
 
     key: str

@@ -3,7 +3,6 @@
 Terms follow Google's SRE workbook. An indicator is the ratio of good to valid events; an objective is its minimum; the
 error budget is the number of events that may fail: (1 - objective) x valid events. A burn rate of 1 spends exactly the
 budget of its period. Runs that may still be running are not counted yet. Only one run at a time is held in memory.
-
 """
 
 import math
