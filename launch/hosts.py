@@ -51,9 +51,9 @@ class Hosts:
     slots: dict[str, int]
     """Machine to its number of processes, in hostfile order."""
     launcher: tuple[str, ...]
-    """The command line up to train.py."""
+    """Words of the command line before train.py."""
     rest: tuple[str, ...]
-    """The command line from train.py on."""
+    """Words of the command line from train.py on."""
     ssh: tuple[str, ...]
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 

@@ -2,9 +2,9 @@
 
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
-Restarts a job after a rank or the launcher was killed or crashed. Does not restart one that ended by itself: done, a
-wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. The run's end is
-read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+Restarts a job if a rank or the launcher was killed or crashed, but not if it ended by itself: done, a wrong config,
+numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended is read from
+its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
 With `deepspeed --hostfile FILE` a restart can continue without lost machines: --min-nodes.
 

@@ -1,15 +1,15 @@
-"""The events of `events.jsonl`: their names, the fields that each must carry, and a one-line description of each.
+"""The events of `events.jsonl`: their names, their required fields, and a one-line description of each event.
 
 Every event has `event`, `step` (optimizer steps attempted so far), `time` (seconds since the epoch) and `tokens`
-(global, so far). The further fields below are required; an event may carry more. Units:
+(global, so far). The fields below are required in addition; an event may have more. Units:
 
 - `loss` in nats, the mean over the label tokens of the global batch; `perplexity` is its exponential;
 - `grad_norm` and `momentum_norm` in gradient units: global, unscaled, before clipping;
-- `lr` per applied step; `loss_scale`, `from`, `to` and `clip_coefficient` are plain factors;
+- `lr`, `loss_scale`, `from`, `to` and `clip_coefficient` are plain factors;
 - `seconds`, `step_seconds`, `stall_seconds` in seconds; `memory_bytes` and `bytes` in bytes.
 
-A number that is not finite is written as the string "inf", "-inf" or "nan". On reading, those strings become floats
-again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
+Non-finite numbers are written as the strings "inf", "-inf" and "nan". On reading, these strings become floats again,
+except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class Record:
-    """Fans events out to sinks. Lives on rank 0; the other ranks hold `Record.silent()`."""
+    """Fans events out to sinks. Used on rank 0; other ranks use `Record.silent()`."""
 
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.time) -> None:
         """`clock` gives seconds since the epoch."""

@@ -2,13 +2,13 @@
 
 python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
 
-The first `canary.steps` steps run beside their FP32 twin and are judged as by `python -m tools.parity`. If they agree,
+The first `canary.steps` steps run beside their FP32 twin and are judged by `tools.parity`. If they agree,
 the whole run continues from their state under `launch.supervise`, while its checkpoints are compared with FP32. If one
 fails, the run goes back to the last that passed and continues with `canary.fallback`.
 
 Exit code 0: the whole run is done; 2: the config or the command line is wrong; 3: no parity, so nothing was started, or
 the run stopped on numerics and no fallback is left; 75: a stop was requested (SIGTERM, SIGUSR1 or Ctrl-C), and the run
-saved; the same command continues it. Any other: the run's.
+saved; the same command continues it. Any other code is the run's.
 """
 
 from __future__ import annotations

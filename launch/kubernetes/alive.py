@@ -1,10 +1,10 @@
-"""A liveness probe: exit code 1 when rank 0 of this pod does not answer, or has recorded nothing for very long.
+"""A liveness probe: exit code 1 if rank 0 of this pod does not answer, or has recorded nothing for too long.
 
     python -m launch.kubernetes.alive --port 9464 --silent-minutes 60
 
-A closed port is no failure: only rank 0's pod opens it, once the model is built. Give the probe more minutes than
-run.timeout_minutes, after which a run whose ranks wait for one of them ends by itself, and than the longest evaluation.
-One metric is requested by name: the sink does not count that as a scrape.
+A closed port is not a failure: only rank 0's pod opens it, once the model is built. Set --silent-minutes above
+run.timeout_minutes, after which a run with a stuck rank ends by itself, and above the longest evaluation. A single
+metric is requested by name, which the sink does not count as a scrape.
 """
 
 from __future__ import annotations

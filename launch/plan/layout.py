@@ -30,7 +30,7 @@ class Layout:
     stage: int
     world: int
     micro: int
-    """[samples] Micro-batch size of one rank."""
+    """[samples] Micro-batch size."""
     accumulation: int
     sequence: int
     """[tokens] Length of a row, or of the source of an encoder-decoder."""

@@ -7,8 +7,8 @@
 
 Every trial's config is checked before the first one starts. A restarted sweep does not repeat trials that have ended,
 and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code 75; a
-second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics; 2: the
-file is wrong, nothing was started; 1: some failed.
+second one kills them. Exit code 0: all trials ended, including hopeless and diverged ones; 3: all of them on numerics;
+2: the file is wrong, nothing was started; 1: some failed.
 """
 
 from __future__ import annotations

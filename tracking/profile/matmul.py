@@ -35,7 +35,7 @@ GOOD, BEST = 8, 64
 
 @dataclass
 class Matmul:
-    """One matrix product in a trace."""
+    """One matmul in a trace."""
 
     event: Event
     dtype: str

@@ -1,9 +1,9 @@
 """The twelve measures of a run with verdicts, or the service levels of many runs, from run folders alone.
 
-    python -m tracking.report RUN [--baseline FP32_RUN]     writes RUN/report.md too; also of a crashed or running run
+    python -m tracking.report RUN [--baseline FP32_RUN]     also writes RUN/report.md; for crashed and running runs too
     python -m tracking.report --runs 'runs/*'               job success, divergence and restores, with an error budget
 
-Exit codes: 0; 2 a run cannot be read or an option is wrong; 3 with --gate, when a verdict is "fail".
+Exit codes: 0; 2 if a run cannot be read or an option is wrong; 3 with --gate if a verdict is "fail".
 """
 
 import argparse

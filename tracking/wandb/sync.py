@@ -3,7 +3,7 @@
     python -m tracking.wandb.sync runs/demo --online [--export exported/demo]
         [--checkpoint runs/demo/checkpoints/step-400] [--parity parity.json]
 
-All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
+Everything goes to the wandb run named in the run folder. Without --online an offline run is written, for `wandb sync`.
 The last line says how much was new and where it went. Exit code 0: done; 1: wandb failed, or --online was recorded
 offline; 2: wrong arguments.
 """

@@ -1,8 +1,8 @@
 """Show a running or finished run in the terminal: `python -m tracking.watch RUN`.
 
-Reads only the run folder, so it works for a run on any machine that shares its disk, and does not affect it. Keys: q
-quits, x toggles a logarithmic step axis, h shows the heat maps of the layers one after another. With --once, or when
-the output is not a terminal, one frame is printed.
+Reads only the run folder, so it works for a run on any machine with a shared disk and does not affect the run. Keys: q
+quits, x toggles a logarithmic step axis, h cycles through the heat maps of the layers. With --once, or if the output is
+not a terminal, one frame is printed.
 """
 
 import os
