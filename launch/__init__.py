@@ -1,1 +1,1 @@
-"""How a run starts: launcher configs, and a supervisor that starts a job again."""
+"""Start runs: launcher configs, planning, checks of machines, sweeps, and a supervisor that restarts jobs."""

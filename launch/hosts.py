@@ -1,7 +1,7 @@
-"""The machines of a supervised `deepspeed --hostfile` job: which of them are reachable, and the job's processes there.
+"""The machines of a supervised `deepspeed --hostfile` job: which ones are reachable, and the job's processes there.
 
-A launcher that dies leaves its ranks on the other machines running, where only ssh can end them. An environment
-variable with the job's id identifies them, so that no other process is touched.
+A launcher that dies leaves its ranks running on the other machines, where they can only be ended over ssh. An
+environment variable with the job's id identifies them, so that no other process is affected.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import Any
 from config.errors import UserError
 
 JOB_ID_VARIABLE = "PYTHON_SUPERVISED_BY"
-"""The deepspeed launcher exports variables that begin with PYTHON; Python itself does not read this one."""
+"""Starts with PYTHON so that the deepspeed launcher exports it; Python itself ignores it."""
 CONNECT_SECONDS = 10
 POLL_SECONDS = 10.0
 KILL_AFTER_SECONDS = 15
-"""[seconds] Time that the job's processes on a machine have between SIGTERM and SIGKILL."""
+"""[seconds] Time between SIGTERM and SIGKILL for the job's processes on a machine."""
 _HOSTFILE_OPTIONS = ("--hostfile", "-H")
 _SELECTION_OPTIONS = (
     *("--include", "-i", "--exclude", "-e", "--num_nodes", "--num_gpus", "--num_accelerators"),
     *("--master_addr", "--no_ssh"),
 )
-# Defines p: pids of this job's processes, optionally only those with the environment entry $1.
+# Defines p, which prints the pids of this job's processes, optionally only those with the environment entry $1.
 _FIND_PROCESSES = (
     "p() { grep -lsxzF JOB_ID /proc/[0-9]*/environ"
     """ | xargs -r grep -lsxzE "${1:-.*}" | tr -dc '0-9\\n' | sort -n; }; """
@@ -46,20 +46,20 @@ _SIGNAL_RANK_0 = 'rank=$(p RANK=0 | head -n 1); [ -n "$rank" ] && kill -USR1 $ra
 
 @dataclass(frozen=True)
 class Hosts:
-    """The machines that a `deepspeed` command line names, and how to reach them."""
+    """The machines named by a `deepspeed` command line, and how to reach them."""
 
     slots: dict[str, int]
-    """Processes of each machine, in the order of the hostfile."""
+    """Machine to its number of processes, in hostfile order."""
     launcher: tuple[str, ...]
-    """The command line up to train.py."""
+    """Words of the command line before train.py."""
     rest: tuple[str, ...]
-    """The command line from train.py on."""
+    """Words of the command line from train.py on."""
     ssh: tuple[str, ...]
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Hosts | None:
-        """The machines of `deepspeed` with a hostfile; None for other commands. Raises UserError."""
+        """The machines of a `deepspeed` command with a hostfile; None for other commands. Raises UserError."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
         path = option_value(launcher, *_HOSTFILE_OPTIONS)
@@ -71,24 +71,24 @@ class Hosts:
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
     def reachable(self) -> list[str]:
-        """Names of the machines on which ssh runs a command, in the hostfile's order. Takes up to 20 s."""
+        """Names of the machines on which ssh can run a command, in hostfile order. Takes up to 20 s."""
         codes = self._run_on(list(self.slots), "true")
         return [name for name, code in codes.items() if code == 0]
 
     def environment(self) -> dict[str, str]:
-        """The launcher's environment: the job's id, and an ssh that gives up on a machine silent for 60 s."""
+        """Environment of the launcher: includes the job's id, and makes ssh give up on a machine silent for 60 s."""
         append = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
         alive = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"
         return {**os.environ, JOB_ID_VARIABLE: self.job_id, "PDSH_SSH_ARGS_APPEND": f"{append} {alive}".strip()}
 
     def command(self, names: Sequence[str], folder: Path) -> list[str]:
-        """The command line that starts the job on these machines only; its hostfile is written into `folder`."""
+        """Command line that starts the job on these machines only; writes its hostfile into `folder`."""
         if list(names) == list(self.slots):
             return [*self.launcher, *self.rest]
         file = folder / "hostfile"
         file.write_text("".join(f"{name} slots={self.slots[name]}\n" for name in names), encoding="utf-8")
         words = without_options(self.launcher, *_HOSTFILE_OPTIONS, flags=["--force-multi"])
-        # Without --force_multi deepspeed starts a single machine's job locally, whatever that machine's name.
+        # Without --force_multi, deepspeed starts the job of a single machine locally, whatever its name.
         multi = ["--force_multi"] if len(names) == 1 else []
         return [words[0], "--hostfile", str(file), *multi, *words[1:], *self.rest]
 
@@ -98,11 +98,11 @@ class Hosts:
         self._run_on(names, script, CONNECT_SECONDS + KILL_AFTER_SECONDS + 10)
 
     def signal_rank_0(self, names: Sequence[str]) -> bool:
-        """Send SIGUSR1 to rank 0, on whichever machine it runs. False when it is on none."""
+        """Send SIGUSR1 to rank 0, on whichever machine it runs; False if it runs on none."""
         return 0 in self._run_on(names, _SIGNAL_RANK_0).values()
 
     def _run_on(self, names: Sequence[str], script: str, seconds: float = 2 * CONNECT_SECONDS) -> dict[str, int]:
-        """The exit code of `script`, which may call `p`, on each machine; 255 where it did not run."""
+        """Machine to the exit code of `script`, which may call `p`; 255 if it did not run."""
         script = _FIND_PROCESSES.replace("JOB_ID", f"{JOB_ID_VARIABLE}={self.job_id}") + script
 
         def one(name: str) -> int:
@@ -117,19 +117,19 @@ class Hosts:
 
 @dataclass(frozen=True)
 class HostSelection:
-    """The machines that each start runs on: the largest number of the reachable ones whose processes fit the batch."""
+    """Chooses the machines for each start: as many reachable ones as possible whose processes divide the batch."""
 
     hosts: Hosts
     fits: Callable[[int], bool]
-    """Whether the global batch divides among that many processes."""
+    """Whether the global batch divides among this many processes."""
     min_nodes: int | None
-    """[machines] Smallest number for a start; None: all of the hostfile, and the first start does not probe them."""
+    """[machines] Minimum number for a start; None requires the whole hostfile, and the first start skips the probe."""
     wait_minutes: float
     log: Callable[[str], None]
     stopped: Callable[[], bool]
 
     def __post_init__(self) -> None:
-        """Check `min_nodes`. Raises UserError: it does not fit the hostfile or the command."""
+        """Check `min_nodes`. Raises UserError if it does not fit the hostfile or the command."""
         if self.min_nodes is not None:
             count = len(self.hosts.slots)
             if not 1 <= self.min_nodes <= count:
@@ -139,7 +139,7 @@ class HostSelection:
                     raise UserError(f"--min-nodes: {word} selects the machines already; use only one of the two")
 
     def for_first_start(self) -> list[str]:
-        """The machines of the first start. Raises UserError: too few are reachable."""
+        """Machines for the first start. Raises UserError if too few are reachable."""
         if self.min_nodes is None:
             return list(self.hosts.slots)
         names, reachable = self._probe()
@@ -149,7 +149,7 @@ class HostSelection:
         return names
 
     def for_restart(self) -> list[str] | None:
-        """The machines of a restart, once enough are reachable; None when that takes too long or is stopped."""
+        """Wait until enough machines are reachable and return those for a restart; None on a timeout or a stop."""
         needed, ends = self.min_nodes or len(self.hosts.slots), time.monotonic() + 60 * self.wait_minutes
         logged = False
         while not self.stopped():
@@ -190,7 +190,7 @@ class HostSelection:
 
 
 def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[int], bool]) -> list[str]:
-    """The longest prefix of `names` whose number of processes `fits`; empty when none does."""
+    """The longest prefix of `names` whose total number of processes `fits`; empty if there is none."""
     for count in range(len(names), 0, -1):
         if fits(sum(slots[name] for name in names[:count])):
             return list(names[:count])
@@ -198,7 +198,7 @@ def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[i
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Name to slots (processes) of each machine, in the file's order. Raises UserError where it is none."""
+    """Machine to its slots (processes), in file order. Raises UserError if it is not a hostfile."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -220,7 +220,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def option_value(words: Sequence[str], *options: str) -> str | None:
-    """The last value of an option of a launcher's command line, however it is written; None without it."""
+    """Last value of an option in a launcher's command line, with `-` or `_`, as two words or with `=`; else None."""
     found = None
     for word, following in zip_longest(words, words[1:]):
         name, equals, value = word.partition("=")
@@ -230,7 +230,7 @@ def option_value(words: Sequence[str], *options: str) -> str | None:
 
 
 def without_options(words: Sequence[str], *options: str, flags: Sequence[str] = ()) -> list[str]:
-    """A launcher's command line without `options`, which take a value, and `flags`, which take none."""
+    """A launcher's command line without `options`, which take a value, and `flags`, which do not."""
     kept, skip = [], False
     for word in words:
         name, equals, _ = word.partition("=")

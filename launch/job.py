@@ -1,9 +1,9 @@
-"""Training jobs: their command line, their environment, their output, and an end that leaves no process behind.
+"""Training jobs: command line, environment and output, and an end that leaves no process behind.
 
-`start` and `launch` run a program of Mantissa's as users start it, several processes under a launcher, with the output
-in a log. `Job` is one watched start of any command line. A launcher can die and leave its ranks running, as the
-deepspeed launcher does on SIGTERM, so the process of a `Job` adopts every orphaned descendant (PR_SET_CHILD_SUBREAPER
-in prctl(2)), including those in a session of their own.
+`start` and `launch` run one of Mantissa's programs the way users do, as several processes under a launcher, with output
+in a log. `Job` supervises one start of any command line. A launcher can die and leave its ranks running, as the
+deepspeed launcher does on SIGTERM, so the process that owns a `Job` adopts all orphaned descendants
+(PR_SET_CHILD_SUBREAPER in prctl(2)), including those in their own sessions.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from tracking.events import Event
 
 TRAIN = (str(REPOSITORY / "train.py"),)
-"""The program of a training job."""
+"""Program of a training job."""
 KILL_AFTER_SECONDS = 15.0
-"""[seconds] Time that processes that outlive their launcher have between SIGTERM and SIGKILL."""
+"""[seconds] Time between SIGTERM and SIGKILL for processes that outlive their launcher."""
 REPORT_SECONDS = 30.0
-"""[seconds] Interval at which the starter of a job is asked for its progress."""
+"""[seconds] Interval between calls of the `report` given to `launch`."""
 LINGER_SECONDS = 60.0
-"""[seconds] Time that a launcher may keep running after a rank was lost and none runs here. pdsh waits forever for a
-machine that is cut off; the deepspeed launcher and torchrun end within 30 s."""
+"""[seconds] How long a launcher may linger after a rank was lost and none runs here. pdsh waits forever for a machine
+that is cut off; the deepspeed launcher and torchrun end within 30 s."""
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
@@ -63,11 +63,11 @@ LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 )
-"""Variables that a launcher sets for its processes; a job started from inside another one must not inherit it."""
+"""Variables that a launcher sets for its processes; a job started from within another must not inherit them."""
 
 
 def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | None:
-    """Why `train.py` would refuse these arguments (`--config FILE` and overrides); None where they can be resolved."""
+    """Why `train.py` would reject these arguments (`--config FILE` and overrides); None if they can be resolved."""
     try:
         resolve_run(parse(arguments), environment)
     except UserError as error:
@@ -76,17 +76,17 @@ def refusal(arguments: Sequence[str], environment: Mapping[str, str]) -> str | N
 
 
 def add_processes_option(parser: argparse.ArgumentParser) -> None:
-    """--processes; None stands for `default_processes()`."""
+    """Add the option --processes, whose default None means `default_processes()`."""
     parser.add_argument("--processes", type=positive_int, help="processes of each job (default: one per GPU, or two)")
 
 
 def default_processes() -> int:
-    """One process a GPU; two on a machine without."""
+    """One process per GPU; two on a machine without GPUs."""
     return len(visible_gpus()) or 2
 
 
 def visible_gpus() -> list[str]:
-    """CUDA_VISIBLE_DEVICES, else what nvidia-smi lists; empty without a GPU."""
+    """GPUs in CUDA_VISIBLE_DEVICES, else those listed by nvidia-smi; empty without GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -95,23 +95,23 @@ def visible_gpus() -> list[str]:
 
 
 def with_project(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that finds Mantissa's modules from any folder."""
+    """The environment, extended so that a process finds Mantissa's modules from any folder."""
     path = os.pathsep.join(filter(None, [str(REPOSITORY), environment.get("PYTHONPATH")]))
     return {**environment, "PYTHONPATH": path}
 
 
 def job_environment(**further: str) -> dict[str, str]:
-    """This process's environment for another job: without its launcher's variables, with Mantissa's own programs."""
+    """Environment for another job: without this process's launcher variables, with this Python's programs on PATH."""
     kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return with_project({**kept, "PATH": path, **further})
 
 
 def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]:
-    """A command line whose launcher, where it is this environment's, is started by this interpreter.
+    """The command line, with a launcher of this environment run as a module by this interpreter.
 
-    pip writes the program `deepspeed` so that it cannot start where the environment's path has a space in it.
-    path: the command's PATH, if it is not this process's.
+    The `deepspeed` script that pip installs cannot start if the path of the environment contains a space. path: PATH of
+    the command, if it is not this process's.
     """
     for words, module in _MODULES.items():
         if tuple(command[: len(words)]) == words:
@@ -122,10 +122,10 @@ def by_interpreter(command: Sequence[str], path: str | None = None) -> list[str]
 
 
 def job_command(program: Sequence[str], *, processes: int, launcher: Sequence[str] = ()) -> list[str]:
-    """The command line that starts a program on several processes.
+    """Command line that starts a program as several processes.
 
     program: a script and its arguments, or ("-m", module, arguments ...). launcher: a command such as
-    ("deepspeed", "--hostfile", "hosts"), which then says where and on how many processes; else torchrun, here.
+    ("deepspeed", "--hostfile", "hosts"), which then determines hosts and processes; default: torchrun on this machine.
     """
     if launcher:
         module = _MODULE_OPTION.get(Path(launcher[0]).name, "-m")
@@ -145,11 +145,11 @@ def launch(
     seconds: float | None = None,
     report: Callable[[], object] | None = None,
 ) -> int:
-    """Run `program` to its end and return the launcher's exit code, which may be 1 for every failure of the program.
+    """Run `program` to its end and return the launcher's exit code, which may be 1 for any failure of the program.
 
-    Other arguments are those of `start`. seconds: time limit, after which the job is killed with all that it started
-    and subprocess.TimeoutExpired is raised. report: called every `REPORT_SECONDS` while the job runs. SIGTERM to this
-    process ends the job, too. Where a signal ended the job, the log's last line says so.
+    Other arguments as for `start`. seconds: time limit, after which the job and everything it started is killed and
+    subprocess.TimeoutExpired is raised. report: called every `REPORT_SECONDS` while the job runs. SIGTERM to this
+    process also ends the job. If a signal ended the job, the last line of the log says so.
     """
     job = start(program, processes=processes, log=log, launcher=launcher)
     ends = math.inf if seconds is None else time.monotonic() + seconds
@@ -174,7 +174,7 @@ def launch(
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Context in which SIGTERM raises SystemExit, in the main thread; elsewhere no handler can be set."""
+    """Context manager: SIGTERM raises SystemExit. No effect outside the main thread, where handlers cannot be set."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -186,7 +186,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def _note_signal(log: Path, code: int) -> None:
-    """Append to the log which signal ended the job, if one did: the program itself could not."""
+    """Append to the log which signal ended the job, if any, since the program itself could not."""
     reported, who = _torchrun_report(log.read_text(errors="replace", encoding="utf-8")), "it"
     if reported and reported[1] < 0:
         who, code = f"rank {reported[0]}", reported[1]
@@ -197,7 +197,7 @@ def _note_signal(log: Path, code: int) -> None:
 
 
 def _torchrun_report(output: str) -> tuple[int, int] | None:
-    """Rank and exit code of the first failure, where torchrun reports it."""
+    """(rank, exit code) of the first failure, if torchrun reports it."""
     found = _TORCHRUN_CAUSE.findall(output)
     return (int(found[-1][0]), int(found[-1][1])) if found else None
 
@@ -207,8 +207,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Start `program` and return at once.
 
-    program, launcher: as `job_command` takes them. Standard output and error go to `log`. own_session: the terminal's
-    signals do not reach it. Raises UserError when the launcher does not exist.
+    program, launcher: as for `job_command`. Standard output and error go to `log`. own_session: shields it from the
+    terminal's signals. Raises UserError if the launcher does not exist.
     """
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -228,14 +228,14 @@ def start(
 
 
 def first_line(command: Sequence[str]) -> str:
-    """The line with which the log of a job begins."""
+    """First line of a job's log: its command line, without secrets."""
     return f"$ {' '.join(redact_arguments(list(command)))}\n"
 
 
 def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
-    """Send a signal to a job and to all that it started, in any session, and wait for the job."""
+    """Send a signal to a job and to everything it started, in any session, and wait for the job."""
     others = _descendants(job.pid)
-    job.send_signal(number)  # the launcher first: it would report and restart its ranks
+    job.send_signal(number)  # the launcher first, or it would report and restart its ranks
     for pid in others:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -245,7 +245,7 @@ def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
 def train(
     arguments: Sequence[str], folder: Path, name: str, *, processes: int, seconds: float | None = None
 ) -> tuple[int, Path, list[Event]]:
-    """Run train.py to its end as the run `folder`/runs/`name`: its exit code, its log and its events. As `launch`."""
+    """Run train.py to its end as the run `folder`/runs/`name`, by `launch`; returns (exit code, log, events)."""
     from tracking.compare.surviving import read_events
 
     log, events = folder / "logs" / f"{name}.log", folder / "runs" / name / "events.jsonl"
@@ -254,14 +254,14 @@ def train(
 
 
 def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[str]:
-    """train.py and its arguments, for the run `folder`/runs/`name`."""
+    """train.py and its arguments for the run `folder`/runs/`name`."""
     return [*TRAIN, *arguments, f"run.dir={folder / 'runs'}", f"run.name={name}"]
 
 
 def with_steps(resolved: Resolved) -> list[str]:
-    """The override for as many steps as run.epochs makes of the data, which are prepared for that; none without epochs.
+    """Override of run.steps that follows from run.epochs and the data, which are prepared for it; none without epochs.
 
-    Raises UserError: the data cannot be prepared, or the two contradict each other.
+    Raises UserError if the data cannot be prepared, or if epochs and data contradict each other.
     """
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare
@@ -273,29 +273,29 @@ def with_steps(resolved: Resolved) -> list[str]:
 
 
 def shorten(config: Config, steps: int) -> list[str]:
-    """The overrides for a run of `steps` steps; the warm-up keeps its share."""
-    whole = config.run.steps or max(steps, config.schedule.warmup_steps)  # of run.epochs they are not known yet
+    """Overrides for a run of `steps` steps whose warm-up keeps its share."""
+    whole = config.run.steps or max(steps, config.schedule.warmup_steps)  # not known yet with run.epochs
     warmup = math.ceil(config.schedule.warmup_steps * steps / whole)
     return [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
 
 
 def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """(number of the repeat from 1, name): every name in each repeat, the order reversed in every other one."""
+    """(number of the repeat from 1, name) pairs: every name in each repeat, in reverse order every other repeat."""
     for number in range(1, repeats + 1):
         for name in names if number % 2 else reversed(names):
             yield number, name
 
 
 def error_line_of(log: Path) -> str:
-    """The line of a failed job's log that says why: our own error line, else the last that names one, else the last."""
+    """The line of a failed job's log that says why, at most 400 characters; see `error_line`."""
     return error_line(log.read_text(errors="replace", encoding="utf-8"))[:400]
 
 
 def error_line(output: str) -> str:
-    """Why a job failed: the last `error:` line of its output, else the last that names an Error, else the last."""
+    """Why a job failed: the last `error:` line of its output, else the last naming an Error, else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     ours = [line for line in lines if line.startswith("error:")]
-    # torchrun's own error comes last and says nothing
+    # torchrun's own error comes last and is uninformative
     raised = [line for line in lines if "Error:" in line and "ChildFailedError" not in line]
     return (ours or raised or lines or ["it printed nothing"])[-1]
 
@@ -312,10 +312,10 @@ class Job:
         environment: Mapping[str, str] = os.environ,
         output: TextIO | None = None,
     ) -> None:
-        """Start it in a session of its own, so that the terminal's signals reach only this process.
+        """Start it in its own session, so that the terminal's signals reach only this process.
 
-        names: the machines of `hosts` that it runs on, when it does not run here. output: where its output goes;
-        standard output unless given. Raises UserError when there is no such program.
+        names: machines of `hosts` that it runs on, if not here. output: where its output goes; default: standard
+        output. Raises UserError if there is no such program.
         """
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self._command, self._hosts, self._names = list(command), hosts, list(names)
@@ -336,14 +336,14 @@ class Job:
         self._reader.start()
 
     def wait(self) -> int:
-        """Wait for the launcher, end what it left running, and return its exit code, negative for a signal."""
+        """Wait for the launcher, end what it left running, and return its exit code (negative for a signal)."""
         while self._launcher.poll() is None:
             time.sleep(0.1)
             self._reap_orphans()
             lost = self._lost_at
             if lost is not None and time.monotonic() - lost > LINGER_SECONDS:
                 self._lost_at = None
-                if not dict(self._ranks()):  # else torchrun has started them again
+                if not dict(self._ranks()):  # otherwise torchrun has restarted them
                     log(f"the launcher still waits {LINGER_SECONDS:.0f} s after a rank was lost: ended")
                     self.kill()
         self._end_remaining()
@@ -351,9 +351,9 @@ class Job:
         return self._launcher.returncode
 
     def request_stop(self) -> bool:
-        """Have the run save and end: SIGUSR1 to one rank, which all ranks follow. False when no rank runs here (yet).
+        """Make the run save and end by SIGUSR1 to one rank, which all ranks follow; False if no rank is running (yet).
 
-        The launcher gets no signal: torchrun and the deepspeed launcher kill their ranks 30 s after one.
+        The launcher gets no signal, since torchrun and the deepspeed launcher kill their ranks 30 s after one.
         """
         if self._hosts is not None:
             return self._hosts.signal_rank_0(self._names)
@@ -371,14 +371,14 @@ class Job:
                 os.kill(pid, number)
 
     def failure_cause(self) -> str | None:
-        """The output's account of the rank that was lost: train.py's own line, else torchrun's report."""
+        """Cause of the lost rank according to the output: train.py's own line, else torchrun's report; None without."""
         ours, reported = _LOST_LINE.search("".join(self._lines)), _torchrun_report("".join(self._lines))
         if ours:
             return ours[1]
         return f"rank {reported[0]} {describe_exit(reported[1])}" if reported else None
 
     def failed_code(self) -> int | None:
-        """The exit code of the rank that failed first, where torchrun reports it."""
+        """Exit code of the rank that failed first, if torchrun reports it."""
         reported = _torchrun_report("".join(self._lines))
         return reported[1] if reported else None
 
@@ -395,7 +395,7 @@ class Job:
                 output.flush()
 
     def _ranks(self) -> Iterator[tuple[int, int]]:
-        """Rank and pid of every rank here. Its children inherit RANK, so the first in a line of descent counts."""
+        """(rank, pid) of every rank on this machine. Children inherit RANK, so only the topmost process counts."""
         seen: set[int] = set()
         for pid in _descendants(os.getpid()):  # parents first
             environment = _environment(pid)
@@ -404,19 +404,19 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """Rank 0 when the command is `python train.py`, without a launcher; else empty.
+        """{0: pid} if the command is `python train.py` without a launcher; else empty.
 
-        It names itself RANK 0 once it runs, which its environment here does not show, but that of its helpers does.
+        It sets RANK=0 for itself after it starts, which /proc shows only in the environment of its helpers.
         """
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}
 
     def _reap_orphans(self) -> None:
-        """Reap adopted processes that have ended: for one that stays a zombie DeepSpeed's launcher waits 30 s."""
+        """Reap adopted processes that have ended, since DeepSpeed's launcher waits 30 s for a zombie."""
         for pid in _children(os.getpid()):
             with suppress(ProcessLookupError, ChildProcessError):
-                if pid != self._launcher.pid and os.getsid(pid) != os.getsid(0):  # in ours is ssh, waited for elsewhere
+                if pid != self._launcher.pid and os.getsid(pid) != os.getsid(0):  # ours has ssh, waited for elsewhere
                     os.waitpid(pid, os.WNOHANG)
 
     def _end_remaining(self) -> None:
@@ -435,8 +435,8 @@ class Job:
 
 
 def log(line: str, program: str = "supervise") -> None:
-    """Write one line of the supervisor's, or another program's, own to stderr."""
-    os.write(2, f"{program}: {shown(line)}\n".encode())  # a signal handler may be in the middle of another line
+    """Write one line to stderr, prefixed with the program's name."""
+    os.write(2, f"{program}: {shown(line)}\n".encode())  # unbuffered: a signal handler may interrupt another line
 
 
 def _descendants(pid: int) -> list[int]:

@@ -2,9 +2,9 @@
 
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
-Restarts a job after a rank or the launcher was killed or crashed. Does not restart one that ended by itself: done, a
-wrong config, numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. The run's end is
-read from its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+Restarts a job if a rank or the launcher was killed or crashed, but not if it ended by itself: done, a wrong config,
+numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended is read from
+its events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
 With `deepspeed --hostfile FILE` a restart can continue without lost machines: --min-nodes.
 
@@ -34,7 +34,7 @@ from launch.hosts import Hosts, HostSelection
 from launch.job import Job, log
 
 MAX_STARTS_WITHOUT_PROGRESS = 2
-"""Starts in a row without a new step or checkpoint after which the supervisor gives up."""
+"""Consecutive starts without a new step or checkpoint after which the supervisor gives up."""
 LONGEST_WAIT_SECONDS = 300.0
 
 
@@ -43,11 +43,11 @@ class Session:
     """Summary of what one start of the job wrote to events.jsonl."""
 
     furthest: int = -1
-    """Highest step attempted; -1: none."""
+    """Highest step attempted; -1 if none."""
     saved: int = -1
-    """Step of its newest checkpoint; -1: none."""
+    """Step of its newest checkpoint; -1 if none."""
     exit_code: int | None = None
-    """The one in the run_end event; None without such an event, and when it says that the run crashed."""
+    """Exit code in the run_end event; None without such an event, or if it says that the run crashed."""
     reason: str = ""
     seconds: float = 0.0
     """[seconds] Time from its first event to its last."""
@@ -61,7 +61,7 @@ class Run:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Run:
-        """The run of a command line. Raises UserError: it has no train.py with a --config, or the config is wrong."""
+        """The run of a command line. Raises UserError without train.py and --config, or if the config is wrong."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), None)
         if script is None:
             example = "python -m launch.supervise -- torchrun train.py"
@@ -71,7 +71,7 @@ class Run:
 
     @property
     def events(self) -> Path:
-        """The run's events.jsonl."""
+        """Path of the run's events.jsonl."""
         return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
@@ -82,15 +82,15 @@ class Run:
         return whole and batch.global_size % (batch.micro_size * groups) == 0
 
     def events_end(self) -> tuple[int, int]:
-        """Inode and size of events.jsonl now: what is written after it is the next session's."""
+        """(inode, size) of events.jsonl now; whatever is written later belongs to the next session."""
         if not self.events.is_file():
             return (0, 0)
         file = self.events.stat()
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """Summary of the events written since `events_end`; run.resume=never starts a new file."""
-        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+        """Summary of the events written since `position`, as from `events_end`; run.resume=never starts a new file."""
+        from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
         file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)
         events = list(file.events())
@@ -108,15 +108,15 @@ class Run:
 def final_exit_code(
     session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
 ) -> int | None:
-    """The exit code to end with; None when a restart may help.
+    """The exit code to end with; None if a restart may help.
 
-    codes: the launcher's exit code, and that of the rank that failed first where the launcher reports it.
+    codes: exit code of the launcher, then that of the rank that failed first if the launcher reports it.
     """
     if session.exit_code == PREEMPTED:
         time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
     if session.exit_code is not None:
-        return session.exit_code or abs(codes[0])  # after 0 the launcher may still have failed, such as in the report
+        return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
     final = next((code for code in codes if code in (CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)), None)
     if final is None and stop_requested:
         return codes[0] if codes[0] > 0 else 1
@@ -124,10 +124,10 @@ def final_exit_code(
 
 
 class Supervisor:
-    """Starts one job again until it has ended, its restarts are used up, or it makes no progress."""
+    """Restarts one job until it has ended, its restarts are used up, or it makes no progress."""
 
     def __init__(self, command: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-        """options: those of the command line. folder: for the hostfile of a restart. Raises UserError."""
+        """options: from the command line. folder: for the hostfile of a restart. Raises UserError."""
         self._command, self._options, self._folder = command, options, folder
         self._run = Run.of_command(command)
         self._job: Job | None = None
@@ -140,7 +140,7 @@ class Supervisor:
         self._restarted_at: list[float] = []
 
     def run(self) -> int:
-        """The exit code of the job's last start."""
+        """Supervise the job; returns the exit code of its last start."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._stop)
         furthest, saved, without_progress = -1, -1, 0
@@ -149,7 +149,7 @@ class Supervisor:
             job = self._start(saved)
             if job is None:
                 return PREEMPTED if self._stop_requested else 1
-            if self._stop_requested and not job.request_stop():  # while it was being started
+            if self._stop_requested and not job.request_stop():  # requested during the start
                 job.kill()
             code = job.wait()
             session = self._run.session_since(position)
@@ -172,8 +172,8 @@ class Supervisor:
                 return PREEMPTED
 
     def _start(self, saved: int) -> Job | None:
-        """The job, started; None when too few machines are reachable, or a stop came while it waited for more."""
-        # A run started anew or from a given checkpoint resumes from its own, once it has saved one.
+        """Start the job; None if too few machines are reachable, or if a stop came while waiting for more."""
+        # Once a run has saved a checkpoint, it resumes from that, however it was first started.
         resume = ["run.resume=auto"] if saved >= 0 else []
         if self._selection is None:
             self._job = Job([*self._command, *resume])
@@ -183,12 +183,12 @@ class Supervisor:
         if names is None:
             return None
         if self._job is not None:
-            hosts.end_processes(names)  # left on a machine that was unreachable and has come back
+            hosts.end_processes(names)  # left over on a machine that was unreachable
         self._job = Job([*hosts.command(names, self._folder), *resume], hosts, names)
         return self._job
 
     def _reason_to_give_up(self, without_progress: int, furthest: int) -> str | None:
-        """Text for the log; None when the job may be restarted."""
+        """Why to give up, as text for the log; None if the job may be restarted."""
         if without_progress >= MAX_STARTS_WITHOUT_PROGRESS:
             where = f"beyond step {furthest}" if furthest >= 0 else "to a first step"
             return f"{without_progress} starts in a row did not get {where}: giving up"

@@ -1,8 +1,8 @@
-"""The console output of a run: aligned lines, and below them live progress on a terminal.
+"""The console output of a run: aligned lines, with live progress below them on a terminal.
 
-Besides progress, a line is printed for each skipped step, with why, for each change of the loss scale, incident (with
-the command that replays it), evaluation and checkpoint, and for the end. Of a step that was not finite the first tensor
-is named; `events.jsonl` has all of them.
+Besides progress, a line is printed for each skipped step and its reason, each loss-scale change, incident (with the
+command that replays it), evaluation and checkpoint, and for the end. A non-finite step names the first such tensor;
+`events.jsonl` lists all of them.
 """
 
 import atexit
@@ -27,15 +27,15 @@ from tracking.terminal import console, paragraph
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 12
 _BAR_WIDTH = 12
-_FIXED = _BAR_WIDTH + 20  # characters of the first live line for spinner, counter and bar
-_INDENT = "  "  # of the live lines below it
-_SPEED_WINDOW = 20  # steps over which the ETA averages
-_FOLLOW = ("scale", "nonfinite", "incident")  # events of a skipped step that are told with it
+_FIXED = _BAR_WIDTH + 20  # characters of the first live line used by spinner, counter and bar
+_INDENT = "  "  # before the live lines below it
+_SPEED_WINDOW = 20  # steps that the ETA averages over
+_FOLLOW = ("scale", "nonfinite", "incident")  # events merged into the line about a skipped step
 _STYLES = {"warning": "yellow", "reexecution": "yellow", "corruption": "bold red"}
 
 
 class _Progress(Progress):
-    """The bar, and below it what does not fit beside it."""
+    """The bar, with what does not fit beside it in lines below."""
 
     below: Sequence[str] = ()
 
@@ -49,12 +49,12 @@ class ConsoleSink:
     """Shows events on `stream` (standard output by default)."""
 
     def __init__(self, total_steps: int, *, log_every_steps: int, stream: TextIO | None = None) -> None:
-        """`total_steps`: optimizer steps to attempt in all; `log_every_steps`: how often plain lines show a step."""
+        """`total_steps`: total optimizer steps to attempt; `log_every_steps`: interval of plain progress lines."""
         self._total = total_steps
         self._every = log_every_steps
         self._stream = sys.stdout if stream is None else stream
         self._console = console(file=self._stream, soft_wrap=True)
-        self._losses: list[float] = []  # one entry a step, thinned out so that it stays short
+        self._losses: list[float] = []  # one entry per step at first; thinned out as it grows
         self._thin = 1
         self._first_loss: float | None = None
         self._seconds: deque[float] = deque(maxlen=_SPEED_WINDOW)
@@ -62,7 +62,7 @@ class ConsoleSink:
         self._fp16 = False
         prints = (getattr(self._stream, "encoding", None) or "utf-8").lower().startswith("utf")
         self._blocks = _BLOCKS if prints else ""
-        self._skipped: list[Event] = []  # a skipped step and what followed from it, until all of it is known
+        self._skipped: list[Event] = []  # a skipped step and its consequences, held back until complete
         self._dtypes = ""
         self._progress: _Progress | None = None
         self._task: TaskID | None = None
@@ -93,7 +93,7 @@ class ConsoleSink:
                 self._on_precision(event)
 
     def _on_precision(self, event: Event) -> None:
-        """The dtypes inside the modules, when they are not those of the last time; in every case what is too low."""
+        """Print the dtypes observed inside modules if they changed, and always any that are lower than promised."""
         dtypes = "; ".join(f"{what} {' and '.join(found)}" for what, found in computed(event).items())
         if dtypes and dtypes != self._dtypes:
             self.print_line(f"step {event['step']}: dtypes observed: {dtypes}")
@@ -102,7 +102,7 @@ class ConsoleSink:
             self.print_line(f"step {event['step']}: {found}", "yellow")
 
     def print_line(self, text: str, style: str = "") -> None:
-        """Print `text` above the live line: one line, or on a terminal as many as its width makes of it."""
+        """Print `text` above the live lines, wrapped to the width of a terminal; one line elsewhere."""
         self._console.print(paragraph(line(text), self._console, style))
         self._stream.flush()
 
@@ -139,7 +139,7 @@ class ConsoleSink:
         )
         self._task = self._progress.add_task("step", total=self._total, completed=step, status="first step ...")
         self._progress.start()
-        atexit.register(self.close)  # a crash would otherwise leave the terminal without a cursor
+        atexit.register(self.close)  # or a crash would leave the terminal without a cursor
 
     def _on_step(self, event: Event) -> None:
         self._remember(event)
@@ -152,7 +152,7 @@ class ConsoleSink:
             self._progress.update(self._task, completed=event["step"], status=first)
         if due:
             place = f"step {event['step']:>{len(str(self._total))}}/{self._total}  "
-            if self._progress is not None:  # the live lines have the rest
+            if self._progress is not None:  # the live lines show the rest
                 _, memory, _, _, norm, rate, scale, skipped = cells
                 name, value = followed(event)
                 kept = [f"{name} {value:7.4f}", norm, rate, skipped, scale, speed, memory]
@@ -165,7 +165,7 @@ class ConsoleSink:
             self._skipped = [event]
 
     def _print_skipped(self) -> None:
-        """One line about a skipped step: why, what became of the loss scale, and the first tensor that is to blame."""
+        """Print one line about a skipped step: why, the loss-scale change, and the first non-finite tensor."""
         if not self._skipped:
             return
         (step, *further), self._skipped = self._skipped, []
@@ -187,7 +187,7 @@ class ConsoleSink:
     def _print_incident(self, event: Event, cause: Sequence[str] = ()) -> None:
         style = "bold red" if event["verdict"] == "ABORT" else "yellow"
         self.print_line(f"step {event['step']}: {'; '.join([describe_event(event), *cause])}", style)
-        if event["replay"]:  # in a line of its own that no width breaks, to be copied
+        if event["replay"]:  # on its own unwrapped line, to be copied
             self._console.print(Text(f"{_INDENT}replay: {line(event['replay'])}", style))
 
     def _remember(self, event: Event) -> None:
@@ -221,7 +221,7 @@ class ConsoleSink:
 
 
 def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
-    """`values`, averaged into at most `width` cells, as one character each; highest value, tallest block."""
+    """`values` averaged into at most `width` cells, one block character each, taller for higher values."""
     if len(values) < 2 or not blocks:
         return ""
     count = min(width, len(values))
@@ -233,7 +233,7 @@ def sparkline(values: list[float], width: int, blocks: str = _BLOCKS) -> str:
 
 
 def _pack(cells: Iterable[str], first: int, width: int) -> list[str]:
-    """The cells, in order, on as many lines as they need: the first has `first` characters, the others `width`."""
+    """Lay out cells in order on as few lines as possible: up to `first` characters on the first, `width` on others."""
     lines, room = [""], first
     for cell in filter(None, cells):
         longer = f"{lines[-1]}  {cell}" if lines[-1] else cell

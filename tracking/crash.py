@@ -1,7 +1,7 @@
-"""The `run_end` of a run that did not end by itself, written by whichever rank is left.
+"""Write the `run_end` of a run that did not end cleanly, from any surviving rank.
 
-Any rank may write it, straight into `events.jsonl`: rank 0, which has the record, may be the one that is gone. Sinks
-that follow the file, such as wandb's, have it from there.
+Any rank may write it directly into `events.jsonl`, because rank 0, which owns the record, may be the one that died.
+Sinks that follow the file, such as wandb's, read it from there.
 """
 
 import time
@@ -16,20 +16,20 @@ from tracking.status import newest_session
 CRASHED = "crashed"
 """Status of such a `run_end`."""
 _WAIT_SECONDS = 2.0
-"""Seconds that a rank waits for another one that looks and writes, which may be stuck."""
+"""Seconds to wait for another rank that holds the lock and may be stuck."""
 
 
 class Crash:
-    """Writes the end of a session that began after this object was made, once, whichever ranks try."""
+    """Writes the end of a session that began after this object was created; only the first rank to try succeeds."""
 
     def __init__(self, events: Path, rank: int) -> None:
-        """rank: this process's, which the event names as its writer."""
+        """rank: rank of this process, recorded as the writer of the event."""
         self._events, self._rank, self._opened = events, rank, time.time()
 
     def write(self, cause: str, exit_code: int) -> bool:
-        """Write it, unless the session has an end, or has not begun. cause: in words, one line. Raises nothing.
+        """Write it unless the session has already ended or not begun. cause: human-readable. Never raises.
 
-        Returns whether it was written. False also where this rank does not see the run folder.
+        Returns whether it was written; False also if this rank cannot see the run folder.
         """
         if not self._events.is_file():
             return False
@@ -47,5 +47,5 @@ class Crash:
                 finally:
                     sink.close()
                 return True
-        except (OSError, UserError):  # the disk is full, or the folder is on another machine: nobody can be told
+        except (OSError, UserError):  # the disk is full, or the folder is on another machine: nothing can be recorded
             return False

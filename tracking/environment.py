@@ -1,7 +1,7 @@
 """Versions, machine, code commit and command line of a run, for `environment.json` and wandb.
 
-This file is shared more freely than the machine it came from: environment variables pass an allow-list, and secrets are
-hidden.
+The file may be shared with people who have no access to the machine, so environment variables pass an allow-list and
+secrets are hidden.
 """
 
 import os
@@ -33,9 +33,9 @@ _GIT_TIMEOUT_S = 10
 
 
 def environment(extra: dict[str, Any]) -> dict[str, Any]:
-    """A JSON-ready dict of the environment of this process, with `extra` (devices, world size, launcher, ...) on top.
+    """The environment of this process as a JSON-ready dict, updated with `extra` (devices, world size, launcher, ...).
 
-    A package that is not installed and an unknown git commit are None. Memory is in bytes.
+    Packages that are not installed and an unknown git commit are None. Memory is in bytes.
     """
     return {
         "start_time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -62,13 +62,13 @@ def environment(extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def safe_variables(variables: dict[str, str]) -> dict[str, str]:
-    """The variables on the allow-list, sorted; those of network plug-ins may hold a login, which is hidden."""
+    """The allow-listed variables, sorted. Variables of network plug-ins may hold a login, which is hidden."""
     chosen = {k: v for k, v in variables.items() if any(fnmatchcase(k, pattern) for pattern in SAFE_VARIABLES)}
     return {name: redact(chosen[name], name) for name in sorted(chosen)}
 
 
 def package_version(package: str) -> str | None:
-    """The installed version of a package; None without one."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

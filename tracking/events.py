@@ -1,15 +1,15 @@
-"""The events of `events.jsonl`: their names, the fields that each must carry, and a one-line description of each.
+"""The events of `events.jsonl`: their names, their required fields, and a one-line description of each event.
 
 Every event has `event`, `step` (optimizer steps attempted so far), `time` (seconds since the epoch) and `tokens`
-(global, so far). The further fields below are required; an event may carry more. Units:
+(global, so far). The fields below are required in addition; an event may have more. Units:
 
 - `loss` in nats, the mean over the label tokens of the global batch; `perplexity` is its exponential;
 - `grad_norm` and `momentum_norm` in gradient units: global, unscaled, before clipping;
-- `lr` per applied step; `loss_scale`, `from`, `to` and `clip_coefficient` are plain factors;
+- `lr`, `loss_scale`, `from`, `to` and `clip_coefficient` are plain factors;
 - `seconds`, `step_seconds`, `stall_seconds` in seconds; `memory_bytes` and `bytes` in bytes.
 
-A number that is not finite is written as the string "inf", "-inf" or "nan". On reading, those strings become floats
-again except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
+Non-finite numbers are written as the strings "inf", "-inf" and "nan". On reading, these strings become floats again,
+except in the TEXT_FIELDS, where "nan" is text (`nonfinite.kind`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,20 +39,20 @@ REQUIRED_FIELDS: dict[str, tuple[str, ...]] = {
     "eval": ("loss", "perplexity"),
     "checkpoint": ("path", "seconds", "stall_seconds", "bytes", "verified"),
     "run_end": ("status", "exit_code"),
-    # In which dtypes the forward pass's matmuls were observed to compute: their share of its matmul FLOPs. `inner`, of
-    # newer versions: the same of softmaxes, norms' statistics and the like (precision/inner_dtypes.py: report).
+    # Share of the forward pass's matmul FLOPs by observed compute dtype. `inner`, in newer versions: observed dtypes of
+    # softmaxes, norm statistics and the like (precision/inner_dtypes.py: report).
     "precision": ("flop_share",),
     # Statistics of each module's tensors, by module or parameter name.
     "telemetry": ("gradients", "activation_max", "probe", "drift", "update_ratio", "gradient_exponents"),
-    # A figure that left its healthy bound before the loss shows it; `reason` has it in words with what to do.
+    # A figure left its healthy range before the loss shows a problem; `reason` explains it and says what to do.
     "warning": ("signal", "module", "value", "bound", "modules", "reason"),
-    # A value that is not what it has to be: found by copies that differ, or by an update that FP64 computes otherwise.
+    # A wrong value, found because copies differ or because an update does not match its FP64 recomputation.
     "corruption": ("found_by", "ranks", "hosts", "module", "tensor", "bits", "repaired", "text"),
-    # A step that was run again: outcome is transient, persistent or numeric.
+    # A step was rerun: outcome is transient, persistent or numeric.
     "reexecution": ("outcome", "ranks", "hosts", "why", "suspicion", "seconds"),
-    # A step that was compared with plain torch: by check how much was compared, and its worst error beside its bound.
+    # A step was compared with plain torch: per check, how much was compared, and the worst error with its bound.
     "self_check": ("checks", "skipped"),
-    # A fault that the config asks for was injected: for tests and drills.
+    # A fault requested by the config was injected, for tests and drills.
     "fault": ("kind", "rank", "module"),
     # Free text. The record itself writes one when a sink failed or events were lost.
     "note": ("text",),
@@ -76,13 +76,13 @@ _NUMBERS = frozenset(
         *("slice", "slices", "tensor_slice", "tensor_slices"),
     }
 )
-_LARGEST = 1 << 53  # of a step; of a time, a few hundred million years
+_LARGEST = 1 << 53  # for a step; as a time, a few hundred million years
 
 
 def check(event: str, fields: dict[str, Any]) -> None:
-    """Raise ValueError when `event` is unknown, lacks a required field or overwrites a common one.
+    """Raise ValueError if `event` is unknown, lacks a required field or sets `time`.
 
-    Such a mistake is in the calling code, so it is raised at once and not treated as a failed sink.
+    This is a bug in the caller, so it is raised immediately rather than treated as a failed sink.
     """
     if event not in REQUIRED_FIELDS:
         near = get_close_matches(event, REQUIRED_FIELDS, n=1)
@@ -96,7 +96,7 @@ def check(event: str, fields: dict[str, Any]) -> None:
 
 
 def fault_in(event: Event) -> str | None:
-    """Reason that `event`, read from a file, is not a valid event, such as "has no loss"; None when it is valid."""
+    """Why `event`, read from a file, is invalid, such as "has no loss"; None if it is valid."""
     kind = event.get("event")
     if not isinstance(kind, str):
         return "has no name"
@@ -130,7 +130,7 @@ def _describe(event: Event) -> str:
     match event["event"]:
         case "scale":
             old, new, in_a_row = event["from"], event["to"], event.get("consecutive_overflows")
-            # hysteresis keeps the scale for now
+            # hysteresis keeps the scale unchanged for now
             change = f"stays {scale(new)}" if old == new else f"{scale(old)} -> {scale(new)}"
             times = f", {in_a_row} in a row" if in_a_row else ""
             return f"loss scale {change} ({event['reason']}{times})"
@@ -193,21 +193,21 @@ def _reexecution(event: Event) -> str:
 
 @dataclass(frozen=True)
 class Spread:
-    """One measure over the ranks of a run."""
+    """Summary of one measure over all ranks."""
 
     least: float
     median: float
     most: float
     rank: int
-    """The rank with the most."""
+    """The rank with the largest value."""
     all: tuple[float, ...]
-    """Values by rank; empty where only the other fields were recorded."""
+    """Values by rank; empty if only the other fields were recorded."""
 
 
 def spread(event: Event, measure: str) -> Spread | None:
-    """`measure` (memory_bytes or work_seconds) of the `by_rank` field of a step event; None when it was not recorded.
+    """`measure` (memory_bytes or work_seconds) of a step event's `by_rank` field; None if it was not recorded.
 
-    A run of up to 16 ranks records a list by rank, a larger one least, median, most and the rank that has the most.
+    Up to 16 ranks are recorded as a list; larger runs record least, median, most and the rank with the most.
     """
     value: Any = (event.get("by_rank") or {}).get(measure)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The headline metric of a run, and which metrics of its task share a chart: for console, pages and verdict."""
+"""A run's headline metric, and the grouping of task metrics into charts, for console, pages and verdict."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 
 class Figure(NamedTuple):
-    """Metrics in one chart. names: patterns of their names in the `metrics` of a step or an evaluation."""
+    """Metrics in one chart. names: glob patterns for names in the `metrics` of a step or an evaluation."""
 
     title: str
     names: tuple[str, ...]
     spread: str = ""
-    """The metric that is the standard deviation of the first one, drawn as a band around it."""
+    """Metric with the standard deviation of the first one, drawn as a band around it."""
     log: bool = False
 
     def of(self, metrics: Iterable[str]) -> list[str]:
-        """The given metrics that it shows, in its own order."""
+        """The given metrics that the chart shows, in the order of `names`."""
         return [name for pattern in self.names for name in metrics if fnmatchcase(name, pattern)]
 
 
@@ -36,16 +36,16 @@ FIGURES = (
     Figure("KL (nats per token)", ("kl", "kl_*")),
 )
 HEADLINES = {"reward/mean": "reward"}
-"""Metrics that a run is followed by in place of its loss, which says nothing there, and what each is called."""
+"""Metrics that replace the loss as a run's headline, where the loss is uninformative, and their display names."""
 
 
 def headline_of(metrics: Iterable[str]) -> str:
-    """The one of HEADLINES that is among the metrics of a step or an evaluation; empty for a run of its loss."""
+    """The metric of HEADLINES that a step or evaluation has; empty if the loss is the headline."""
     return next((name for name in metrics if name in HEADLINES), "")
 
 
 def followed(event: Mapping[str, Any]) -> tuple[str, float]:
-    """Name and value of what is followed, in a step or an evaluation; nan where it was not recorded."""
+    """Display name and value of a step's or evaluation's headline; nan if it was not recorded."""
     headline = headline_of(event.get("metrics") or ())
     value = event["metrics"][headline] if headline else event.get("loss")
     return HEADLINES.get(headline, "loss"), math.nan if value is None else float(value)

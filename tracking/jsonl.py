@@ -1,12 +1,12 @@
-"""`events.jsonl`: the source of truth about a run, one JSON object per line; how it is written, read and followed.
+"""Write, read and follow `events.jsonl`: the source of truth about a run, one JSON object per line.
 
 Each line is one unbuffered write, so a killed process loses nothing and the file can be read while the run continues.
-Only a power failure can lose lines; the run's start and end, checkpoints and close() are therefore followed by an fsync
-(one per step would cost milliseconds and protect little).
+Only a power failure can lose lines, so the run's start and end, checkpoints and close() are followed by an fsync (one
+per step would cost milliseconds and protect little).
 
 A crash or a full disk can leave an incomplete last line. It is repaired before anything is appended: a line that parses
-only lacks its newline, which is added; any other is cut off, since it would make the whole file unreadable to jq,
-pandas and others that expect one object per line.
+only lacks its newline, which is added; any other is cut off, because it would make the whole file unreadable to jq,
+pandas and other tools that expect one object per line.
 """
 
 import errno
@@ -26,17 +26,17 @@ from tracking.events import TEXT_FIELDS, Event, fault_in
 
 _FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
 _NON_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
-_CHUNK = 1 << 16  # bytes that are read at once
+_CHUNK = 1 << 16  # bytes per read
 _BEGINNING = b'{"event":"'
 
 
 def encode(event: Event) -> bytes:
-    """One line, newline included. Raises TypeError for a value that is no JSON type (a path is written as text)."""
+    """The event as one line, newline included. Raises TypeError for a value that JSON lacks (paths become text)."""
     return json.dumps(plain(event), allow_nan=False, separators=(",", ":"), default=_text).encode() + b"\n"
 
 
 def plain(value: Any) -> Any:
-    """`value` with every float that is not finite, at any depth, as the string "inf", "-inf" or "nan"."""
+    """`value` with every non-finite float, at any depth, replaced by the string "inf", "-inf" or "nan"."""
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):
@@ -64,10 +64,10 @@ def restored(value: Any) -> Any:
 
 
 class JsonlSink:
-    """Appends events to one file. Raises OSError when a write fails; the next may succeed."""
+    """Appends events to one file. Raises OSError if a write fails; a later one may succeed."""
 
     def __init__(self, path: Path) -> None:
-        """Open `path` for appending and repair an incomplete last line. Raises UserError when it cannot be opened."""
+        """Open `path` for appending and repair an incomplete last line. Raises UserError if it cannot be opened."""
         self.path = path
         try:
             self._file: BinaryIO = path.open("ab+", buffering=0)
@@ -77,7 +77,7 @@ class JsonlSink:
             raise UserError(f"{path}: {reason}; free space there, or choose another run.dir") from error
 
     def write(self, event: Event) -> None:
-        """Append one event. On failure nothing of it stays in the file."""
+        """Append one event; a failed write leaves no part of it in the file."""
         line = encode(event)
         written = 0
         try:
@@ -99,7 +99,7 @@ class JsonlSink:
 
 
 def _repair(file: BinaryIO) -> int:
-    """Complete or cut off a last line without newline; returns the size of the file in bytes afterwards."""
+    """Complete or cut off a last line without newline; returns the resulting size of the file in bytes."""
     incomplete = next(lines_backwards(file))
     size = file.seek(0, os.SEEK_END)
     if not incomplete:
@@ -112,7 +112,7 @@ def _repair(file: BinaryIO) -> int:
 
 
 def lines_backwards(file: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file from its end. The first is what follows the last newline: empty, or an incomplete line."""
+    """The lines of a file, last to first, starting with what follows the final newline: empty or an incomplete line."""
     tail, start = b"", file.seek(0, os.SEEK_END)
     while start > 0:
         size = min(_CHUNK, start)
@@ -124,7 +124,7 @@ def lines_backwards(file: BinaryIO) -> Iterator[bytes]:
 
 
 def decode(line: bytes) -> Event | None:
-    """The JSON object on `line`, with floats that were not finite as floats again; None when there is none."""
+    """The JSON object on `line`, with non-finite floats restored; None if there is none."""
     try:
         event = json_text.parse(line)
         return restored(event) if isinstance(event, dict) else None
@@ -133,9 +133,9 @@ def decode(line: bytes) -> Event | None:
 
 
 def event_on(line: bytes) -> Event | None:
-    """The event on `line`; None when there is none as docs/run-folder.md has them.
+    """The event on `line`; None if there is none in the format of docs/run-folder.md.
 
-    Many times faster than `decode`; an integer of more than 64 bits, which no event has, comes as a float.
+    Much faster than `decode`; integers beyond 64 bits, which no event has, become floats.
     """
     event: Any
     try:
@@ -143,43 +143,43 @@ def event_on(line: bytes) -> Event | None:
         if b'nan"' in line or b'inf"' in line:
             event = restored(event)
     except (ValueError, RecursionError):
-        event = decode(line)  # orjson refuses half a surrogate, which the name of a file may have
+        event = decode(line)  # orjson rejects lone surrogates, which file names may contain
     return event if isinstance(event, dict) and fault_in(event) is None else None
 
 
 def beginnings(*kinds: str) -> tuple[bytes, ...]:
-    """First bytes of the lines of these kinds of events, which tell them apart without parsing."""
+    """Line prefixes of these kinds of events, which identify them without parsing."""
     return tuple(b'%s%s"' % (_BEGINNING, kind.encode()) for kind in kinds)
 
 
 class Follower:
-    """Reads `events.jsonl` line by line, and at the next call what was added meanwhile.
+    """Reads `events.jsonl` line by line; each call continues with what was added since the last.
 
-    An incomplete last line is left for the next call: a resumed run may cut it off.
+    An incomplete last line is left for the next call, since a resumed run may cut it off.
     """
 
     def __init__(self, path: Path, offset: int = 0) -> None:
-        """offset: [bytes] beginning of the first line to read."""
+        """offset: [bytes] start of the first line to read."""
         self.path = path
         self.offset = offset
-        """[bytes] Beginning of the line that is looked at; between two calls, end of the last one that was read."""
+        """[bytes] Start of the current line; between calls, end of the last line read."""
         self.number = 0
-        """Lines so far."""
+        """Number of lines read so far."""
         self.damaged = 0
-        """Lines that `events` passed over because there is no event on them."""
+        """Number of lines that `events` skipped because they hold no event."""
         self.at_end = False
         """Whether the last call reached the end of the file."""
         self._inode: int | None = None
 
     def replaced(self) -> bool:
-        """Whether the path has another file than the one read so far, as after a start with run.resume=never.
+        """Whether the path is now a different file than the one read so far, as after a start with run.resume=never.
 
-        That file is then read from its start.
+        If so, reading restarts at the beginning of the new file.
         """
         try:
             now = self.path.stat()
         except OSError:
-            return False  # being renamed: the next call decides
+            return False  # being renamed; the next call will tell
         if self._inode in (None, now.st_ino) and now.st_size >= self.offset:
             return False
         self.offset = self.number = self.damaged = 0
@@ -187,11 +187,11 @@ class Follower:
         return True
 
     def lines(self, *kinds: str, seconds: float = math.inf, whole: bool = False) -> Iterator[bytes]:
-        """The new lines without their newline, for at most about `seconds`; none where there is no file.
+        """The new lines, without newlines, for at most about `seconds`; none if there is no file.
 
-        kinds: events of other kinds are passed over without being parsed; all come where none is given. whole: the file
-        is read once, as it is. It has to exist, and an incomplete last line comes too, after `at_end` was set. Raises
-        UserError when the file cannot be read.
+        kinds: skip other kinds of events without parsing them; default: all. whole: the file is read once, as it is: it
+        has to exist, and an incomplete last line is yielded too, after `at_end` was set. Raises UserError if the file
+        cannot be read.
         """
         deadline, self.at_end = time.monotonic() + seconds, False
         wanted, rest = beginnings(*kinds), b""
@@ -210,7 +210,7 @@ class Follower:
                         offset += len(line) + 1
                     self.offset, self.number = offset, number
                     self.at_end = not lines or bool(rest)
-                    lines.clear()  # before the next ones are read
+                    lines.clear()  # free them before the next read
         except OSError as error:
             self.at_end = isinstance(error, FileNotFoundError)
             if whole or not self.at_end:
@@ -221,7 +221,7 @@ class Follower:
             yield rest
 
     def events(self, *kinds: str, seconds: float = math.inf, whole: bool = False) -> Iterator[Event]:
-        """The events on `lines`, of `kinds` alone where kinds are given; a line without one is counted in `damaged`."""
+        """The events on `lines`, only of `kinds` if any are given; lines without an event are counted in `damaged`."""
         for line in self.lines(*kinds, seconds=seconds, whole=whole):
             event = event_on(line)
             if event is None:
@@ -230,6 +230,6 @@ class Follower:
                 yield event
 
     def refuse(self, line: bytes, what: str = "an event as docs/run-folder.md has them") -> None:
-        """Raise UserError: the line that is looked at is damaged. An incomplete last one is left out without a word."""
+        """Raise UserError because the current line is damaged; an incomplete last line is silently ignored."""
         if not self.at_end:
             raise UserError(f"{self.path}: line {self.number} is not {what}: {line[:60]!r}; remove that line")

@@ -1,4 +1,4 @@
-"""A run from its folder, read once and then as it grows: for the pages of a server and for the terminal."""
+"""Read a run from its folder, and keep reading as it grows, for the server's pages and the terminal."""
 
 import math
 import os
@@ -19,17 +19,17 @@ from tracking.status import run_status
 from tracking.summary import read_inputs
 
 SOON = 1 << 26
-"""Largest number of bytes that are read before a page is answered."""
-_BETWEEN = 100  # lines at most between two steps
+"""Maximum number of bytes to read while a page waits for its answer."""
+_BETWEEN = 100  # maximum number of lines to search for a step
 _MEASURED = beginnings(*USED)
 (_STEP,) = beginnings("step")
 
 
 class LiveRun:
-    """The facts and heat maps of one run so far. May be used from several threads."""
+    """The facts and heat maps of one run so far. Thread-safe."""
 
     def __init__(self, folder: Path, label: str, *, whole: bool = True) -> None:
-        """whole: False leaves out heat maps and the columns of steps, for an overview of many runs."""
+        """whole: False skips heat maps and per-step columns, for an overview of many runs."""
         self.folder, self.label, self._whole = folder, label, whole
         self._file = Follower(folder / "events.jsonl")
         self._lock = threading.Lock()
@@ -43,10 +43,10 @@ class LiveRun:
         self._facts: RunFacts | None = None
         self._heat_now: Heat | None = None
         self.damaged = 0
-        """Number of lines that held no event."""
+        """Number of lines without an event."""
 
     def ready(self) -> bool:
-        """Whether all but the newest of its events were read; if not, they are being read from now on."""
+        """Whether at most SOON bytes are unread; if not, start reading them in a thread."""
         if self._file.path.stat().st_size - self._file.offset <= SOON:
             return True
         if self._reader is None or not self._reader.is_alive():
@@ -55,13 +55,13 @@ class LiveRun:
         return False
 
     def _read_quietly(self) -> None:
-        with suppress(UserError):  # whoever asks for the facts is told
+        with suppress(UserError):  # raised again when the facts are requested
             self.read()
 
     def read(self, seconds: float = math.inf) -> float:
-        """Read what is new, for at most about `seconds`; the share of the file that was read so far.
+        """Read new events for at most about `seconds`; returns the share of the file read so far.
 
-        Raises UserError when it cannot be read.
+        Raises UserError if it cannot be read.
         """
         with self._lock:
             if self._file.replaced():
@@ -75,7 +75,7 @@ class LiveRun:
             return 1.0 if self._file.at_end or not path.exists() else min(1.0, offset / max(1, path.stat().st_size))
 
     def events(self) -> RunFacts:
-        """The run as read so far, without config and environment."""
+        """Facts of the run as read so far, without config and environment."""
         with self._lock:
             if self._facts is None:
                 facts = self._collector.facts(self.label, str(self.folder), self._file.path)
@@ -85,9 +85,9 @@ class LiveRun:
             return self._facts
 
     def facts(self) -> RunFacts:
-        """The run as read so far, with the files beside its events and its status.
+        """Facts of the run as read so far, with its config, DeepSpeed JSON, environment and status.
 
-        Raises UserError when one of the files cannot be read; they are read again when they change.
+        Raises UserError if one of these files cannot be read; they are reread when they change.
         """
         run_dir = RunDir(self.folder)
         files = (run_dir.config, run_dir.deepspeed_config, run_dir.environment)
@@ -100,14 +100,14 @@ class LiveRun:
         )
 
     def known_facts(self) -> RunFacts:
-        """The same, without the files beside the events where one is being written, or damaged."""
+        """As `facts`, but without those files if one is damaged or being written."""
         try:
             return self.facts()
         except UserError:
             return replace(self.events(), checked=run_status(self.folder))
 
     def heat(self) -> Heat:
-        """Its heat maps as read so far."""
+        """Heat maps of the run as read so far."""
         with self._lock:
             if self._heat_now is None:
                 self._heat_now = self._heat.heat()
@@ -115,13 +115,13 @@ class LiveRun:
 
 
 def sketch(folder: Path, label: str, places: int = 1000) -> RunFacts:
-    """A run from steps at even places of its file, without rare events: at once, however long. Raises OSError."""
+    """Facts from steps sampled evenly over the file, without rare events; fast for any length. Raises OSError."""
     collector, lines = Collector(), list[bytes]()
     with (folder / "events.jsonl").open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         for place in range(places):
             file.seek(size * place // places)
-            file.readline()  # begins before the place
+            file.readline()  # the rest of a line that began earlier
             lines += islice((line for line in islice(file, _BETWEEN) if line.startswith(_STEP)), 1)
         lines += islice((line for line in lines_backwards(file) if line.startswith(_STEP) and event_on(line)), 1)
     events = [event for line in lines if (event := event_on(line)) is not None]

@@ -1,18 +1,18 @@
-"""Numbers as text for people: consoles, pages, pictures and reports. `pages/numbers.js` follows the same rules.
+"""Format numbers for consoles, pages, pictures and reports. `pages/numbers.js` follows the same rules.
 
-A number that is not finite is `nan`, `inf` or `-inf`; one that was not recorded (None) is `-`.
+Non-finite numbers are `nan`, `inf` or `-inf`; numbers that were not recorded (None) are `-`.
 """
 
 import math
 
 _PLAIN = (1e-3, 1e7)
-_ALL = 1e-6  # a share this close to 1 is all: what is measured in FP32 is no closer
+_ALL = 1e-6  # a share this close to 1 counts as all: FP32 measurements are no more precise
 _LEAST = 1e-5
 _LARGE = 1e6
 
 
 def number(value: float | None, digits: int = 4, *, plain_from: float = _PLAIN[0]) -> str:
-    """A number with `digits` significant digits: 0.25, 12,346, 5e-5, 1.2e8; below `plain_from` with an exponent."""
+    """A number with `digits` significant digits: 0.25, 12,346, 5e-5, 1.2e8; scientific below `plain_from`."""
     if value is None or not math.isfinite(value):
         return "-" if value is None else str(value)
     size = abs(value)
@@ -23,23 +23,23 @@ def number(value: float | None, digits: int = 4, *, plain_from: float = _PLAIN[0
 
 
 def loss(value: float | None) -> str:
-    """A loss with four decimals, which align; a tiny or huge one as `number`."""
+    """A loss with four decimals, so that columns align; very small or large ones as in `number`."""
     plain = value is not None and (value == 0 or _PLAIN[0] <= abs(value) < 1e4)
     return f"{value:.4f}" if plain else number(value)
 
 
 def perplexity(value: float) -> str:
-    """A perplexity; above a million, where the number has no meaning, `> 1e6`."""
+    """A perplexity; `> 1e6` above a million, where the value is meaningless."""
     return "> 1e6" if value > _LARGE else f"{value:.2f}" if value < 1e3 else number(value)
 
 
 def rate(value: float) -> str:
-    """A learning rate with every digit it has, at most five: 1.25e-3, 3e-4, 0.3."""
+    """A learning rate with up to five significant digits: 1.25e-3, 3e-4, 0.3."""
     return number(value, 5, plain_from=1e-2)
 
 
 def percent(share: float, digits: int = 4) -> str:
-    """A share in percent: 100% only of all, and 0% only of none."""
+    """A share in percent; rounding never makes it 100% unless it is all, nor 0% unless it is none."""
     value = 100 * share
     if 0 < value < 100 * _LEAST:
         return f"< {number(100 * _LEAST)}%"
@@ -55,14 +55,14 @@ def change(share: float) -> str:
 
 
 def scale(value: float | None) -> str:
-    """A loss scale: powers of two as 2^16 from 1,024 on."""
+    """A loss scale; powers of two from 1,024 on are written as 2^16."""
     if value is not None and 1024 <= value < math.inf and math.frexp(value)[0] == 0.5:
         return f"2^{math.frexp(value)[1] - 1}"
     return number(value, 5)
 
 
 def mib(size: float | None) -> str:
-    """A size in bytes as 612 MiB; empty where it is 0 or unknown."""
+    """A size in bytes as `612 MiB`; empty if 0 or unknown."""
     if not size or not math.isfinite(size):
         return ""
     return "< 0.1 MiB" if size < 0.1 * 2**20 else f"{number(size / 2**20, 3)} MiB"
@@ -90,7 +90,7 @@ def duration(seconds: float) -> str:
 
 
 def precise_duration(seconds: float) -> str:
-    """Below 100 s with three digits, else as `duration`."""
+    """Seconds with three significant digits below 100 s, else as in `duration`."""
     return f"{number(seconds, 3)} s" if seconds < 100 else duration(seconds)
 
 

@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Picture
 
-# What matplotlib says of a HOME that it may not write and of its fonts is no news about the run.
+# Hide matplotlib's messages about an unwritable HOME and about fonts, which have nothing to do with the run.
 logging.getLogger("matplotlib").addFilter(
     lambda record: not record.getMessage().startswith(("mkdir -p failed", "Matplotlib created a temporary"))
 )
 logging.getLogger("matplotlib.font_manager").addFilter(lambda record: record.levelno > logging.WARNING)
 
 _INK, _FAINT, _ACCENT, _ALARM = "#1f4e79", "#a9c1d9", "#d1660f", "#c00000"
-_SMOOTH_FROM = 100  # steps from which a running median is drawn over the raw curve
-_MANY_SKIPS = 200  # more marks would hide the curves
+_SMOOTH_FROM = 100  # minimum number of steps for a running median over the raw curve
+_MANY_SKIPS = 200  # maximum number of marks; more would hide the curves
 _STYLE: dict[Any, Any] = {
     "font.size": 12,
     "axes.titlesize": 13,
@@ -48,9 +48,9 @@ _STYLE: dict[Any, Any] = {
 
 
 def plot_run(facts: RunFacts, png: Path) -> Path:
-    """Draw a run to `png` (1560 x 975 pixels, 455 more for two charts of metrics); returns it.
+    """Draw a run to `png` (1560 x 975 pixels, plus 455 per two charts of metrics); returns it.
 
-    Non-finite values are gaps, and every skipped step is a red line. Raises UserError when there is no step to draw.
+    Non-finite values are gaps; skipped steps, up to 200, are red lines. Raises UserError if there is no step to draw.
     """
     columns, start = facts.columns, facts.start
     if not len(columns) or not start:
@@ -92,7 +92,7 @@ def plot_run(facts: RunFacts, png: Path) -> Path:
 
 
 def integer_steps(axis: Axes) -> None:
-    """Number the x axis at whole steps."""
+    """Place ticks of the x axis at whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
@@ -100,9 +100,9 @@ def integer_steps(axis: Axes) -> None:
 
 @contextmanager
 def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: Any) -> Iterator[Picture]:
-    """A figure [inches] to draw on, written at the end: whole or not at all, with the folders above it.
+    """Context manager: a figure (width, height in inches) that is written atomically at exit; missing folders are made.
 
-    style: matplotlib's settings that differ from those of all figures, with `_` for `.`.
+    style: matplotlib rcParams that override the common style, with `_` for `.`.
     """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -112,24 +112,24 @@ def figure(png: Path, width: float, height: float, *, dpi: int = 130, **style: A
         drawn, content = Figure(figsize=(width, height), dpi=dpi, layout="constrained"), io.BytesIO()
         yield drawn
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run's name may be Chinese
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may have a Chinese name
             FigureCanvasAgg(drawn).print_png(content)  # `savefig` would draw twice, first for the layout
     png.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(png, content.getvalue())
 
 
 def plain(value: object) -> str:
-    """Any value as text of one line in a figure, where a pair of `$` would otherwise enclose mathematics."""
+    """Any value as one line of text for a figure, with `$` escaped so that it does not start mathtext."""
     return shown(value).replace("$", r"\$")
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """The values with nan, a gap in the curve, for what is not finite."""
+    """The values with non-finite ones replaced by nan, which leaves a gap in the curve."""
     return np.where(np.isfinite(values), values, math.nan)
 
 
 def _curve(axis: Axes, x: np.ndarray, values: np.ndarray, label: str) -> None:
-    """The raw curve, and for long runs a running median over it."""
+    """Draw the raw curve, with a running median over it for long runs."""
     y = _finite(values)
     if len(y) < _SMOOTH_FROM:
         axis.plot(x, y, "o-" if len(y) == 1 else "-", color=_INK, linewidth=1.8, label=label)
@@ -192,7 +192,7 @@ def _draw_grad_norm(axis: Axes, columns: Columns) -> None:
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_major_formatter(lambda value, _: number(value))
         axis.yaxis.set_minor_formatter(NullFormatter())
-    clipped = (norms * clip)[(clip > 0) & (clip < 1) & np.isfinite(norms)]  # to the threshold, each of them
+    clipped = (norms * clip)[(clip > 0) & (clip < 1) & np.isfinite(norms)]  # each equals the threshold
     if len(clipped):
         label = f"clipped to {number(float(clipped[0]), 3)}"
         axis.axhline(clipped[0], color=_ACCENT, linestyle="--", linewidth=1.4, label=label)

@@ -1,7 +1,7 @@
-"""The record of a run: each event is checked, freed of secrets, stamped with the time and fanned out to the sinks.
+"""The record of a run: each event is validated, stripped of secrets, timestamped and fanned out to the sinks.
 
 `events.jsonl` is the source of truth. Any other sink that fails is switched off with one line and training continues;
-when `events.jsonl` itself cannot be written, that is logged once and every later event is tried again.
+a failure to write `events.jsonl` itself is logged once, and writing is tried again with every later event.
 """
 
 import sys
@@ -15,7 +15,7 @@ from tracking.events import Event, check
 from tracking.jsonl import JsonlSink
 
 _NUMBERS_ONLY = ("step", "telemetry")
-"""Events whose only texts are hashes and names of modules: there is no secret to look for."""
+"""Events whose only strings are hashes and module names, so that they are not searched for secrets."""
 
 
 class Sink(Protocol):
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class Record:
-    """Fans events out to sinks. Lives on rank 0; the other ranks hold `Record.silent()`."""
+    """Fans events out to sinks. Used on rank 0; other ranks use `Record.silent()`."""
 
     def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.time) -> None:
         """`clock` gives seconds since the epoch."""
@@ -37,7 +37,7 @@ class Record:
         self._redactor = Redactor()
         self._clock = clock
         self._lost_events = 0
-        self._last: tuple[int, int] = (0, 0)  # step and tokens of the newest event, for `note`
+        self._last: tuple[int, int] = (0, 0)  # (step, tokens) of the newest event, for `note`
 
     @classmethod
     def silent(cls) -> Self:
@@ -45,9 +45,9 @@ class Record:
         return cls([])
 
     def event(self, event: str, *, step: int, tokens: int, **fields: Any) -> None:
-        """Record one event of the table in `tracking.events`.
+        """Record one of the events defined in `tracking.events`.
 
-        Raises ValueError for an unknown event or a missing field (a mistake of the caller); never for a sink.
+        Raises ValueError for an unknown event or a missing field (a bug in the caller), never because of a sink.
         """
         check(event, fields)
         self._last = (step, tokens)
@@ -56,15 +56,15 @@ class Record:
         self._fan_out({"event": event, "step": step, "time": self._clock(), "tokens": tokens, **fields})
 
     def scale(self, *, previous: float, new: float, **fields: Any) -> None:
-        """Record a `scale` event; a helper because its field `from` is a Python keyword. fields: all the others."""
+        """Record a `scale` event, whose field `from` is a Python keyword. fields: all other fields."""
         self.event("scale", **fields | {"from": previous, "to": new})
 
     def note(self, text: str, **fields: Any) -> None:
-        """Record a free-text `note` at the newest step, such as a failed sink. fields: further fields, for programs."""
+        """Record a free-text `note`, such as a failed sink, at the newest step. fields: machine-readable extras."""
         self.event("note", step=self._last[0], tokens=self._last[1], text=text, **fields)
 
     def close(self) -> None:
-        """Close every sink; an error is logged in one line and never raised."""
+        """Close every sink; errors are logged in one line each, never raised."""
         for sink in self._sinks:
             try:
                 sink.close()
@@ -90,7 +90,7 @@ class Record:
             self.note(text)
 
     def _write_events_file(self, sink: JsonlSink, event: Event) -> None:
-        """Write to events.jsonl; a full disk is logged once per run of lost events."""
+        """Write to events.jsonl; consecutive failures are logged once, and noted with their number afterwards."""
         try:
             sink.write(event)
         except OSError as error:

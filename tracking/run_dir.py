@@ -1,4 +1,4 @@
-"""The run folder: the files of one run, and how it is created without losing an earlier run.
+"""The run folder: the files of one run, and its creation without losing an earlier run.
 
 runs/<name>/config.yaml        the resolved run config          config.1.yaml, ...: earlier sessions
            ds_config.json      the resolved DeepSpeed JSON, no "auto" left
@@ -7,7 +7,7 @@ runs/<name>/config.yaml        the resolved run config          config.1.yaml, .
            checkpoints/       step-<n>/ and LATEST
            plots/  report.md  sample.txt, sampled from the trained model
            wandb/             wandb's own folder
-           .run_lock           the job that writes it now: tracking/run_lock.py
+           .run_lock           the job that is writing it: tracking/run_lock.py
 """
 
 import json
@@ -25,7 +25,7 @@ from config.redact import redact
 
 
 class _Inside:
-    """A path inside the run folder."""
+    """Descriptor for a path inside the run folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,13 +36,13 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths of the files of one run folder. The constructor touches nothing; `create` makes the folder."""
+    """Paths of the files in one run folder. The constructor touches no files; `create` makes the folder."""
 
     path: Path
 
     @property
     def name(self) -> str:
-        """Name of the run: the folder's own."""
+        """Name of the run, which is that of its folder."""
         return self.path.resolve().name
 
     config = _Inside("config.yaml")
@@ -57,10 +57,10 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, name: str, *, fresh: bool) -> Self:
-        """Make `root/name` (and `root`, when its parent exists). To be called on rank 0 only.
+        """Make `root/name` (and `root`, if its parent exists). Call on rank 0 only.
 
-        fresh: an existing folder of that name is renamed to name.1, name.2, ... (the next free one); nothing is
-        deleted. Otherwise it is used as it is. Raises UserError when the folder cannot be made or written.
+        fresh: rename an existing folder of that name to name.1, name.2, ... (the next free one); nothing is deleted.
+        Otherwise an existing folder is reused. Raises UserError if the folder cannot be made or written.
         """
         if name in ("", ".", "..") or Path(name).name != name:
             raise UserError(f"run.name = {name!r} cannot be a folder name; use letters, digits, '-', '_' and '.'")
@@ -86,8 +86,8 @@ class RunDir:
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:
         """Write the inputs of the run, each file atomically and without secrets.
 
-        In a resumed run a file that differs from the one already there is kept as config.1.yaml and so on; the
-        highest number is the newest of the earlier ones. Raises UserError when they cannot be written.
+        If a file exists with other content, as in a resumed run, the old one is kept as config.1.yaml and so on, the
+        highest number being the most recent. Raises UserError if they cannot be written.
         """
         try:
             _publish(self.config, yaml_text.dump(redact(config)))
@@ -99,7 +99,7 @@ class RunDir:
 
 
 def setting(config: Mapping[str, Any], dotted: str) -> Any:
-    """A value of the resolved config by its dotted key; None when it is not there."""
+    """Value of a dotted key in the resolved config; None if missing."""
     value: Any = config
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

@@ -1,7 +1,7 @@
-"""One run as columns: `events.jsonl` read in one pass and kept at 136 bytes a step, and 8 for each metric of its task.
+"""One run as columns: reads `events.jsonl` in one pass and keeps 129 bytes per step, plus 8 per metric of the task.
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
-evaluations, checkpoints, incidents) stay whole. The last attempt at a step counts (after a resume or rollback), as in
+evaluations, checkpoints, incidents) are kept whole. After a resume or rollback the last attempt at a step counts, as in
 `tracking.compare.surviving`.
 """
 
@@ -26,7 +26,7 @@ from tracking.status import Status, ended
 from tracking.verdict import Evidence, Verdict, judge
 
 MAX_RARE_EVENTS = 20_000
-"""Most events of one kind that are kept: the first half and the newest half."""
+"""Maximum number of events kept per kind: the first half and the newest half."""
 _FEW_RARE_EVENTS = 1000
 
 _NUMBERS = (
@@ -36,20 +36,20 @@ _NUMBERS = (
 _TYPES = dict.fromkeys((*_NUMBERS, "seconds"), "d") | dict.fromkeys(("step", "order", "offset"), "q") | {"applied": "b"}
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
 _STEP, _TELEMETRY = beginnings("step", "telemetry")
-_RESCALED = ("overflow", "hysteresis")  # reasons of scale events that follow an overflow
-_PASSED_OVER = "passed over checkpoint"  # opens the note about a checkpoint that a resuming session did not take
+_RESCALED = ("overflow", "hysteresis")  # reasons of scale events caused by an overflow
+_PASSED_OVER = "passed over checkpoint"  # prefix of the note about a checkpoint that a resuming session skipped
 WIDE = frozenset({"fp32", "fp64"})
 """Dtypes that are not low precision."""
-_HASH_DIGITS = 15  # of sample_ids_sha256: 60 bits, so that they fit a signed 64-bit integer
+_HASH_DIGITS = 15  # hex digits of sample_ids_sha256 to keep: 60 bits fit a signed 64-bit integer
 
 
 @dataclass(frozen=True)
 class Columns:
-    """One value per surviving step, in step order, each array of shape (steps,); nan where nothing was recorded.
+    """One value per surviving step, in step order; every array has shape (steps,), nan where nothing was recorded.
 
-    Units are those of `tracking.events`. `seconds`: running time until after the step, abandoned attempts and resumed
-    sessions included, pauses between sessions not. `order`: the first 60 bits of `sample_ids_sha256`, -1 for none.
-    `offset`: byte of the file at which the step's line begins, -1 for runs that have no file.
+    Units as in `tracking.events`. `seconds`: cumulative step time after this step, including abandoned attempts and
+    earlier sessions, but not pauses between sessions. `order`: the first 60 bits of `sample_ids_sha256`, -1 if missing.
+    `offset`: byte offset of the step's line in the file, -1 for runs without a file.
     """
 
     step: np.ndarray
@@ -69,7 +69,7 @@ class Columns:
     order: np.ndarray
     offset: np.ndarray
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
-    """Metrics of the task by their names."""
+    """Metrics of the task by name."""
 
     def __len__(self) -> int:
         """Number of steps."""
@@ -87,15 +87,15 @@ class Session:
     last: float
     """Time of its newest event."""
     skipped_checkpoints: int = 0
-    """Checkpoints that it did not take because they were damaged or of another run."""
+    """Number of checkpoints it skipped because they were damaged or belonged to another run."""
     rollbacks: int = 0
     end: Event | None = None
     aborted: str | None = None
     """Reason of its first ABORT incident."""
 
     def add(self, event: Event) -> None:
-        """Take one event of the session."""
-        self.last = float(event["time"])  # of a step it is not checked before
+        """Add one event of the session."""
+        self.last = float(event["time"])  # step events have not been validated yet
         match event["event"]:
             case "run_end":
                 self.end = event
@@ -108,7 +108,7 @@ class Session:
 
     @property
     def crashed(self) -> bool:
-        """Whether it ended without a `run_end`, or with one written by another rank. Meaningless while it runs."""
+        """Whether it ended without a `run_end`, or with one that records a crash. Meaningless while it runs."""
         return self.end is None or self.end["status"] == CRASHED
 
     @property
@@ -118,40 +118,40 @@ class Session:
 
     @property
     def restored(self) -> bool:
-        """Whether it resumed from the newest checkpoint that it found."""
+        """Whether it resumed from the newest checkpoint it found."""
         return self.resumed_from is not None and self.skipped_checkpoints == 0
 
 
 @dataclass(slots=True)
 class Broken:
-    """An attempt at a step that was not finite, with what followed from it."""
+    """A non-finite attempt at a step, and its consequences."""
 
     step: int
     loss_finite: bool = True
     rescaled: bool = False
-    """Whether the loss scale was changed for it, or kept by its hysteresis."""
+    """Whether the loss scale reacted, by a change or by using up hysteresis."""
     overflowed: bool = False
-    """Whether an activation exceeded FP16's largest number, which no loss scale handles."""
+    """Whether an activation overflowed FP16, which no loss scale can prevent."""
     cause: str = ""
 
     @property
     def handled(self) -> bool:
-        """Whether it was an overflow that the dynamic loss scale handled: a finite loss, a gradient that is not."""
+        """Whether it was an overflow handled by dynamic loss scaling: a finite loss but a non-finite gradient."""
         return self.rescaled and self.loss_finite
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run as recorded in its events, and the files beside them (`tracking.summary.read_run_folder`): what every page,
-    table and figure is made from.
+    """A run as recorded in its events and the files beside them (`tracking.summary.read_run_folder`); the source of
+    every page, table and figure.
 
-    rare_events: events by kind, in file order: `scale`, `eval` and `checkpoint` of the surviving history, all others
-    (`run_start`, `run_end`, `incident`, `nonfinite`, `fault`, `precision`, `note`) of every session.
-    counts: events of each kind over all sessions, including those no longer in `rare_events`. scale_reasons: the same
-    for scale events, by reason.
-    abandoned: step attempts that a later attempt replaced. sessions, broken: over all attempts, those included.
-    running_seconds: the sum of step_seconds over every attempt. evidence: what the verdict rests on. checked: of a run
-    folder, its status with a look at its process.
+    rare_events: events by kind, in file order: `scale`, `eval` and `checkpoint` of the surviving history; all others,
+    such as `run_start`, `incident` and `note`, of every session.
+    counts: number of events by kind over all sessions, including those no longer in `rare_events`. scale_reasons: the
+    same for scale events, by reason.
+    abandoned: number of step attempts replaced by a later one. sessions, broken: over all attempts, abandoned included.
+    running_seconds: sum of step_seconds over all attempts. evidence: the basis of the verdict. checked: for a run
+    folder, its status after looking up its process.
     """
 
     label: str
@@ -167,7 +167,7 @@ class RunFacts:
     running_seconds: float
     evidence: Evidence
     newest: Event
-    """The newest `step`; empty before the first, and for one that lacks a field."""
+    """The newest `step` event; empty before the first, and if the event is invalid."""
     config: dict[str, Any] = field(default_factory=dict)
     deepspeed: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
@@ -175,51 +175,51 @@ class RunFacts:
 
     @property
     def start(self) -> Event:
-        """The newest `run_start` event; empty when none was recorded."""
+        """The newest `run_start` event; empty if none was recorded."""
         return (self.rare_events.get("run_start") or [{}])[-1]
 
     @property
     def end(self) -> Event | None:
-        """The `run_end` of the newest session; None while it runs, or when it crashed."""
+        """The `run_end` of the newest session; None if it has none, being still running or killed."""
         return self.sessions[-1].end if self.sessions else None
 
     @property
     def wall_seconds(self) -> float:
-        """Time from the first to the last event of each session, summed."""
+        """Time from the first to the last event, summed over sessions."""
         return sum(session.last - session.began for session in self.sessions)
 
     @property
     def restores(self) -> tuple[int, int]:
-        """(restored, should have been): sessions with a checkpoint to resume from, and rollbacks."""
+        """(successful, due) restores: sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)
         due = [session for session in self.sessions if session.should_restore]
         return rollbacks + sum(session.restored for session in due), rollbacks + len(due)
 
     @property
     def nonfinite(self) -> list[Broken]:
-        """Attempts whose loss or gradient norm was not finite, without overflows that the loss scale handled."""
+        """Non-finite attempts, except overflows handled by the loss scale."""
         return [attempt for attempt in self.broken if not attempt.handled]
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss was scaled: the scale changed, or was not 1."""
+        """Whether loss scaling was used: the scale changed, or was not 1."""
         scales = self.columns.loss_scale
         return self.counts["scale"] > 0 or bool((np.isfinite(scales) & (scales != 1.0)).any())
 
     @property
     def low_precision(self) -> str | None:
-        """The dtype below FP32 that matmuls are configured to compute in; None for an FP32 run."""
+        """The configured matmul dtype below FP32; None for an FP32 run."""
         dtypes = [self.start.get("compute"), *(self.start.get("regions") or {}).values()]
         return next((dtype for dtype in dtypes if dtype and dtype not in WIDE), None)
 
     @cached_property
     def heat(self) -> Heat:
-        """Its heat maps; empty for a run without a file. Raises UserError when its events cannot be read."""
+        """The run's heat maps; empty for a run without a file. Raises UserError if its events cannot be read."""
         return HeatCollector().heat() if self.events is None else read_heat(self.events)
 
     @cached_property
     def verdict(self) -> Verdict:
-        """The run's verdict. A run without a folder here and without a recorded end counts as running."""
+        """The run's verdict. Without a checked status and a recorded end, it counts as running."""
         step = int(self.columns.step[-1]) if len(self.columns) else 0
         unchecked = Status("running", step=step) if self.end is None else ended(self.end, step)
         folder = None if self.events is None else self.events.parent
@@ -229,29 +229,29 @@ class RunFacts:
 
     @cached_property
     def tokens_per_second(self) -> float:
-        """Median over the surviving steps, all ranks together; nan without a step."""
+        """Median throughput of all ranks together over the surviving steps; nan without a step."""
         return median(self.columns.tokens_per_second)
 
     @property
     def world_size(self) -> int:
-        """Processes, each with its device; 1 when that was not recorded."""
+        """Number of processes, each with one device; 1 if not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
 
     @cached_property
     def headline(self) -> str:
-        """The metric that it is followed by in place of its loss; empty for its loss."""
+        """Name of the headline metric that replaces the loss; empty if the loss is the headline."""
         return headline_of([*self.columns.metrics, *self.evaluated])
 
     @cached_property
     def evaluated(self) -> dict[str, np.ndarray]:
-        """Metrics at the surviving evaluations, each (evaluations,); nan where one has none."""
+        """Metrics of the surviving evaluations, each of shape (evaluations,); nan where missing."""
         found = [event.get("metrics") or {} for event in self.rare_events.get("eval", [])]
         names = dict.fromkeys(name for metrics in found for name in metrics)
         return {name: np.array([_number(metrics.get(name)) for metrics in found]) for name in names}
 
     @property
     def evaluations(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """step, tokens, seconds (running time) and loss of the surviving evaluations, each (evaluations,)."""
+        """(step, tokens, running seconds, loss) of the surviving evaluations, each of shape (evaluations,)."""
         events, columns = self.rare_events.get("eval", []), self.columns
         steps = np.array([event["step"] for event in events], float)
         tokens = np.array([event["tokens"] for event in events], float)
@@ -263,7 +263,7 @@ class RunFacts:
 
     @property
     def peak_memory_bytes(self) -> float:
-        """Peak memory of the rank that used most; nan where it was not recorded."""
+        """Peak memory of the rank that used most; nan if not recorded."""
         known = self.columns.memory_bytes[self.columns.memory_bytes > 0]
         return float(known.max()) if known.size else math.nan
 
@@ -273,24 +273,24 @@ def _number(value: Any) -> float:
 
 
 def median(values: np.ndarray) -> float:
-    """Median of the finite values; nan when there is none."""
+    """Median of the finite values; nan if there are none."""
     finite = values[np.isfinite(values)]
     return float(np.median(finite)) if finite.size else math.nan
 
 
 class Collector:
-    """Takes events in file order and keeps the history that survives."""
+    """Accumulates events in file order and keeps the surviving history."""
 
     def __init__(self, *, columns: bool = True) -> None:
-        """columns: False keeps no numbers of steps, and few events of a kind, so that memory does not grow."""
+        """columns: False keeps no per-step numbers and fewer events per kind, so that memory stays bounded."""
         self._keeps_columns, self._most = columns, MAX_RARE_EVENTS if columns else _FEW_RARE_EVENTS
         self._columns = {name: array(code) for name, code in _TYPES.items()}
         self._metrics: dict[str, array[float]] = {}
         self._step = self._columns["step"]
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
         self._events: dict[str, list[Event]] = {}
-        self._serial = self._began = 0  # events so far; the step that the session started from
-        self._serials = array("q")  # position of each step among them
+        self._serial = self._began = 0  # number of events so far; step at which the session started
+        self._serials = array("q")  # event number of each step
         self._running = 0.0
         self._sessions: list[Session] = []
         self._broken: list[Broken] = []
@@ -305,16 +305,16 @@ class Collector:
         """The newest event."""
 
     def take(self, line: bytes, offset: int) -> bool:
-        """Add the event on a line that begins at `offset` of the file; whether there is one.
+        """Add the event on a line that starts at `offset` in the file; returns whether there is one.
 
-        Telemetry is counted without being parsed: it is large, and has no place here.
+        Telemetry events are counted without being parsed: they are large and not needed here.
         """
         if line.startswith(_TELEMETRY):
             self._serial += 1
             self.counts["telemetry"] += 1
             return True
         try:
-            # Of a step every number is converted below, so that it need not be looked at before.
+            # Steps need no prior validation: all of their numbers are converted below.
             event = orjson.loads(line) if line.startswith(_STEP) else event_on(line)
             if event is not None:
                 self.add(event, offset)
@@ -323,7 +323,7 @@ class Collector:
         return event is not None
 
     def add(self, event: Event, offset: int = -1) -> None:
-        """Add one event. A step may hold numbers as the strings "inf", "-inf" and "nan"; offset: that of its line."""
+        """Add one event; numbers of a step may be the strings "inf", "-inf" and "nan". offset: start of its line."""
         kind = event["event"]
         self._serial += 1
         self.counts[kind] += 1
@@ -357,13 +357,13 @@ class Collector:
             self._keep(self._events.setdefault(kind, []), event)
 
     def _keep(self, kept: list[Any], item: Any) -> None:
-        """Append, and once there are too many drop the middle one."""
+        """Append an item, dropping the middle one if there are too many."""
         if len(kept) >= self._most:
             del kept[self._most // 2]
         kept.append(item)
 
     def _explain(self, event: Event) -> None:
-        """Add a `nonfinite` event to the attempt that it is about, whose loss and gradient norm may be finite."""
+        """Add a `nonfinite` event to its attempt, whose loss and gradient norm may nevertheless be finite."""
         if self._open is None:
             self._open = Broken(event["step"])
             self._broken.append(self._open)
@@ -381,13 +381,13 @@ class Collector:
         metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items()}
         order = event.get("sample_ids_sha256")
         row["order"] = int(order[:_HASH_DIGITS], 16) if order else -1
-        covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb leaves steps out
+        covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb omits steps
         self._running += row["step_seconds"] * covered if math.isfinite(row["step_seconds"]) else 0.0
         row |= {"step": step, "seconds": self._running, "applied": bool(event.get("applied", True)), "offset": offset}
         for name, value in row.items():
             self._columns[name].append(value)
         for name in {**metrics, **self._metrics}:
-            if name not in self._metrics:  # nan at all steps before
+            if name not in self._metrics:  # nan for all earlier steps
                 self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
             self._metrics[name].append(metrics.get(name, math.nan))
         self._serials.append(self._serial)
@@ -398,9 +398,9 @@ class Collector:
             self._broken.append(self._open)
 
     def _drop_steps(self, step: int, *, also_newest: bool) -> None:
-        """Drop steps from `step` on and what they recorded.
+        """Drop all steps from `step` on, and what they recorded.
 
-        also_newest False: events after the newest step event may already belong to the new attempt at `step`.
+        also_newest: False keeps state events of `step` after the newest step event: they belong to the new attempt.
         """
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
@@ -416,7 +416,7 @@ class Collector:
             ]
 
     def facts(self, label: str, source: str, events: Path | None) -> RunFacts:
-        """The run so far; nothing may be added afterwards."""
+        """The run so far. The columns share memory with this collector, so nothing may be added while they are used."""
         columns = {name: np.frombuffer(column, column.typecode) for name, column in self._columns.items()}
         columns["applied"] = columns["applied"].astype(bool)
         metrics = {name: np.frombuffer(column) for name, column in self._metrics.items()}
@@ -439,10 +439,10 @@ class Collector:
 
 
 def read_facts(path: Path, label: str) -> RunFacts:
-    """The facts of one `events.jsonl`, in one pass.
+    """The facts of one `events.jsonl`, read in one pass.
 
-    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot
-    be read, another line is damaged or nothing was recorded.
+    An incomplete last line (after a crash, or in a running run) is skipped. Raises UserError if the file cannot be
+    read, another line is damaged or nothing was recorded.
     """
     collector, file = Collector(), Follower(path)
     for line in file.lines(whole=True):

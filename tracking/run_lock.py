@@ -1,8 +1,8 @@
-"""One job at a time writes a run folder: a lock with the process that holds it.
+"""Ensure that only one job at a time writes a run folder, with a lock file that names its holder.
 
-The lock is an flock, which the kernel releases with its process. Not every shared file system passes it on to other
-machines, so the holder also touches the file: what another machine has left there and nobody touches is from a job
-that is gone.
+The lock is an flock, which the kernel releases when the process ends. Not every shared file system propagates flocks to
+other machines, so the holder also touches the file regularly: a lock of another machine that is no longer touched
+belongs to a job that is gone.
 """
 
 import json
@@ -26,12 +26,12 @@ from tracking.run_dir import RunDir
 LOCK = ".run_lock"
 _SINCE = "%Y-%m-%d %H:%M:%S UTC"
 BEAT_SECONDS = 10.0
-"""Seconds between two touches of the file by its holder."""
+"""Interval at which the holder touches the file."""
 SILENT_SECONDS = 60.0
-"""Seconds that a lock of another machine must stay untouched until its holder counts as gone. A new job waits three
-times as long before it is refused: ranks that are cut off from the others write for up to 80 s more."""
+"""Seconds without a touch after which the holder on another machine counts as gone. A new job waits three times as long
+before it is refused, since ranks that are cut off from the others keep writing for up to 80 s."""
 ENDING_SECONDS = 10.0
-"""Seconds that a job that starts waits for the holder to end, which may have been asked to."""
+"""Seconds that a starting job waits for the holder, which may already be shutting down."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Holder:
     words: str
     """Process and machine, such as "pid 312 on node-7"."""
     alive: bool
-    """Whether it still runs; on another machine or container, whether it touched the lock lately."""
+    """Whether it is running; on another machine or in another container, whether it touched the lock recently."""
     since: float | None
-    """[seconds since the epoch] Time at which it took the lock."""
+    """[seconds since the epoch] Time at which it acquired the lock."""
 
 
 def holder(folder: Path) -> Holder | None:
-    """The process that writes the folder, by its lock, which is only read; None: no lock, or nobody has it any more."""
+    """The process that is writing the folder, from its lock file, which is only read; None if no holder is recorded."""
     owner, touched = _read(folder / LOCK)
     pid, started, since = owner.get("pid"), owner.get("started"), None
     if not isinstance(pid, int) or not isinstance(started, int):
@@ -59,7 +59,7 @@ def holder(folder: Path) -> Holder | None:
 
 
 class RunLock:
-    """The lock of one run folder, held until `release` or the end of this process."""
+    """The lock of one run folder, held until `release` or until this process ends."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self._path, self._handle = path, handle
@@ -68,7 +68,7 @@ class RunLock:
 
     @classmethod
     def take(cls, folder: Path) -> Self | None:
-        """Lock the folder; None where no file can be made in it. Raises UserError: another job writes it."""
+        """Lock the folder; None if no file can be created in it. Raises UserError if another job is writing it."""
         path, ends, told = folder / LOCK, time.monotonic() + ENDING_SECONDS, False
         while True:
             try:
@@ -81,7 +81,7 @@ class RunLock:
                 _write(handle)
                 return cls(path, handle)
             try:
-                if elsewhere:  # that machine may be gone without its lock: only touching the file shows that it is not
+                if elsewhere:  # that machine may have died without unlocking: only touches show that it lives
                     _wait_for_silence(folder, owner)
                     if _is_at(path, handle):
                         path.unlink()
@@ -98,11 +98,11 @@ class RunLock:
             time.sleep(0.2)
 
     def is_of(self, folder: Path) -> bool:
-        """Whether it is this folder that is locked, and not one that has been renamed since."""
+        """Whether this folder is the locked one, rather than one that has since been renamed."""
         return _is_at(folder / LOCK, self._handle)
 
     def release(self) -> None:
-        """Let others write the folder."""
+        """Unlock the folder."""
         if not self._over.is_set():
             self._over.set()
             with suppress(OSError):
@@ -117,16 +117,16 @@ class RunLock:
 
 @contextmanager
 def created_and_locked(root: Path, name: str, *, fresh: bool) -> Iterator[RunDir]:
-    """`RunDir.create`, with the folder locked while the body runs. No folder that another job writes is renamed.
+    """Context manager: `RunDir.create`, with the folder locked. A folder that another job is writing is never renamed.
 
-    Raises UserError when it cannot be made, or another job writes it.
+    Raises UserError if it cannot be made, or if another job is writing it.
     """
     with ExitStack() as ends:
         lock = RunLock.take(root / name)
         if lock is not None:
             ends.callback(lock.release)
         run_dir = RunDir.create(root, name, fresh=fresh)
-        if lock is None or not lock.is_of(run_dir.path):  # it is new, or took the place of one that was renamed
+        if lock is None or not lock.is_of(run_dir.path):  # it is new, or replaces one that was renamed
             new = RunLock.take(run_dir.path)
             if new is not None:
                 ends.callback(new.release)
@@ -134,8 +134,8 @@ def created_and_locked(root: Path, name: str, *, fresh: bool) -> Iterator[RunDir
 
 
 def _locked(handle: int, owner: dict[str, Any]) -> bool:
-    """Whether nobody else holds the flock; on a file system without locks, whether no process here says it does."""
-    from filelock import lock_descriptor  # what only reads locks has to start in no time
+    """Acquire the flock; False if it is held. Without file-system locks: whether its owner does not run here."""
+    from filelock import lock_descriptor  # imported late so that read-only tools start quickly
 
     try:
         return lock_descriptor(handle, blocking=False)
@@ -144,12 +144,12 @@ def _locked(handle: int, owner: dict[str, Any]) -> bool:
 
 
 def _is_of_here(owner: dict[str, Any]) -> bool:
-    """Whether the process that an owner names would be seen from here."""
+    """Whether the owner's process would be visible from here: same machine and PID namespace."""
     return (owner.get("machine"), owner.get("pid_namespace")) == (machine(), pid_namespace())
 
 
 def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
-    """Return when a holder on another machine has not touched its lock for long. Raises UserError: it goes on."""
+    """Return once a holder on another machine has stopped touching its lock. Raises UserError if it does not stop."""
     path, seconds = folder / LOCK, f"{SILENT_SECONDS:.0f} s"
     _print(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
     since = time.monotonic()
@@ -165,9 +165,9 @@ def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], int]:
-    """Owner of a lock, and the time [ns] of its last touch; nobody and 0 without a file.
+    """(owner of a lock, time of its last touch [ns]); empty and 0 without a file.
 
-    The file is opened for the time: a network file system may show an older one otherwise.
+    The time is read through an open file: a network file system may return a stale one otherwise.
     """
     try:
         with path.open("rb") as file:
@@ -177,7 +177,7 @@ def _read(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _owner(handle: int) -> dict[str, Any]:
-    """Owner recorded in the lock; empty when there is none, or it cannot be read."""
+    """Owner recorded in the lock; empty if there is none or it cannot be read."""
     try:
         found = json.loads(os.pread(handle, 4096, 0))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Checked status of a run: where its events have no end, its process is looked up.
+"""Status of a run: if its events record no end, its process is looked up.
 
-`events.jsonl` alone cannot say that a run was killed: nobody was left to write it. The lock of the run folder names the
-process of rank 0; where that process is gone the run has crashed. Cheap enough to be asked for hundreds of runs: the
-events are read from their end, until the newest step.
+`events.jsonl` alone cannot say that a run was killed, since no process was left to record it. The run folder's lock
+names the process of rank 0; if that is gone, the run was killed. This is cheap enough for hundreds of runs: events are
+read from the end, back to the newest step.
 """
 
 import time
@@ -17,42 +17,42 @@ from tracking.numbers import duration
 from tracking.run_lock import LOCK, SILENT_SECONDS, holder
 
 State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "crashed"]
-"""Running, and lately without an event; gone without a recorded end; else the `status` of its `run_end`."""
+"""running; silent: running without recent events; killed: gone without a recorded end; else `status` of `run_end`."""
 
 SILENT_STEPS = 10
-"""A running run is reported as silent after this many of its steps, and SILENT_SECONDS, without an event."""
+"""A running run is silent if it records no event for the time of this many steps, and for SILENT_SECONDS."""
 
 _TELEMETRY = beginnings("telemetry")
 
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a run runs, and how it ended. What to think of that is in `tracking.verdict`."""
+    """Whether a run is alive, and how it ended. `tracking.verdict` judges it."""
 
     state: State
     cause: str = ""
-    """Printable, one line: why it ended early, or for how long it has been silent; otherwise empty."""
+    """Why it ended early or for how long it has been silent, as one printable line; otherwise empty."""
     step: int = 0
-    """Steps attempted, by the newest event; 0 before the first."""
+    """Step number of the newest event; 0 before the first."""
     since: float | None = None
-    """[seconds since the epoch] Running: when its process took the run folder. Else: its `run_end`, or where nobody
-    wrote one, the newest event. None: not known."""
+    """[seconds since the epoch] When a running run locked its folder; otherwise the time of its `run_end`, or of the
+    newest event if there is none. None if unknown."""
     end: Event | None = None
-    """The `run_end` that was recorded."""
+    """The recorded `run_end`, if any."""
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, and where nobody recorded it."""
+        """Recorded exit code; None while the run is running, or if none was recorded."""
         return self.end.get("exit_code") if self.end else None
 
     @property
     def over(self) -> bool:
-        """Whether it has ended, however."""
+        """Whether it has ended, in whatever way."""
         return self.state not in ("running", "silent")
 
 
 def run_status(run_dir: Path, now: float | None = None) -> Status:
-    """Status of the run in a folder. now: seconds since the epoch; None is the present. Raises nothing."""
+    """Status of the run in a folder. now: seconds since the epoch; None is the present. Never raises."""
     now = time.time() if now is None else now
     end, newest = newest_session(run_dir / "events.jsonl")
     writer = holder(run_dir)
@@ -67,26 +67,26 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     if writer is not None:
         cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
     elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
-        return Status("running", step=step)  # in a folder that could not be locked
+        return Status("running", step=step)  # its folder could not be locked
     else:
         cause = f"no process has the run folder, and no end was recorded; {seen}"
     return Status("killed", line(cause), step, newest["time"] if newest else None)
 
 
 def ended(end: Event, step: int) -> Status:
-    """Status of a run whose `run_end` is `end`, after `step` attempts."""
+    """Status of a run that recorded `end` as its `run_end`, after `step` attempted steps."""
     return Status(end["status"], line(end.get("reason") or ""), step, end["time"], end)
 
 
 _STEPS_AFTER_AN_END = 2
-"""A rank cannot make more steps without the one that has ended: each is a collective."""
+"""A surviving rank cannot complete more steps than this, since each step is a collective."""
 
 
 def newest_session(events: Path) -> tuple[Event | None, Event | None]:
-    """The `run_end` of the newest session, and the newest event that has the run's step; None where there is none.
+    """(`run_end` of the newest session, newest event with the run's step); None where missing.
 
-    Read backwards, until the end, the start or a few steps: of notes and checkpoints that follow there are few. An end
-    that another rank wrote may come before the last step of rank 0, which was about to record it.
+    Reads backwards to the end, the start or a few steps, after which only few notes and checkpoints follow. A `run_end`
+    written by another rank may precede the last step of rank 0, which was about to record it.
     """
     newest: Event | None = None
     last: Event | None = None
@@ -101,7 +101,7 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
                 if kind == "run_end":
                     return event, last or newest or event
                 if kind in ("step", "run_start"):
-                    # what came after it tells when the run was last seen; a checkpoint may be of an earlier step
+                    # later events tell when the run was last seen, but a checkpoint may belong to an earlier step
                     last = last or {**event, "time": newest["time"] if newest else event["time"]}
                     steps += 1
                     if kind == "run_start" or steps > _STEPS_AFTER_AN_END:
@@ -113,8 +113,8 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
 
 
 def _silence(newest: Event | None, since: float | None, now: float) -> str:
-    """Text about a running run that has recorded nothing for long; empty while its silence is usual."""
+    """How long a running run has recorded nothing, as text; empty while that is normal."""
     if newest is None or (since is not None and newest["time"] < since):
-        return ""  # preparing its data, building the model
+        return ""  # still preparing data or building the model
     usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
     return f"no event for {duration(now - newest['time'])}" if now - newest["time"] > usual else ""

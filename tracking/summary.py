@@ -1,4 +1,4 @@
-"""Read a run folder, finished, crashed or still running: its events as facts, and the files beside them."""
+"""Read the folder of a finished, crashed or running run: its events as facts, and the files beside them."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tracking.status import run_status
 
 
 def read_run(folder: Path, now: float | None = None) -> RunFacts:
-    """`read_run_folder` under its own name. Raises UserError also for a run that did not start."""
+    """`read_run_folder`, labelled by the folder's name. Also raises UserError for a run that did not start."""
     run_dir = RunDir(folder)
     facts = read_run_folder(run_dir, run_dir.name, now)
     if not facts.start:
@@ -24,7 +24,7 @@ def read_run(folder: Path, now: float | None = None) -> RunFacts:
 def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> RunFacts:
     """The facts of a run folder with its config, DeepSpeed JSON and environment, and its status at `now`.
 
-    now: seconds since the epoch; None is the present. Raises UserError as `read_facts`.
+    now: seconds since the epoch; None is the present. Raises UserError like `read_facts` and `read_inputs`.
     """
     config, deepspeed, environment = read_inputs(run_dir)
     facts = read_facts(run_dir.events, label)
@@ -39,9 +39,9 @@ _LEDGER = {"what", "dtype", "bytes"}
 
 
 def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """The resolved config, DeepSpeed JSON and environment of the run; an absent file gives an empty dict.
+    """(resolved config, DeepSpeed JSON, environment) of the run; an absent file gives an empty dict.
 
-    Raises UserError for a file that cannot be read, or is not of the types it was written with.
+    Raises UserError for a file that cannot be read or whose values have unexpected types.
     """
     config = _load(run_dir.config, yaml_text.parse, _SECTIONS)
     deepspeed = _load(run_dir.deepspeed_config, json_text.parse, {"zero_optimization": dict})
@@ -49,7 +49,7 @@ def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[s
 
 
 def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
-    """kinds: of which type values are that others rely on."""
+    """Load and check one file. kinds: required types of values that callers rely on."""
     try:
         content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""The verdict on a run, by one function of its events and its process: what went wrong, since when, what to do next.
+"""The verdict on a run, computed from its events and its process: what went wrong, since when, and what to do next.
 
-Every reader shows the same one. The rules and what each was tried on are in docs/verdict.md.
+All tools show the same verdict. docs/verdict.md has the rules and the runs on which each was tested.
 """
 
 from __future__ import annotations
@@ -43,97 +43,97 @@ _WORDS_OF: dict[Tone, tuple[Word, ...]] = {
     "good": ("healthy",),
 }
 TONES = {word: tone for tone, words in _WORDS_OF.items() for word in words}
-"""The colour of each word, the worst first."""
+"""Verdict word to its tone, worst first."""
 WORDS = tuple(TONES)
 STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}
-"""Colours of a terminal."""
+"""Tone to terminal style."""
 
 RISE = 0.25
-"""Least rise of the loss above its minimum, as a share of the minimum, from which a run has diverged."""
+"""Minimum rise of the loss above its minimum, as a share of the minimum, for a run to count as diverged."""
 LOST = 0.3
-"""Least share of what the loss had fallen that has to be lost again."""
+"""Minimum share of the preceding fall of the loss that has to be undone."""
 SIGMAS = 5.0
-"""Least rise in standard errors of a window's median, in the logarithm of the loss."""
+"""Minimum rise of a window's mean log loss, in standard errors."""
 FEWEST = 10
-"""Losses below which nothing is said about their course."""
+"""Minimum number of losses or rewards needed to judge their course."""
 FLAT = 0.02
 """A run from scratch whose loss has not fallen by this share after FLAT_STEPS applied steps is not learning."""
 FLAT_STEPS = 50
 ERRORS = 3.0
-"""Least rise of a reward in standard errors, from its first window to its last or on held-out prompts."""
+"""Minimum rise of a reward in standard errors, from its first window to its last or on held-out prompts."""
 NO_SIGNAL = 0.95
-"""Mean share of prompts whose answers all have one reward from which a run whose reward has not risen had no signal."""
+"""A run without a rise had no signal if on average this share of prompts gave the same reward to all answers."""
 SOLVED = 0.25
-"""Prompts count as solved when the reward left to gain is at most this share of the reward gained."""
+"""Prompts count as solved if the reward left to gain is at most this share of the reward gained."""
 SETTLING_SIGNALS = ("answer_entropy", "no_signal")
-"""Early warnings that say nothing where the prompts are solved."""
+"""Early warnings that are meaningless once the prompts are solved."""
 SKIPPED = 0.05
-"""Share of skipped steps from which they are a warning, where there are more than a loss scale needs to settle."""
-_SETTLING, _EXCURSION = 10, 2.0  # the latter in units of the first loss and of the last level
-_WINDOWS = (5, 50)  # least and most losses in a window; a twentieth of all in between
-_FEW = 10  # losses of which twice SIGMAS are asked: chance itself is poorly known
-_SMALLEST = 1e-3  # a loss below is taken for this, as the logarithm of 0 is none
+"""Share of skipped steps that is a warning, if more than _SETTLING were skipped, which a loss scale needs to settle."""
+_SETTLING, _EXCURSION = 10, 2.0  # the latter as a multiple of the first and last loss
+_WINDOWS = (5, 50)  # minimum and maximum losses per window; a twentieth of all in between
+_FEW = 10  # with so few losses twice SIGMAS are required, since the noise itself is uncertain
+_SMALLEST = 1e-3  # smaller losses are raised to this before taking logarithms
 _MOST_LOSSES = 4096
-_UNDECIDED_SKIPS = 10  # of a running run's first steps, before it is said not to learn
+_UNDECIDED_SKIPS = 10  # a running run that has applied no step is undecided below this many
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a run, or its state while it trains."""
+    """The outcome of a run, or its state while it is training."""
 
     word: Word
     cause: str
-    """One printable sentence; empty where there is nothing to say."""
+    """One printable sentence; empty if there is nothing to say."""
     step: int | None
-    """Since when: the first step that the verdict rests on; None for a sound run."""
+    """First step to which the verdict applies; None for a sound run."""
     command: str
-    """The command to run next; empty where there is nothing to do."""
+    """Command to run next; empty if there is nothing to do."""
     warnings: int
-    """Incidents, early warnings, faults of the machine and failed saves, over all sessions."""
+    """Number of incidents, early warnings, machine faults and failed saves, over all sessions."""
     over: bool
 
     @property
     def tone(self) -> Tone:
-        """Its colour."""
+        """Tone of the word, which sets its colour."""
         return TONES[self.word]
 
     @property
     def text(self) -> str:
-        """Word, step and cause in one line."""
+        """Word, step and cause on one line."""
         since = "" if self.step is None else f" since step {self.step:,}"
         return f"{self.word}{since}{f': {self.cause}' if self.cause else ''}"
 
 
 class Evidence:
-    """The evidence for a verdict, taken event by event, in memory that does not grow with the run."""
+    """The evidence for a verdict, accumulated event by event in bounded memory."""
 
     def __init__(self) -> None:
         self.start: Event = {}
         """The first session's `run_start`."""
         self.attempts = self.applied = self.warnings = 0
         self.skipped_since: int | None = None
-        """First of the skipped steps in a row up to the newest."""
+        """First step of the current streak of skipped steps; None if the newest was applied."""
         self.not_finite_since: int | None = None
-        """First of the losses in a row up to the newest that were not finite."""
+        """First step of the current streak of non-finite losses; None if the newest is finite."""
         self.largest_lr = 0.0
         self.warned: dict[str, list[Any]] = {}
-        """The first of what is counted in `warnings`, and how many, by the signal or else the kind of event."""
+        """Signal, or else kind of event, to [first event, count], for everything counted in `warnings`."""
         self.refused: Event | None = None
-        """The newest incident, with its first cause."""
+        """The newest incident, with the first non-finite tensor of its step in its reason."""
         self._cause: Event | None = None
-        """The first tensor of the newest step that was not finite."""
+        """First `nonfinite` event of the newest step that has any."""
         self.rewarded = False
-        """Whether `curve` is of the rewards of sampled answers, and not of the loss, which is about 0 there."""
+        """Whether `curve` holds rewards of sampled answers rather than the loss, which is about 0 in such runs."""
         self.without_signal = self.spread = 0.0
-        """Summed over the applied steps, and of the newest one: reward/no_signal and reward/spread."""
+        """Sum of reward/no_signal over the applied steps, and reward/spread of the newest one."""
         self.held_out: list[float] = []
-        """The first and the newest reward on the validation set."""
+        """First and newest reward on the validation set."""
         self._steps: list[int] = []
-        self._losses: list[float] = []  # the means of `_stride` values each
+        self._losses: list[float] = []  # means of `_stride` values each
         self._stride, self._pending = 1, list[tuple[int, float]]()
 
     def add(self, event: Event) -> None:
-        """Take one event; a step may hold numbers as the strings "inf", "-inf" and "nan"."""
+        """Add one event; numbers of a step may be the strings "inf", "-inf" and "nan"."""
         kind = event["event"]
         if kind == "incident" and self._cause and self._cause["step"] == event["step"]:
             event = event | {"reason": f"{event['reason']}; {describe_event(self._cause)}"}
@@ -181,18 +181,18 @@ class Evidence:
             self._stride *= 2
 
     def _cut(self, step: int) -> None:
-        """Forget the losses from `step` on, which a resume or a rollback has left behind."""
+        """Drop the losses from `step` on, which a resume or rollback has discarded."""
         while self._steps and self._steps[-1] >= step:
             del self._steps[-1], self._losses[-1]
         self._pending = [(at, loss) for at, loss in self._pending if at < step]
 
     @property
     def first_step(self) -> int:
-        """The step that the first session made first."""
+        """First step of the first session."""
         return int(self.start.get("step", 0)) + 1
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and losses, or rewards, of the applied steps, in order, each (losses,)."""
+        """(steps, losses or rewards) of the applied steps, in order, each of shape (losses,)."""
         return np.array(self._steps, int), np.array(self._losses)
 
 
@@ -204,7 +204,7 @@ def judge(
     config: Mapping[str, Any] | None = None,
     resume_command: str = "",
 ) -> Verdict:
-    """The verdict on a run. folder: its run folder; config: its resolved config, as far as it is known."""
+    """The verdict on a run. folder: its run folder; config: its resolved config, as far as known."""
     config = config or {}
     refused = evidence.refused
     replay = str(refused.get("replay") or "") if refused is not None else ""
@@ -255,7 +255,7 @@ def judge(
 def _not_learning(
     evidence: Evidence, course: _Course | None, status: Status, config: Mapping[str, Any]
 ) -> tuple[str, int] | None:
-    """(cause, since which step) of a run without an update; None where it has some."""
+    """(cause, first step) if a run did not train or its loss has not fallen; else None."""
     attempts, since = evidence.attempts, evidence.first_step
     if attempts and not evidence.applied and (status.over or attempts >= _UNDECIDED_SKIPS):
         why = f": {status.cause}" if status.cause else ""
@@ -278,28 +278,28 @@ def _not_learning(
 
 @dataclass(frozen=True)
 class _Course:
-    """The loss in windows. level: geometric means, of the first loss alone and then of each window, (windows + 1,)."""
+    """The loss in windows. level: the first loss, then the geometric mean of each window; shape (windows + 1,)."""
 
     level: np.ndarray
     since: np.ndarray
-    """First step of each."""
+    """First step of each window."""
     until: np.ndarray
     bound: np.ndarray
-    """Level from which the loss has risen too far, by what came before."""
+    """Level from which the loss counts as risen too far, given the earlier levels."""
     risen: np.ndarray
-    """Whether a level and the next one are beyond its bound, and by more than chance."""
+    """Whether a level and the next are beyond its bound and by more than noise explains."""
 
     @property
     def fallen(self) -> float:
-        """Share by which the lowest window is below the first loss and the first window."""
+        """Relative drop of the lowest window below the first loss or the first window, whichever is lower."""
         return float(1 - self.level[1:].min() / self.level[:2].min())
 
 
 def _course(evidence: Evidence) -> _Course | None:
-    """The course of the loss of the applied steps; None of a run with fewer than FEWEST.
+    """Course of the loss over the applied steps; None with fewer than FEWEST, or in a run followed by its reward.
 
-    Chance is taken from the logarithms: the variance inside a window, from one loss to the next, but at least half of
-    its mean over all windows but the worst; and how far windows usually lie apart, more where noise lasts.
+    Noise of log losses is the larger of two estimates: successive differences within a window (at least half their mean
+    over all windows but the noisiest), and the typical step between windows, which grows if noise is correlated.
     """
     steps, losses = evidence.curve()
     if evidence.rewarded or len(losses) < FEWEST:
@@ -324,7 +324,7 @@ def _course(evidence: Evidence) -> _Course | None:
         pair = slice(at, at + 2)
         chance = max(math.sqrt(squares[low] + squares[pair].mean() / 2), between * math.sqrt(0.75))
         risen[at] = level[pair].min() >= bound[at] and means[pair].mean() - means[low] >= sigmas * chance
-    risen[-1] = risen[-2]  # a pair that ends with the last window
+    risen[-1] = risen[-2]  # the last window belongs to the last full pair
     begins = len(losses) - count * size + size * np.arange(count)
     since, until = steps[np.concatenate([[0], begins])], steps[np.concatenate([[0], begins + size - 1])]
     return _Course(level, since, until, bound, risen)
@@ -332,28 +332,28 @@ def _course(evidence: Evidence) -> _Course | None:
 
 @dataclass(frozen=True)
 class _Reward:
-    """The reward of the applied steps in windows. level: their means, (windows,)."""
+    """The reward of the applied steps in windows. level: mean of each window, shape (windows,)."""
 
     level: np.ndarray
     since: np.ndarray
-    """First step of each."""
+    """First step of each window."""
     error: float
-    """Standard error of the difference of two windows, by the noise from one step to the next."""
+    """Standard error of the difference of two windows, estimated from step-to-step noise."""
     risen: bool
-    """Whether the last window is above the first one, or held-out prompts above their first evaluation."""
+    """Whether the last window exceeds the first, or held-out prompts their first evaluation, by more than noise."""
     solved: bool
 
 
 def solved(first: float, reward: float, spread: float) -> bool:
-    """Whether little of a mean reward that has risen is left to gain, so that all answers come to be alike.
+    """Whether little is left to gain for a mean reward that has risen, so that all answers become alike.
 
-    Rewards from 0 on have their largest at least variance / mean above the mean.
+    The maximum of non-negative rewards exceeds their mean by at least variance / mean, which estimates what is left.
     """
     return spread**2 <= SOLVED * (reward - first) * reward
 
 
 def _reward(evidence: Evidence) -> _Reward | None:
-    """The course of the reward of sampled answers; None of a run with another task or fewer than FEWEST steps."""
+    """Course of the reward of sampled answers; None for other tasks and for fewer than FEWEST steps."""
     steps, rewards = evidence.curve()
     if not evidence.rewarded or len(rewards) < FEWEST:
         return None
@@ -370,7 +370,7 @@ def _reward(evidence: Evidence) -> _Reward | None:
 def _unrewarded(
     evidence: Evidence, reward: _Reward, status: Status, config: Mapping[str, Any]
 ) -> tuple[str, int, float] | None:
-    """(cause, since which step, factor of the learning rate to try or 0) where the reward has not risen; else None."""
+    """(cause, first step, learning-rate factor to try or 0) if the reward has not risen; else None."""
     warmup = setting(config, "schedule.warmup_steps") or 0
     enough, silent = evidence.applied - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
     if reward.risen or status.state == "aborted" or not (status.over or enough):
@@ -380,7 +380,7 @@ def _unrewarded(
         advice = "look at the checker, take prompts that are neither solved nor too hard, or raise grpo.group_size"
         return f"{cause}: {advice}", evidence.first_step, 0.0
     held_out, level = evidence.held_out, reward.level
-    if not (status.over and enough) or evidence.spread <= SOLVED * level[-1]:  # near its largest from the start
+    if not (status.over and enough) or evidence.spread <= SOLVED * level[-1]:  # near its maximum from the start
         return None
     first, last = held_out if len(held_out) == 2 else (float(level[0]), float(level[-1]))
     cause = f"its reward has not risen beyond its noise, {number(first)} at first and {number(last)} at last"
@@ -392,9 +392,9 @@ def _unrewarded(
 
 
 def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int, int] | None:
-    """(cause, since which step, last sound step); None unless the loss rose, or the reward fell, and stays there.
+    """(cause, first step, last sound step) if the loss rose, or the reward fell, and stayed there; else None.
 
-    The last two windows have to be there: one spike is no divergence.
+    The last two windows have to be out of bounds: a single spike is not a divergence.
     """
     steps, _ = evidence.curve()
     since = evidence.not_finite_since
@@ -412,7 +412,7 @@ def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None
         return f"{cause}; {number(floor)} is the bound", int(reward.since[at]), int(reward.since[best])
     if course is None or not course.risen[-2:].all():
         return None
-    at = len(course.risen) - int(np.argmin(course.risen[::-1]))  # the first of the last ones that are up
+    at = len(course.risen) - int(np.argmin(course.risen[::-1]))  # start of the final stretch of risen levels
     low = int(np.argmin(course.level[:at]))
     first, least, last = (float(course.level[index]) for index in (0, low, -1))
     where = f"steps {course.since[low]:,} to {course.until[low]:,}" if low else "step 1"
@@ -423,11 +423,11 @@ def _diverged(evidence: Evidence, course: _Course | None, reward: _Reward | None
 
 
 def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) -> tuple[str, int] | None:
-    """(cause, since which step) of a run that ended well all the same; None where nothing is to be said."""
+    """(cause, first step) of the warning about a run that nevertheless ended well; None if there is nothing to say."""
     skipped = evidence.attempts - evidence.applied
-    done = reward is not None and reward.solved  # where all answers to a prompt come to be alike
+    done = reward is not None and reward.solved  # all answers to a prompt become alike
     warned = [found for name, found in evidence.warned.items() if not (done and name in SETTLING_SIGNALS)]
-    warned.sort(key=lambda found: found[0].get("signal") != "answer_entropy")  # which ends the learning
+    warned.sort(key=lambda found: found[0].get("signal") != "answer_entropy")  # it ends learning, so it comes first
     if warned:
         first, count = warned[0][0], sum(count for _, count in warned)
         more = f"; {count - 1} more" if count > 1 else ""
@@ -444,7 +444,7 @@ def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) 
 
 
 def _checkpoint(folder: Path | None, step: int) -> Path | None:
-    """The newest checkpoint of the run at or before a step; None where there is none."""
+    """The run's newest checkpoint at or before a step; None if there is none."""
     if folder is None:
         return None
     found = {path: path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")}
@@ -455,7 +455,7 @@ def _checkpoint(folder: Path | None, step: int) -> Path | None:
 def _anew(
     command: str, config: Mapping[str, Any], factor: float, *, least: float = 0.0, checkpoint: Path | None = None
 ) -> str:
-    """The command of another run, from `checkpoint` or anew, whose learning rate is `factor` times as large."""
+    """Command for another run, from `checkpoint` or from scratch, with `factor` times the learning rate."""
     rate, name = setting(config, "optimizer.learning_rate"), setting(config, "run.name")
     if not isinstance(rate, int | float) or not name:
         return ""
@@ -469,7 +469,7 @@ def _anew(
 
 
 def _changed(command: str, changes: Mapping[str, str]) -> str:
-    """The command with these overrides in place of what it has for their keys; empty without a command."""
+    """The command with its overrides of the same keys replaced by `changes`; empty without a command."""
     if not command:
         return ""
     kept = [word for word in shlex.split(command) if word.partition("=")[0] not in changes]

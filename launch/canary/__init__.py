@@ -1,4 +1,4 @@
-"""Try a run on its first steps beside FP32 before the whole of it is started, and watch it: `python -m launch.canary`.
+"""Compare a run's first steps with FP32 before starting the whole run, then watch it: `python -m launch.canary`.
 
-Read command.py, plan.py, gate.py (the canary), monitor.py (the run and the checks of its checkpoints), then record.py.
+Read command.py, plan.py, gate.py (the canary), monitor.py (the run and its checkpoint checks), then record.py.
 """

@@ -2,13 +2,13 @@
 
 python -m launch.canary --config FILE [--processes N] [--launch "deepspeed --hostfile hosts"] [key.sub=value ...]
 
-The first `canary.steps` steps run beside their FP32 twin and are judged as by `python -m tools.parity`. If they agree,
+The first `canary.steps` steps run beside their FP32 twin and are judged by `tools.parity`. If they agree,
 the whole run continues from their state under `launch.supervise`, while its checkpoints are compared with FP32. If one
 fails, the run goes back to the last that passed and continues with `canary.fallback`.
 
 Exit code 0: the whole run is done; 2: the config or the command line is wrong; 3: no parity, so nothing was started, or
 the run stopped on numerics and no fallback is left; 75: a stop was requested (SIGTERM, SIGUSR1 or Ctrl-C), and the run
-saved; the same command continues it. Any other: the run's.
+saved; the same command continues it. Any other code is the run's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from launch.job import add_processes_option, default_processes
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Try, start and watch; returns the exit code."""
+    """Run the canary, start the run and watch it; returns the exit code."""
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _open(plan: Plan) -> Journal:
-    """The canary's journal. Raises UserError: a run of that name exists, and no canary of it."""
+    """The canary's journal. Raises UserError if a run of that name exists that no canary started."""
     fresh = not (plan.folder / "canary.jsonl").exists()
     if fresh and (plan.run_folder / "events.jsonl").exists():
         problem = "was started without a canary; give another run.name, or resume it with train.py"
@@ -71,7 +71,7 @@ def _open(plan: Plan) -> Journal:
 
 
 def _report(plan: Plan) -> None:
-    """Write the run's report again, now that the canary has ended."""
+    """Rewrite the run's report now that the canary has ended."""
     command = [sys.executable, "-m", "tracking.report", str(plan.run_folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""The canary: the whole run's first steps as `tools.parity` runs and judges them, which leaves their last state."""
+"""The canary: `tools.parity` runs and judges the first steps of the whole run, and leaves their final state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from launch.job import Job
 
 
 def run_gate(plan: Plan, journal: Journal) -> int:
-    """Run the canary beside its FP32 twin: DONE when it agrees; its checkpoint is there then. Else the exit code."""
+    """Run the canary beside its FP32 twin. Returns DONE if they agree and its checkpoint exists, else the exit code."""
     config, section, folder = plan.resolved.config, plan.section, plan.folder / "gate"
     (folder / "parity.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "tools.parity", *plan.arguments, "--report", str(folder)]
@@ -78,7 +78,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
 
 
 def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The canary's share of the run's data and of the corpus: (text, fields of its event)."""
+    """The canary's share of the run and of an epoch: (text, fields of its event)."""
     share, tokens, epoch = plan.steps / plan.resolved.config.run.steps, conditions["tokens"], conditions["epoch_tokens"]
     of_epoch = tokens / epoch if epoch else None
     said = f"{100 * share:.3g}% of the run's, {tokens:,} tokens"
@@ -87,7 +87,7 @@ def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, An
 
 
 def read_json(path: Any) -> dict[str, Any] | None:
-    """The object in a file; None where there is none that can be read."""
+    """The JSON object in a file; None if the file is missing or unreadable."""
     with contextlib.suppress(OSError, ValueError):
         found = json_text.parse(path.read_bytes())
         return found if isinstance(found, dict) else None

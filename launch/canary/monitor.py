@@ -1,9 +1,9 @@
-"""The whole run after its canary: its checkpoints are compared with FP32 while it goes on, and a failure is undone.
+"""Run the whole run after its canary, compare its checkpoints with FP32 while it continues, and undo failures.
 
-A check takes a checkpoint as soon as it is published, by hard links, so that the run may delete it meanwhile, and
-starts `tools.parity.steps` on it: the next two applied steps from its masters, module by module, against plain FP32.
-One that fails stops the run, sets aside what was saved since the last checkpoint that held, and starts the run from
-that one again with the next fallback of `canary.fallback`. A run that its guard ended (exit code 3) is treated alike.
+A check hard-links a checkpoint as soon as it is published, so that the run may delete it meanwhile, and starts
+`tools.parity.steps` on it: the next two applied steps from its masters, module by module, against plain FP32. A failed
+check stops the run, sets aside what was saved since the last checkpoint that passed, and restarts the run from there
+with the next fallback of `canary.fallback`. A run ended by its guard (exit code 3) is treated the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True)
 class Breach:
-    """A reason why the run may not go on as it is."""
+    """A reason why the run must not continue as it is."""
 
     step: int
     text: str
@@ -53,10 +53,10 @@ class Check:
 
 
 class RunMonitor:
-    """Starts the run and watches it until its end."""
+    """Starts the run and watches it until it ends."""
 
     def __init__(self, plan: Plan, journal: Journal) -> None:
-        """journal: with a gate that held."""
+        """journal: must contain a gate that passed."""
         self._plan, self._journal = plan, journal
         self._run: subprocess.Popen[bytes] | None = None
         self._stop_requested = False
@@ -66,7 +66,7 @@ class RunMonitor:
         """Steps that could not be checked."""
 
     def run(self) -> int:
-        """The exit code: of the run, or 3 when no fallback is left."""
+        """Run to the end; returns the run's exit code, or 3 if no fallback is left."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._stop)
         fallback = self._journal.last("fallback")
@@ -86,10 +86,10 @@ class RunMonitor:
             overrides, resume = chosen, str(self._good)
 
     def _session(self, overrides: Sequence[str], resume: str) -> tuple[int, Breach | None]:
-        """One start of the run to its end, with its checks: its exit code, and what was wrong, if anything was."""
+        """Start the run once and check it until it ends; returns its exit code, and the breach if there was one."""
         command = self._plan.whole_command(overrides, resume)
         supervised = [sys.executable, "-m", "launch.supervise", "--", *command]
-        # in a session of its own: a terminal's Ctrl-C must not reach it twice
+        # In its own session, so that Ctrl-C does not reach it twice.
         self._run = subprocess.Popen(supervised, cwd=Path.cwd(), env=with_project(os.environ), start_new_session=True)
         where = "its newest checkpoint" if resume == "auto" else f"step {self._good_step}: {resume}"
         self._journal.add("started", self._good_step, f"the whole run starts from {where}", resume=resume)
@@ -113,7 +113,7 @@ class RunMonitor:
             time.sleep(POLL_SECONDS)
 
     def _newest(self, *, last: bool) -> int | None:
-        """Step of the newest checkpoint that is due to be checked. last: the run has ended."""
+        """Step of the newest checkpoint due for a check, if any. last: whether the run has ended."""
         every = 0 if last else self._plan.section.check_every
         after = self._good_step + max(every, 1)
         due = [step for step in self._published() if step >= after and step not in self._unchecked]
@@ -126,12 +126,12 @@ class RunMonitor:
         return None
 
     def _checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, path) of the folders in the run's checkpoints; none of those that were set aside."""
+        """(step, path) of the run's checkpoint folders, without those set aside."""
         paths = self._plan.run_folder.glob("checkpoints/step-*")
         return [(int(found[1]), path) for path in paths if (found := _NAME.fullmatch(path.name))]
 
     def _published(self) -> list[int]:
-        """Steps of the checkpoints that are complete."""
+        """Steps of the complete checkpoints."""
         return [step for step, path in self._checkpoints() if (path / "manifest.json").is_file()]
 
     def _start_check(self, *, last: bool) -> Check | None:
@@ -150,7 +150,7 @@ class RunMonitor:
         return Check(step, pinned, job, out, output, time.monotonic())
 
     def _pin(self, step: int) -> Path | None:
-        """The checkpoint under the canary's folder, which the run does not delete; None when the run just did."""
+        """Link a checkpoint into the canary's folder, where the run cannot delete it; None if the run just did."""
         source, folder = self._plan.run_folder, self._plan.folder / "checks"
         target = folder / "checkpoints" / f"step-{step}"
         shutil.rmtree(target, ignore_errors=True)
@@ -180,7 +180,7 @@ class RunMonitor:
             return Breach(check.step, text, modules)
         resumed = {event["resume"] for event in self._journal.events if event["event"] == "started"}
         for other in check.path.parent.glob("step-*"):
-            if other != check.path and str(other) not in resumed:  # the run's config names what it started from
+            if other != check.path and str(other) not in resumed:  # keep checkpoints that the run's config refers to
                 shutil.rmtree(other, ignore_errors=True)
         self._good, self._good_step = check.path, check.step
         text = f"the steps after step {check.step} match FP32: {len(found['checks'])} checks pass"
@@ -188,8 +188,8 @@ class RunMonitor:
         return None
 
     def _diverged(self) -> Breach:
-        """The breach that the run's own guard named when it ended the run."""
-        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+        """The breach for which the run's own guard ended it."""
+        from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
         incidents = list(Follower(self._plan.run_folder / "events.jsonl").events("incident"))
         if not incidents:
@@ -199,7 +199,7 @@ class RunMonitor:
         return Breach(int(last["step"]), text, list(last["modules"]))
 
     def _go_back(self, breach: Breach) -> None:
-        """Set aside what was saved after the last checkpoint that held."""
+        """Set aside the checkpoints saved after the last one that passed."""
         self._journal.add("breach", breach.step, f"breach: {breach.text}", modules=breach.modules)
         later = [path for step, path in self._checkpoints() if step > self._good_step]
         rollbacks = sum(event["event"] == "rolled_back" for event in self._journal.events)
@@ -213,7 +213,7 @@ class RunMonitor:
         self._unchecked.clear()
 
     def _fall_back(self, breach: Breach) -> list[str] | None:
-        """The overrides of the next fallback, None where none is left."""
+        """Overrides of the next fallback; None if none is left."""
         tried = [event["to"] for event in self._journal.events if event["event"] in ("fallback", "refused")]
         for kind in self._plan.section.fallback:
             if kind in tried or (kind == "promote" and ("fp32" in tried or not breach.modules)):
@@ -244,7 +244,7 @@ class RunMonitor:
         return code
 
     def _stop_run(self) -> None:
-        """Have the run save and end."""
+        """Ask the run to save and end."""
         assert self._run is not None
         with suppress(ProcessLookupError):
             self._run.send_signal(signal.SIGUSR1)
@@ -259,5 +259,5 @@ class RunMonitor:
 def _link(source: str, target: str) -> None:
     try:
         os.link(source, target)
-    except OSError:  # another file system
+    except OSError:  # on another file system
         shutil.copy2(source, target)

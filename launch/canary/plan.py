@@ -1,4 +1,4 @@
-"""The canary and the whole run, resolved and checked before anything runs, and the overrides of its fallbacks."""
+"""Resolve and check the canary and the whole run before anything starts, and make the overrides of fallbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from config.schema import CanarySection
 from launch.job import job_command, refusal, with_steps
 
 STEPS = 50
-"""Length of a canary whose config gives neither steps nor a share of the run's data."""
+"""Default length of a canary, if the config gives neither steps nor a share of the run's data."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Plan:
     """The whole run."""
     processes: int
     launcher: tuple[str, ...]
-    """Launcher of the whole run, and of the canary unless it has ranks of its own; empty: torchrun on this machine."""
+    """Launcher of the whole run, and of the canary unless canary.ranks is set; empty: torchrun on this machine."""
     check_launcher: tuple[str, ...] = ()
     """Launcher of the checks, which run beside the whole run; empty: torchrun on this machine."""
 
     @property
     def section(self) -> CanarySection:
-        """`canary:` of the config."""
+        """Section `canary:` of the config."""
         return self.resolved.config.canary
 
     @property
     def steps(self) -> int:
-        """Steps of the canary."""
+        """Number of steps of the canary."""
         whole, section = self.resolved.config.run.steps, self.section
         if section.data_share is not None:
             return max(1, round(section.data_share * whole))
@@ -52,47 +52,47 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Processes of the canary, of its twin and of the checks."""
+        """Number of processes of the canary, its twin and the checks."""
         return self.section.ranks or self.processes
 
     @property
     def run_folder(self) -> Path:
-        """The whole run's folder."""
+        """Folder of the whole run."""
         run = self.resolved.config.run
         return Path(run.dir).expanduser() / run.name
 
     @property
     def folder(self) -> Path:
-        """The canary's own, beside it."""
+        """Folder of the canary, beside that of the run."""
         return self.run_folder.with_name(f"{self.run_folder.name}-canary")
 
     @property
     def first_checkpoint(self) -> Path:
-        """The checkpoint in which the canary leaves its state."""
+        """Checkpoint with the final state of the canary."""
         seed = self.resolved.config.run.seed
         return self.folder / f"gate/runs/candidate-seed-{seed}/checkpoints/step-{self.steps}"
 
     @property
     def bounds(self) -> list[str]:
-        """The overrides of `canary.bounds`."""
+        """Overrides for `canary.bounds`."""
         return [f"parity.{name}={value}" for name, value in self.section.bounds.items()]
 
     def whole_command(self, overrides: Sequence[str], resume: str) -> list[str]:
-        """Trains the whole run, from `resume` on."""
+        """Command that trains the whole run, resuming from `resume`."""
         interval = self.section.check_every or self.steps
         every = [] if self.resolved.config.checkpoint.every_steps else [f"checkpoint.every_steps={interval}"]
         train = [str(REPOSITORY / "train.py"), *self.arguments, *every, *overrides, f"run.resume={resume}"]
         return job_command(train, processes=self.processes, launcher=self.launcher)
 
     def refusal(self, overrides: Sequence[str]) -> str | None:
-        """Why the whole run cannot be started with these overrides; None where its config can be resolved."""
+        """Why the whole run cannot be started with these overrides; None if its config can be resolved."""
         return refusal([*self.arguments, *overrides], as_launched(self.processes))
 
 
 def read_plan(
     config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
 ) -> Plan:
-    """The plan of a command line. Raises UserError: the config is wrong, or leaves nothing for a canary to precede."""
+    """The plan of a command line. Raises UserError if the config is wrong or leaves no steps after the canary."""
     arguments: tuple[str, ...] = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
     length = with_steps(resolved)
@@ -118,18 +118,18 @@ def read_plan(
 
 
 def in_fp32(resolved: Resolved, folder: Path) -> list[str]:
-    """All modules in FP32. Writes the run's DeepSpeed JSON without its 16-bit sections into `folder`."""
+    """Overrides for all modules in FP32. Writes the DeepSpeed JSON without its 16-bit sections into `folder`."""
     own = ["precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"]
     return [_json(resolved, folder), *own]
 
 
 def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[str]:
-    """These modules in FP32, all others as they were: a manifest in `folder`, of the run's own or of its one dtype."""
+    """Overrides for these modules in FP32. Writes a manifest, extending the run's own or its one dtype, to `folder`."""
     section = resolved.config.precision
     manifest: dict[str, Any] = {"default": resolved.compute, "rules": []}
     if section.manifest is not None:
         manifest = json.loads(Path(section.manifest).read_text(encoding="utf-8"))
-        manifest.pop("$schema", None)  # a path beside the other file
+        manifest.pop("$schema", None)  # relative to the original file
     rules = [{"match": name, "compute": "fp32", "reason": "its check against FP32 failed"} for name in modules]
     path = folder / "promoted.json"
     content = {**manifest, "rules": [*manifest.get("rules", []), *rules]}

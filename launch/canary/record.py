@@ -1,6 +1,6 @@
 """The canary's decisions: one event per line of `canary.jsonl`, and the same as a page, `canary.md`.
 
-A canary that is started again reads from it where it stood.
+A restarted canary reads its state from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", 
 
 @dataclass
 class Journal:
-    """The events of one canary, those of earlier starts included."""
+    """The events of one canary, including those of earlier starts."""
 
     folder: Path
     name: str
@@ -29,8 +29,8 @@ class Journal:
 
     @classmethod
     def read(cls, folder: Path, name: str) -> Journal:
-        """The journal of a folder, which is made. A line that is cut off or damaged is passed over. Raises OSError."""
-        from tracking.jsonl import Follower, decode  # brings orjson, which is not needed to start
+        """Read the journal in a folder, which is created if missing. Skips damaged lines. Raises OSError."""
+        from tracking.jsonl import Follower, decode  # imports orjson, which is not needed to start
 
         folder.mkdir(parents=True, exist_ok=True)
         journal = cls(folder, name)
@@ -40,11 +40,11 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """canary.jsonl."""
+        """Path of canary.jsonl."""
         return self.folder / "canary.jsonl"
 
     def add(self, event: Kind, step: int, text: str, **further: Any) -> None:
-        """Append an event, write the page anew, and print the line."""
+        """Append an event, rewrite the page, and print the text."""
         from tracking.jsonl import JsonlSink
 
         found = {"event": event, "step": step, "time": time.time(), "text": text, **further}
@@ -56,14 +56,14 @@ class Journal:
         log(text)
 
     def last(self, *kinds: Kind) -> Event | None:
-        """The newest event of these kinds."""
+        """The newest event of these kinds; None if there is none."""
         return next((event for event in reversed(self.events) if event["event"] in kinds), None)
 
     def spent(self) -> float:
-        """[device hours] Spent on canary, twin and checks so far."""
+        """[device hours] Time spent on canary, twin and checks so far."""
         return float(sum(event.get("device_hours", 0.0) for event in self.events))
 
 
 def log(text: str) -> None:
-    """One line of the canary's own, on stderr."""
+    """Write one line, prefixed `canary:`, to stderr."""
     job.log(text, "canary")

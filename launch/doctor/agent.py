@@ -1,6 +1,6 @@
-"""The process that the doctor runs on each machine: it answers requests, one JSON object a line, until its input ends.
+"""The process that the doctor runs on each machine: it answers one JSON request per line until its input ends.
 
-The standard library only: its source is sent to the machine, which need not have Mantissa.
+Uses only the standard library, because its source is sent to machines that may not have Mantissa.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from launch.doctor.facts import collect, nearest_existing
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    """Answer each line of `requests`; an answer is {"result": ...} or {"error": text}."""
+    """Answer each line of `requests` with {"result": ...} or {"error": text}."""
     listener: socket.socket | None = None
     for line in iter(requests.readline, b""):
         request = json.loads(line)
@@ -38,7 +38,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                 result = listener.getsockname()[1]
             elif request["do"] == "reach":
                 result = {name: connection_error(name, port) for name, port in request["ports"].items()}
-            elif request["do"] == "mark":  # a file that the other machines look for
+            elif request["do"] == "mark":  # a file for other machines to find
                 (nearest_existing(request["folder"]) / request["name"]).touch()
             elif request["do"] == "unmark":
                 (nearest_existing(request["folder"]) / request["name"]).unlink()
@@ -53,7 +53,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
 
 
 def connection_error(name: str, port: int) -> str | None:
-    """Why connecting to `port` of `name` fails; None when it succeeds, or when only the name does not resolve."""
+    """Why connecting to `port` of `name` fails; None if it succeeds or the name does not resolve."""
     try:
         socket.create_connection((name, port), timeout=5).close()
     except socket.gaierror:
@@ -64,10 +64,10 @@ def connection_error(name: str, port: int) -> str | None:
 
 
 def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
-    """Run a Python program, given as text, with this Python; `launcher` goes before it.
+    """Run a Python program, given as text, with this Python, preceded by `launcher`.
 
-    The result has `answer`, the JSON that the program printed after "DOCTOR ", `code` and `output`, its last lines. The
-    program is ended after `limit` seconds, and when its requester has closed `requests`.
+    The result has `answer`, the JSON that the program printed after "DOCTOR ", its exit `code`, whether it was `late`,
+    and its last lines as `output`. It is ended after `limit` seconds, or once the requester closes `requests`.
     """
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         script = Path(folder) / "program.py"
@@ -95,12 +95,12 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen[str], limit: float, requests: IO[bytes]) -> tuple[str, bool]:
-    """The program's output, and whether it had to be ended."""
+    """(the program's output, whether it had to be ended)."""
     ends = time.monotonic() + limit
     while time.monotonic() < ends and not select.select([requests], [], [], 0)[0]:
         with suppress(subprocess.TimeoutExpired):
             return process.communicate(timeout=0.5)[0], False
-    process.terminate()  # torchrun ends its workers, which are in sessions of their own
+    process.terminate()  # torchrun then ends its workers, which have their own sessions
     try:
         return process.communicate(timeout=10)[0], True
     except subprocess.TimeoutExpired:
@@ -109,7 +109,7 @@ def _wait(process: subprocess.Popen[str], limit: float, requests: IO[bytes]) -> 
 
 
 def bootstrap(python: str) -> str:
-    """The shell command that starts an agent, whose source is the first line of its input."""
+    """Shell command that starts an agent, whose source arrives as the first line of its input."""
     program = (
         "import sys, os, json, types\n"
         "environment, sources = json.loads(sys.stdin.buffer.readline())\n"

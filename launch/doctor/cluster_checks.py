@@ -1,4 +1,4 @@
-"""Checks that compare machines: versions, names, clocks, folders, network. Pure functions of the facts."""
+"""Checks that compare machines: versions, names, clocks, folders and network. Pure functions of the facts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from launch.doctor.report import AMBER, RED, Finding, amber, green, judged, red
 
 Facts = dict[str, Any]
 RED_SKEW, AMBER_SKEW = 30.0, 1.0
-"""Seconds between two clocks: TLS and signed requests to stores fail at minutes, records and locks mislead before."""
+"""[seconds] Clock skew: TLS and signed requests to object stores fail at minutes; records and locks mislead earlier."""
 _CODE = "Mantissa's code"
 _MUST_AGREE = {"python", "torch", "CUDA of torch", "deepspeed", "transformers", "accelerate", "numpy", _CODE}
 
 
 def check_cluster(facts: Mapping[str, Facts], *, port: int) -> Iterator[Finding]:
-    """The checks that compare facts. facts: host to its facts; rank 0 runs on the first."""
+    """Compare the facts of all machines. facts: host to its facts; rank 0 runs on the first."""
     yield from _versions(facts)
     yield from _names(facts)
     first = next(iter(facts))
@@ -84,7 +84,7 @@ def _same_name(name: str, found: Facts) -> bool:
 
 
 def check_pdsh(program: str | None, *paths: str) -> Iterator[Finding]:
-    """The needs of `deepspeed --hostfile`. paths: folder and interpreter, which it passes to a shell unquoted."""
+    """Check what `deepspeed --hostfile` needs. paths: folder and interpreter, which it passes to a shell unquoted."""
     if program is None:
         fix = "apt-get install pdsh, or start with torchrun or Slurm"
         yield amber("pdsh", "it is not on the PATH here, and the deepspeed launcher uses it", fix)
@@ -95,7 +95,7 @@ def check_pdsh(program: str | None, *paths: str) -> Iterator[Finding]:
 
 
 def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]:
-    """tried: another host to why connecting to it failed; None: it succeeded."""
+    """Check connections between machines. tried: other host to why connecting to it failed, None if it succeeded."""
     failed = {name: why for name, why in tried.items() if why}
     for name, why in failed.items():
         fix = "let the hosts' firewalls pass TCP on all ports between them, and the routes be there both ways"
@@ -105,7 +105,7 @@ def check_reach(host: str, tried: Mapping[str, str | None]) -> Iterator[Finding]
 
 
 def check_clock(host: str, ahead: float, error: float) -> Iterator[Finding]:
-    """ahead: seconds its clock is ahead of ours, to within `error`."""
+    """Check a machine's clock. ahead: seconds it is ahead of ours, within `error`."""
     what = f"{abs(ahead):.3f} s {'ahead of' if ahead > 0 else 'behind'} this machine (within {error:.3f} s)"
     skew, fix = abs(ahead) - error, "run chrony or systemd-timesyncd there: timedatectl set-ntp true"
     yield judged("clock", what, host, (skew > RED_SKEW, RED, "", fix), (skew > AMBER_SKEW, AMBER, "", fix))
@@ -122,7 +122,7 @@ def _shared(facts: Mapping[str, Facts]) -> Iterator[Finding]:
 
 
 def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> Iterator[Finding]:
-    """answer: that of `programs.DEVICE`. compute: the run's dtype, if any. gpus: how many the driver lists."""
+    """Check devices. answer: from `programs.DEVICE`. compute: the run's dtype, if any. gpus: number per the driver."""
     if answer["devices"] != gpus:
         what = f"the driver has {gpus} GPUs, torch {answer['torch']} sees {answer['devices']}"
         fix = "install torch for the driver's CUDA or older; check CUDA_VISIBLE_DEVICES"
@@ -149,9 +149,9 @@ def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> It
 
 
 def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
-    """answer: that of `programs.ALL_REDUCE`; None: it failed. expected: bytes per second of bus bandwidth.
+    """Check an all-reduce. answer: from `programs.ALL_REDUCE`, None if it failed. expected: bus bandwidth in bytes/s.
 
-    Bus bandwidth is 2 (n - 1) / n times bytes over seconds, after NVIDIA/nccl-tests, doc/PERFORMANCE.md.
+    Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as in NVIDIA/nccl-tests, doc/PERFORMANCE.md.
     """
     if answer is None:
         fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"

@@ -35,7 +35,7 @@ FOUND = 1
 
 
 def read_scope(options: argparse.Namespace) -> Scope:
-    """The hosts and checks that the command line asks for. Raises UserError."""
+    """The hosts and checks requested on the command line. Raises UserError."""
     hosts = hosts_of(read_hostfile(Path(options.hostfile))) if options.hostfile else [Host(HERE, local=True)]
     if options.overrides and not options.config:
         raise UserError(f"command line: {options.overrides[0]} changes a config; add --config FILE")
@@ -49,7 +49,7 @@ def read_scope(options: argparse.Namespace) -> Scope:
 
 
 def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Scope that a run config decides."""
+    """Fields of Scope that come from a run config."""
     path, saves = Path(options.config), config.checkpoint
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
     document = read_document(json_path)
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Examine, print, and return the exit code."""
+    """Examine the machines and print the findings; returns the exit code."""
     began = time.monotonic()
     try:
         options = _parser().parse_intermixed_args(arguments)

@@ -30,21 +30,21 @@ class Scope:
 
     hosts: list[Host]
     folders: dict[str, str]
-    """Role, `run` and `data cache`, to path."""
+    """Role (`run` or `data cache`) to path."""
     options: argparse.Namespace
-    """The command line's."""
+    """Options of the command line."""
     compute: str | None = None
     """Dtype of the run; None without a config."""
     offload: str = "none"
     optimizer: OptimizerSpec = OPTIMIZERS[OptimizerSection.name]
     wandb: str | None = None
-    """tracking.wandb; None without a config."""
+    """Value of tracking.wandb; None without a config."""
     run: dict[str, Any] = field(default_factory=dict)
     """Input of `programs.RUN`; empty without a config."""
 
 
 def examine(scope: Scope) -> list[Finding]:
-    """Every finding, in the order of the checks. Leaves no process or file behind on the machines."""
+    """All findings, in check order. Leaves no process or file behind on the machines."""
     try:
         return list(_examine(scope))
     finally:
@@ -107,7 +107,7 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
 
 
 def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    first = next(iter(facts))  # rank 0 alone writes
+    first = next(iter(facts))  # only rank 0 writes
     one = facts[first]
     if scope.wandb == "disabled":
         return
@@ -125,7 +125,7 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
     ports = {name: port for name, port in ports.items() if isinstance(port, int)}
 
     def tried(host: Host) -> Any:
-        around = hosts[hosts.index(host) + 1 :] + hosts  # the next eight in a ring, and not all of many hosts
+        around = hosts[hosts.index(host) + 1 :] + hosts  # try only the next eight in a ring
         chosen = [hosts[0].name, *(one.name for one in around[:8])]
         others = {name: port for name, port in ports.items() if name in chosen and name != host.name}
         return host.ask("reach", 10.0 + 5.0 * len(others), ports=others)
@@ -136,7 +136,7 @@ def _reach(hosts: list[Host]) -> Iterator[Finding]:
 
 
 def _ops(scope: Scope) -> list[str]:
-    """DeepSpeed's ops that a run with GPUs builds."""
+    """DeepSpeed ops that the run would build on GPUs."""
     return [op for op in [scope.optimizer.offload_op] if op and scope.offload != "none"]
 
 
@@ -170,7 +170,7 @@ def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Itera
 
 
 def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[str, Any]:
-    """A host's name to the program's answer there, or to text that says why there is none."""
+    """Host name to the program's answer, or to text saying why there is none."""
 
     def ask(host: Host) -> Any:
         done = host.run(program, given, seconds=_PROGRAM_SECONDS)
@@ -180,14 +180,14 @@ def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[st
 
 
 def _failure(done: Answers, seconds: float) -> str:
-    """The most telling line of the output: the first exception, not torchrun's report about it."""
+    """The most informative line of the output: the first exception, rather than torchrun's report about it."""
     errors = [line for line in done["output"] if "Error: " in line and "ChildFailedError" not in line]
     last = (errors[:1] or done["output"][-1:] or ["it printed nothing"])[0].strip()[:300]
     return f"no end within {seconds:.0f} s; last line: {last}" if done["late"] else last
 
 
 def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
-    """An all-reduce over the hosts, started on each with torchrun's static rendezvous."""
+    """Run an all-reduce over all hosts, started on each with torchrun's static rendezvous."""
     counts = {host.name: facts[host.name]["processes"] for host in hosts}
     if sum(counts.values()) < 2:
         yield green("all-reduce", "not measured: there is one process")

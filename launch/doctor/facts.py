@@ -1,6 +1,6 @@
-"""Facts about one machine, as plain JSON. The standard library only: this file is sent to other machines.
+"""Collect facts about one machine as plain JSON. Uses only the standard library: this file is sent to other machines.
 
-host_checks.py and cluster_checks.py judge them.
+host_checks.py and cluster_checks.py judge the facts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from config.machine import op_builds
 from config.machine.processes import mount_of, read
 
 SPEED_BYTES = 64 * 2**20
-"""Size of the file that is written and read back to time a folder."""
+"""Size of the file that is written and read back to measure the speed of a folder."""
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy", "wandb", "ninja")
 _GPU_FIELDS = (
     *("name", "driver_version", "memory.total", "memory.used", "temperature.gpu"),
@@ -65,13 +65,13 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    # of two with one name the first on the path is imported
+    # Of two distributions with the same name, the first on the path is imported.
     found = {str(item.name): item.version for item in reversed([*metadata.distributions()])}
     return {name: found[name] for name in sorted(found) if name in PACKAGES or "nvidia-nccl" in name}
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch was built for, read from its files: importing torch takes seconds."""
+    """CUDA version that torch was built for, read from its files because importing torch takes seconds."""
     spec = find_spec("torch")
     folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     if folder is None or not (folder / "version.py").is_file():
@@ -81,7 +81,7 @@ def _torch_cuda() -> str | None:
 
 
 def _code(folder: Path) -> str | None:
-    """A hash of Mantissa's own source in `folder`; None without it."""
+    """Hash of Mantissa's source in `folder`; None if it is not there."""
     if not (folder / "train.py").is_file():
         return None
     paths = [path for name in _CODE for path in ([folder / name] if "." in name else (folder / name).rglob("*.py"))]
@@ -92,7 +92,7 @@ def _code(folder: Path) -> str | None:
 
 
 def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
-    """Exit code and output of a program; -1 when it cannot be started or does not end."""
+    """(exit code, output) of a program; code -1 if it cannot be started or does not end in time."""
     try:
         done = subprocess.run(
             command,
@@ -109,9 +109,9 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
 
 
 def _programs() -> dict[str, list[dict[str, str | None]]]:
-    """Path and version of the programs that build ops: those found, the one that a shell would start first.
+    """Path and version of the programs that build ops, the one that a shell would start first.
 
-    A second ninja is that of this Python's environment, which training puts first.
+    There may be a second ninja, from this Python's environment, which training prefers.
     """
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     own = str(Path(sys.executable).parent)
@@ -132,14 +132,14 @@ def _versions(pattern: str, *paths: str | None) -> list[dict[str, str | None]]:
 
 
 def _limits() -> dict[str, int | None]:
-    """Soft resource limits; None: unlimited."""
+    """Soft resource limits; None means unlimited."""
     numbers = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
     soft = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     return {name: None if value == resource.RLIM_INFINITY else value for name, value in soft.items()}
 
 
 def memory() -> dict[str, int | None]:
-    """[bytes] The host's memory, what of it is available, and the least limit of this process's cgroups, if any."""
+    """[bytes] Total and available memory of the host, and the lowest limit of this process's cgroups, if any."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     limits = []
@@ -155,7 +155,7 @@ def memory() -> dict[str, int | None]:
 
 
 def _shared_memory() -> dict[str, int] | None:
-    """[bytes] Size of /dev/shm and what is free of it; None without it."""
+    """[bytes] Size of /dev/shm and free space in it; None without /dev/shm."""
     try:
         found = shutil.disk_usage("/dev/shm")
     except OSError:
@@ -164,12 +164,12 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def gpus() -> dict[str, Any]:
-    """The GPUs of this machine as the driver lists them, how many devices there are, and why it lists none."""
+    """GPUs of this machine as listed by the driver, number of device files, and why the driver lists none, if so."""
     program = shutil.which("nvidia-smi")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if program is None:
         return {"devices": devices, "error": "there is no nvidia-smi" if devices else None, "list": []}
-    for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 do not have the last one
+    for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 lack the last field
         code, text = run_program([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 30.0)
         if not code:
             break
@@ -180,7 +180,7 @@ def gpus() -> dict[str, Any]:
 
 
 def _addresses(name: str) -> dict[str, Any]:
-    """Addresses that a name resolves to here, and the names that the first address resolves back to."""
+    """Addresses that a name resolves to on this machine, and the names that the first of them resolves back to."""
     facts: dict[str, Any] = {"addresses": [], "error": None, "back": None}
     try:
         found = sorted({str(item[4][0]) for item in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
@@ -193,7 +193,7 @@ def _addresses(name: str) -> dict[str, Any]:
 
 
 def _port(number: int) -> str | None:
-    """Why the port cannot be listened on; None: it can."""
+    """Why the port cannot be listened on; None if it can."""
     try:
         socket.create_server(("", number)).close()
     except OSError as error:
@@ -202,7 +202,7 @@ def _port(number: int) -> str | None:
 
 
 def _wandb_login() -> bool:
-    """Whether there is a wandb API key; the key itself is not returned."""
+    """Whether there is a wandb API key. The key itself is not returned."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = re.sub(r"^https?://|[:/].*$", "", os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
@@ -213,9 +213,9 @@ def _wandb_login() -> bool:
 
 
 def _folder(name: str, measured: set[str]) -> dict[str, Any]:
-    """Space, kind of file system, and the speed of writing, flushing and reading back a file.
+    """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file.
 
-    measured: mount points that have been timed; this one's is added.
+    measured: mount points already timed; extended by that of this folder.
     """
     path = nearest_existing(name)
     facts: dict[str, Any] = {"path": name, "error": None}
@@ -236,7 +236,7 @@ def _folder(name: str, measured: set[str]) -> dict[str, Any]:
 
 
 def _speed(probe: Path, size: int) -> dict[str, float | None]:
-    """Bytes per second of writing with fsync, and of reading after the page cache was dropped."""
+    """[bytes/s] Speed of writing with fsync, and of reading after dropping the page cache."""
     block = os.urandom(2**20)
     with probe.open("wb", buffering=0) as file:
         began = time.perf_counter()
@@ -254,7 +254,7 @@ def _speed(probe: Path, size: int) -> dict[str, float | None]:
 
 
 def nearest_existing(path: str) -> Path:
-    """The folder, or its nearest ancestor that exists: examining must not create folders."""
+    """The folder or its nearest existing ancestor, since examining must not create folders."""
     folder = Path(path).expanduser().absolute()
     while not folder.exists():
         folder = folder.parent

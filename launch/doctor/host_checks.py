@@ -13,15 +13,15 @@ Facts = dict[str, Any]
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096
 MIN_PROCESSES = 1024
 MIN_FREE, GOOD_FREE = 2**30, 10 * 2**30
-"""Bytes free in the run folder: one small checkpoint, and a few."""
+"""[bytes] Free space in the run folder: enough for one small checkpoint, and for a few."""
 GOOD_SPEED = 50e6
-"""Bytes per second below which a save takes long."""
+"""[bytes/s] Speed below which saves take long."""
 SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
-"""Bytes of /dev/shm: a container's default, and the size below which DeepSpeed's own report warns."""
+"""[bytes] Size of /dev/shm: the default of containers, and the size below which DeepSpeed's own report warns."""
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    """The checks that concern one machine alone."""
+    """Run the checks that concern a single machine."""
     yield from _compilers(host, facts)
     yield from _ninjas(host, facts)
     yield from _nvcc(host, facts)
@@ -201,9 +201,9 @@ def _number(text: str) -> float:
 def check_offload(
     host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
 ) -> Iterator[Finding]:
-    """Whether host memory holds what ZeRO offloads: FP32 masters, gradients and state tensors; 16-bit parameters.
+    """Check that host memory can hold what ZeRO offloads: FP32 masters, gradients and state; 16-bit parameters.
 
-    offload: as `config.deepspeed.document.offload` returns it.
+    offload: as returned by `config.deepspeed.document.offload`.
     """
     if offload == "none" or parameters is None:
         return

@@ -1,4 +1,4 @@
-"""The machines of a job, and the agent process on each, over ssh or local."""
+"""The machines of a job, and the agent process on each of them, over ssh or local."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _SENT_MODULES = (
 )
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _EXPORTED_PREFIXES = ("NCCL", "PYTHON", "UCX", "MLFLOW", "MV2")
-"""Variables that the deepspeed launcher exports to other machines; further ones come from .deepspeed_env."""
+"""Prefixes of variables that the deepspeed launcher exports to other machines; .deepspeed_env adds others."""
 
 
 class Unreachable(Exception):
-    """The machine did not answer; the text says why."""
+    """The machine did not answer; the message says why."""
 
 
 @dataclass
 class Host:
-    """One machine, and the agent on it while it is connected."""
+    """One machine, and the agent on it while connected."""
 
     name: str
     slots: int | None = None
-    """Processes the hostfile gives it; None without a hostfile."""
+    """Number of processes in the hostfile; None without a hostfile."""
     local: bool = False
     _process: subprocess.Popen[bytes] | None = None
     _lines: queue.Queue[bytes] = field(default_factory=queue.Queue)
     _stderr: IO[bytes] = field(default_factory=TemporaryFile)
 
     def connect(self, ssh: Sequence[str]) -> None:
-        """Start the agent. Raises Unreachable: ssh fails, or there is no such Python."""
+        """Start the agent. Raises Unreachable if ssh fails or the machine lacks this Python."""
         shell = bootstrap(sys.executable)
         command = ["/bin/sh", "-c", f"exec {shell}"] if self.local else [*ssh, *_SSH_OPTIONS, self.name, _remote(shell)]
         try:
@@ -64,7 +64,7 @@ class Host:
         self.ask("time", 30.0)
 
     def ask(self, do: str, seconds: float, **given: Any) -> Any:
-        """The result of one request. Raises Unreachable."""
+        """Send one request and return its result. Raises Unreachable."""
         self._write(json.dumps({"do": do, **given}))
         ends = time.monotonic() + seconds
         while True:
@@ -75,7 +75,7 @@ class Host:
                 raise Unreachable(f"no answer within {seconds:.0f} s") from None
             if not line:
                 raise Unreachable(self._exit_reason())
-            if line.startswith((b'{"result"', b'{"error"')):  # other lines are a login shell's
+            if line.startswith((b'{"result"', b'{"error"')):  # other lines come from a login shell
                 break
         answer = json.loads(line)
         if "error" in answer:
@@ -83,12 +83,12 @@ class Host:
         return answer["result"]
 
     def run(self, program: str, given: dict[str, Any], *, seconds: float, launcher: Sequence[str] = ()) -> Any:
-        """The result of a Python program there (`agent.run`) within this many seconds. Raises Unreachable."""
+        """Run a Python program there, within `seconds`, and return its result (`agent.run`). Raises Unreachable."""
         request = {"program": program, "given": given, "launcher": launcher, "limit": seconds, "cwd": str(Path.cwd())}
         return self.ask("run", seconds + 30, **request)
 
     def clock(self) -> tuple[float, float]:
-        """[seconds] (lead of its clock over ours, error of that measurement), the best of five tries."""
+        """[seconds] (how far its clock is ahead of ours, error of this measurement), from the best of five tries."""
         tries = []
         for _ in range(5):
             before = time.time()
@@ -137,12 +137,12 @@ class Host:
 
 
 def hosts_of(slots: Mapping[str, int]) -> list[Host]:
-    """The machines of a hostfile. A single one is local: the deepspeed launcher starts it here under any name."""
+    """Machines of a hostfile. A single one counts as local: the deepspeed launcher starts it here under any name."""
     return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 
 def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
-    """`do` on every host in parallel: name to its result, or to the Unreachable that it raised."""
+    """Call `do` on every host in parallel; returns host name to its result, or to the Unreachable that it raised."""
 
     def one(host: Host) -> Any:
         try:
@@ -150,17 +150,17 @@ def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
         except Unreachable as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # a thread each: they may wait for each other
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # one thread each: they may wait for each other
         try:
             return dict(zip([host.name for host in hosts], pool.map(one, hosts), strict=True))
         except BaseException:
-            for host in hosts:  # else Ctrl-C waits for their answers
+            for host in hosts:  # otherwise Ctrl-C would wait for their answers
                 host.close()
             raise
 
 
 def _environment() -> dict[str, str]:
-    """The variables that the deepspeed launcher sets for a rank on another machine."""
+    """Variables that the deepspeed launcher sets for a rank on another machine."""
     exports = {name: value for name, value in os.environ.items() if name.startswith(_EXPORTED_PREFIXES)}
     for folder in (Path.home(), Path()):
         file = folder / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -171,7 +171,7 @@ def _environment() -> dict[str, str]:
 
 
 def _remote(command: str) -> str:
-    """The command as the deepspeed launcher starts a rank, in the same folder; secrets come with the source."""
+    """The command as the deepspeed launcher would start a rank, in the same folder; secrets travel with the source."""
     needed = {name: value for name, value in _environment().items() if name.startswith("PYTHON")}
     settings = "".join(f"export {name}={shlex.quote(value)}; " for name, value in needed.items())
     return f"{settings}cd {shlex.quote(str(Path.cwd()))} 2>/dev/null; exec {command}"

@@ -1,6 +1,6 @@
-"""Programs that the doctor runs on each machine with the job's Python: they import torch, which the doctor does not.
+"""Programs that the doctor runs on each machine with the job's Python; they import torch, which the doctor does not.
 
-Each gets a JSON object as its argument and prints one after "DOCTOR ".
+Each receives a JSON object as its argument and prints one after "DOCTOR ".
 """
 
 DEVICE = """
@@ -49,7 +49,7 @@ for op in given["ops"]:
         answer["ops"][op] = f"{type(problem).__name__}: {problem}".splitlines()[0][:200]
 print("DOCTOR " + json.dumps(answer), flush=True)
 """
-"""given: `ops`, names of DeepSpeed's op builders. Products of 512 x 512 matrices are compared with FP64."""
+"""Compares 512 x 512 matmuls with FP64 and checks ops. given: `ops`, names of DeepSpeed's op builders."""
 
 ALL_REDUCE = """
 import json, os, socket, sys, time
@@ -85,8 +85,8 @@ if rank == 0:
     print("DOCTOR " + json.dumps(answer), flush=True)
 dist.destroy_process_group()
 """
-"""given: `bytes` of FP32 and `seconds` to wait. Small whole numbers, so that the sums are exact; the median of three
-all-reduces after a first one, each as long as its slowest rank took."""
+"""Sums small integers, so that results are exact; takes the median of three all-reduces after a warm-up, each timed on
+its slowest rank. given: `bytes` of FP32 and `seconds` to wait."""
 
 RUN = """
 import json, sys
@@ -130,6 +130,6 @@ if given["count"] and not answer["config"] and config.model.architecture is not 
         pass  # the check of offload is left out
 print("DOCTOR " + json.dumps(answer), flush=True)
 """
-"""given: `config` and `overrides`; `key`, the encryption key's setting, `store` and `storage_options`, null where there
-is none; `count`: whether to count the model's parameters, with a vocabulary of 32,000 where the config leaves it to the
-tokenizer."""
+"""Checks the run config. given: `config` and `overrides`; `key` (setting of the encryption key), `store` and
+`storage_options`, each null if unset; `count`: whether to count the model's parameters, assuming a vocabulary of 32,000
+if the config leaves it to the tokenizer."""

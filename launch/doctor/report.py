@@ -18,7 +18,7 @@ _RANK = {RED: 0, AMBER: 1, GREEN: 2}
 
 @dataclass(frozen=True)
 class Finding:
-    """One line."""
+    """One line of the report."""
 
     level: str
     """red: a job fails or computes wrong numbers. amber: it may fail, or is slow. green: checked and fine."""
@@ -27,13 +27,13 @@ class Finding:
     what: str
     """Result, with the numbers."""
     fix: str = ""
-    """Advice; empty when green."""
+    """Advice; empty if green."""
     host: str = ""
-    """Name of the host; empty when it concerns all of them together."""
+    """Name of the host; empty if it concerns all hosts together."""
 
 
 amber, red = partial(Finding, AMBER), partial(Finding, RED)
-"""Findings by check, what, fix and host."""
+"""Constructors of findings from check, what, fix and host."""
 
 
 def green(check: str, what: str, host: str = "") -> Finding:
@@ -42,7 +42,7 @@ def green(check: str, what: str, host: str = "") -> Finding:
 
 
 def judged(check: str, what: str, host: str, *problems: tuple[object, str, str, str]) -> Finding:
-    """The first problem that is there, else green. A problem: whether it is, its level, what it adds, and the fix."""
+    """The first problem that applies, else green. A problem is (whether it applies, level, text to append, fix)."""
     for there, level, more, fix in problems:
         if there:
             return Finding(level, check, what + more, fix, host)
@@ -50,18 +50,18 @@ def judged(check: str, what: str, host: str, *problems: tuple[object, str, str, 
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """The worst level among them."""
+    """The worst level among the findings."""
     return min((finding.level for finding in findings), key=_RANK.__getitem__, default=GREEN)
 
 
 def as_json(findings: Sequence[Finding], seconds: float) -> str:
-    """One object: `level`, `seconds`, `findings`."""
+    """The findings as one JSON object with `level`, `seconds` and `findings`."""
     found = {"level": worst(findings), "seconds": round(seconds, 1), "findings": [asdict(item) for item in findings]}
     return json.dumps(found, indent=1)
 
 
 def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: float, out: TextIO) -> None:
-    """One line per finding, worst first; equal findings of several hosts are merged."""
+    """Print one line per finding, worst first; equal findings of several hosts are merged."""
     merged: dict[tuple[str, str, str, str], list[str]] = {}
     for one in findings:
         merged.setdefault((one.level, one.check, one.what, one.fix), []).append(one.host)

@@ -1,1 +1,1 @@
-"""Manifests that run train.py in Kubernetes, and the two programs they call."""
+"""Manifests for running train.py in Kubernetes, and the two programs that they call."""

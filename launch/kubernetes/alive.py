@@ -1,10 +1,10 @@
-"""A liveness probe: exit code 1 when rank 0 of this pod does not answer, or has recorded nothing for very long.
+"""A liveness probe: exit code 1 if rank 0 of this pod does not answer, or has recorded nothing for too long.
 
     python -m launch.kubernetes.alive --port 9464 --silent-minutes 60
 
-A closed port is no failure: only rank 0's pod opens it, once the model is built. Give the probe more minutes than
-run.timeout_minutes, after which a run whose ranks wait for one of them ends by itself, and than the longest evaluation.
-One metric is requested by name: the sink does not count that as a scrape.
+A closed port is not a failure: only rank 0's pod opens it, once the model is built. Set --silent-minutes above
+run.timeout_minutes, after which a run with a stuck rank ends by itself, and above the longest evaluation. A single
+metric is requested by name, which the sink does not count as a scrape.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ANSWER_SECONDS = 10.0
 
 
 def last_event(port: int) -> float | None:
-    """Time of rank 0's last event, in seconds since the epoch; None without one, or when the port is closed.
+    """Time of rank 0's last event, in seconds since the epoch; None without one, or if the port is closed.
 
-    Raises TimeoutError or OSError when something listens there and does not answer.
+    Raises TimeoutError or OSError if something listens there but does not answer.
     """
     url = f"http://127.0.0.1:{port}/metrics?name[]={METRIC}"
     try:
@@ -39,7 +39,7 @@ def last_event(port: int) -> float | None:
 
 @entry_point()
 def main(arguments: list[str]) -> int:
-    """0: alive, or unknown; 1: not."""
+    """Returns 0 if alive or unknown, 1 if not."""
     parser = Arguments("python -m launch.kubernetes.alive", __doc__)
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")
     parser.add_argument("--silent-minutes", type=float, required=True, help="how long nothing may be recorded")

@@ -2,8 +2,8 @@
 
     python -m launch.kubernetes.retryable --restarts 0 -- torchrun train.py --config my.yaml
 
-That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 stay as they are; every other exit
-code, a save on request (75) included, becomes 143, as if SIGTERM had killed the job.
+That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 are kept; every other exit code,
+including a save on request (75), becomes 143, as if SIGTERM had killed the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The memory of a frozen base in 4 or 8 bits (`adapter.base`): codes, and the scales that bitsandbytes keeps in FP32.
+"""Memory of a frozen base in 4 or 8 bits (`adapter.base`): codes, and the scales that bitsandbytes keeps in FP32.
 
-NF4 has a scale for each 64 weights (Dettmers et al. 2023, QLoRA); `double_quant` holds these in 8 bits, with a scale of
-their own for each 256. int8 has one for each row.
+NF4 has one scale per 64 weights (Dettmers et al. 2023, QLoRA); `double_quant` stores these scales in 8 bits, with one
+FP32 scale per 256 of them. int8 has one scale per row.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 from config.schema import AdapterSection
 
 _BLOCK, _SCALES = 64, 256
-"""[weights] Number that share a scale, and [scales] number that share a scale of scales."""
+"""[weights] Number per scale, and [scales] number per scale of scales."""
 
 
 @dataclass(frozen=True)
 class Codes:
-    """The layers that hold codes."""
+    """Sizes of the quantised layers."""
 
     parameters: int
-    """[parameters] Number of weights that they encode."""
+    """[parameters] Number of weights that the codes represent."""
     codes: float
-    """[bytes] Size of the codes, divided by the ranks at stage 3."""
+    """[bytes] Size of the codes, which stage 3 divides among ranks."""
     scales: float
-    """[bytes] Size of the scales, whole on every rank."""
+    """[bytes] Size of the scales, which every rank holds in full."""
     largest: int
-    """[parameters] Size of the largest layer, whose weights are rebuilt while it computes."""
+    """[parameters] Size of the largest layer, whose weights are dequantised while it computes."""
 
 
 def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
-    """The layers of a model without its adapter that hold codes: linear, not the output nor trained whole."""
+    """Layers to quantise in a model without its adapter: linear ones, except the head and fully trained modules."""
     head = model.get_output_embeddings()
     return [
         module
@@ -44,11 +44,11 @@ def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
 
 
 def codes_of(model: Any, section: AdapterSection) -> Codes | None:
-    """Sizes of `coded_layers`; None where the base is in floats."""
+    """Sizes of `coded_layers`; None if the base is not quantised."""
     if section.base == "compute":
         return None
     shapes = [
-        # GPT-2's layers hold (inputs, outputs), which is turned before it is quantised
+        # GPT-2's weights are (inputs, outputs) and are transposed before quantisation
         tuple(layer.weight.shape[:: -1 if type(layer).__name__ == "Conv1D" else 1])
         for layer in coded_layers(model, section)
     ]

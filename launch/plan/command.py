@@ -27,7 +27,7 @@ REACHED = Reached()
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The plan in plain types, in bytes, seconds, tokens and the currency of --price."""
+    """The plan as plain types, in bytes, seconds, tokens and the currency of --price."""
     from launch.plan.memory import checkpoint_bytes
     from launch.plan.plan import communication_bound_from
     from launch.plan.speed import traffic
@@ -65,7 +65,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @entry_point()
 def main(argv: Sequence[str]) -> int:
-    """The command line; its exit code."""
+    """Run the command line; returns the exit code."""
     options, arguments = _parse(argv)
     from launch.plan.plan import make_plan
 
@@ -106,7 +106,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _timed_json(plan: Plan, timed: Timed) -> dict[str, Any]:
-    """Modelled and unmeasured, seconds."""
+    """Modelled step time in seconds; not measured."""
     return dataclasses.asdict(timed) | {"step_seconds": timed.seconds, "mfu": plan.modelled_mfu(timed)}
 
 

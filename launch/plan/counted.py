@@ -1,8 +1,8 @@
-"""Activations and operators of one micro-batch, counted in a pass of the real model on tensors without values.
+"""Count activations and operators of one micro-batch by running the real model on fake tensors.
 
-The model runs as in training, in its precision regions, with its adapter and with attention that is shared among ranks.
-What its code saves is added up, storage by storage, and each operator of the forward and the backward pass is noted
-with its FLOPs and the bytes of its operands. Nothing is computed, so a model of any size takes seconds.
+The model runs as in training, with its precision regions, its adapter, and attention shared among ranks. What autograd
+saves is added up storage by storage, and each operator of the forward and backward pass is recorded with its FLOPs and
+the bytes of its operands. Nothing is computed, so a model of any size takes seconds.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from precision.manifest import load_manifest
 from precision.regions import Regions
 
 SCOPES = ("Norm", "attention", "MLP", "block")
-"""Parts of a model that an operator may be in, the innermost first."""
+"""Parts of a model that an operator may be in, innermost first."""
 _INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Matmuls whose FLOPs are counted, and the argument whose last dimension they sum over."""
+"""Matmuls whose FLOPs are counted, to the position of the argument whose last dimension they sum over."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """[bytes] One token's share of the micro-batch that was counted. Those of blocks are means over the blocks."""
+    """[bytes] Sizes per token of the counted micro-batch. Values per block are means over the blocks."""
 
     block: float
-    """Activations kept in a block of which nothing is recomputed."""
+    """Activations kept in a block without recomputation."""
     attention: float
-    """The part of these in its attention module, the module's input included."""
+    """The part of these in the block's attention module, including the module's input."""
     matmuls: float
-    """Results of its matmuls and of fused attention, kept or not."""
+    """Results of the block's matmuls and fused attention, whether kept or not."""
     outside: float
-    """Activations kept outside of the blocks, without the logits."""
+    """Activations kept outside the blocks, without the logits."""
     weights: float
-    """[bytes] 16-bit copies of one block's weights that autocast keeps, whatever the number of tokens."""
+    """[bytes] 16-bit copies of one block's weights kept by autocast, independent of the number of tokens."""
     weight_flops: float
-    """[FLOP] Matmuls with weights in the forward pass, the head's included."""
+    """[FLOP] Matmuls with weights in the forward pass, including the head's."""
     attention_flops: float
-    """[FLOP] Products inside attention, over the whole square."""
+    """[FLOP] Matmuls inside attention in the forward pass, over the full square."""
     operations: tuple[Operation, ...] = ()
-    """Operators of the whole micro-batch, without the head and the loss; none where the backward pass needs values."""
+    """Operators of the whole micro-batch without head and loss; empty if the backward pass needs values."""
 
 
 def count_activations(model: Any, layout: Layout) -> Counted:
-    """Run the model (on the meta device, changed in place) once in training on a micro-batch of `layout`.
+    """Run the model (on the meta device, modified in place) once in training mode on a micro-batch of `layout`.
 
-    Raises UserError where the model's code cannot run without values.
+    Raises UserError if the model's code cannot run without values.
     """
     model.to(DTYPES[layout.compute])
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -81,7 +81,7 @@ def count_activations(model: Any, layout: Layout) -> Counted:
             inputs = _inputs(layout)
             found = _pass(counter, blocks, lambda: model(**inputs), answer=not (padded or layout.masked))
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            # What torch and a model's own code raise where they ask a tensor for its values.
+            # Raised by torch or the model's code when asking a fake tensor for its values.
             raise UserError(
                 f"task = {layout.config.task}: launch.plan cannot count {model.config.model_type} without its values "
                 f"({one_line(error)}); try a step with the longest rows"
@@ -100,9 +100,9 @@ def count_activations(model: Any, layout: Layout) -> Counted:
 
 
 def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, head: Any) -> list[Operation]:
-    """The operators of any model's forward and backward pass on a GPU, as `count_activations` counts them.
+    """Operators of any model's forward and backward pass on a GPU, counted as in `count_activations`.
 
-    run: the forward pass, to be called under FakeTensorMode. head: the module that makes logits.
+    run: the forward pass, called under FakeTensorMode. head: the module that produces logits.
     """
     counter = _Counter(model, head, on_cpu=False)
     _pass(counter, blocks, run, answer=True)
@@ -110,7 +110,7 @@ def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], 
 
 
 def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, answer: bool) -> dict[str, float]:
-    """Run forward and backward; the bytes that are kept in between, by scope."""
+    """Run forward and backward; returns the bytes kept in between, by scope."""
     with counter.watching(blocks), _answering(answer, counter):
         output = run()
         found = counter.sizes()
@@ -121,8 +121,7 @@ def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, a
 def _inputs(layout: Layout) -> dict[str, Any]:
     """Arguments of a model's forward pass.
 
-    An encoder gets an attention mask, which masks something where rows are padded, and so does one that reads sources
-    for a decoder.
+    Encoders, including that of an encoder-decoder, get an attention mask, as for padded rows.
     """
     encoder = layout.config.task in ENCODER_TASKS
     rows = layout.micro * layout.rows
@@ -143,14 +142,14 @@ def _inputs(layout: Layout) -> dict[str, Any]:
 
 
 class _Kept:
-    """One storage that a node of the graph keeps. It is gone when its last node is."""
+    """One storage kept by nodes of the autograd graph; freed with the last of them."""
 
     def __init__(self, storage: Any, size: float, scope: str) -> None:
-        self.storage, self.size, self.scope = storage, size, scope  # a storage that is held keeps its address
+        self.storage, self.size, self.scope = storage, size, scope  # holding the storage keeps its address
 
 
 class _Counter:
-    """Storages that autograd keeps, by the part of the model that first saved them."""
+    """Tracks the storages that autograd keeps, by the part of the model that first saved them."""
 
     def __init__(self, model: Any, head: Any, *, on_cpu: bool) -> None:
         self._known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
@@ -167,7 +166,7 @@ class _Counter:
 
     @contextmanager
     def watching(self, blocks: Sequence[Any]) -> Iterator[None]:
-        """Inside, what is saved is counted. blocks: the model's."""
+        """Context manager: count what autograd saves. blocks: those of the model."""
         with ExitStack() as stack:
             for block in blocks:
                 self._enter(stack, block, "block")
@@ -186,19 +185,19 @@ class _Counter:
             yield
 
     def sizes(self) -> dict[str, float]:
-        """[bytes] Size of what is kept now, by scope."""
+        """[bytes] Currently kept, by scope."""
         found = dict.fromkeys(("block", "attention", "outside", "weights"), 0.0)
         for kept in self._kept.values():
             found[kept.scope] += kept.size
         return found
 
     def add_result(self, *tensors: Any) -> None:
-        """Count results of a matmul, if it is in a block."""
+        """Count the results of a matmul if it is in a block."""
         if self._inside["block"]:
             self.matmuls += sum(tensor.nbytes for tensor in tensors)
 
     def add_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Note a copy in another dtype: autocast's of a weight is kept, and grows with no token."""
+        """Record a cast copy of a weight, which autocast keeps and whose size does not depend on the tokens."""
         if source.untyped_storage()._cdata in self._known:
             self._copies[result.untyped_storage()._cdata] = result.untyped_storage()
 
@@ -223,13 +222,13 @@ class _Counter:
             return _Kept(storage, 0.0, "block")
         kept = self._kept.get(key)
         if kept is None:
-            # A GPU's dropout keeps a mask of bytes, a CPU's its factors.
+            # Dropout keeps a byte mask on a GPU, and its factors on a CPU.
             narrow = self._inside["dropout"] and not self.on_cpu
             size = storage.nbytes() / (tensor.element_size() if narrow else 1)
             inside = [scope for scope in ("attention", "block") if self._inside[scope]]
             scope = inside[0] if inside else "outside"
             if key in self._copies:
-                # Those of the head belong to the loss.
+                # The copy of the head's weight belongs to the loss.
                 scope, size = "weights", size if inside else 0.0
             kept = self._kept[key] = _Kept(storage, size, scope)
         return kept
@@ -237,9 +236,9 @@ class _Counter:
 
 @contextmanager
 def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
-    """Inside, a question about a tensor's values is answered so, and fused attention keeps what its kernels keep.
+    """Context manager: scalars read from fake tensors are `answer`, and fused attention saves what its kernels save.
 
-    Models ask whether a mask masks anything, to do without it.
+    Models read scalars to find out whether a mask masks anything, and drop it if not.
     """
 
     class Answers(TorchDispatchMode):
@@ -247,7 +246,7 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return answer
             name = func._schema.name
-            if name == "aten::_grouped_mm":  # without values torch takes it for one of BF16 alone
+            if name == "aten::_grouped_mm":  # on fake tensors torch accepts only BF16
                 result = args[0].new_empty(len(args[0]), args[1].shape[-1])
             else:
                 result = func(*args, **(kwargs or {}))
@@ -284,15 +283,15 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
         def backward(ctx: Any, *upstream: Any) -> Any:
             query, key, value, bias, result, _ = ctx.saved_tensors
             made = [item.new_empty(item.shape) for item in (query, key, value)]
-            # as FlashAttention 2 computes it: five products of the size of the forward pass's two
+            # as in FlashAttention 2: five matmuls, each of the size of the forward pass's two
             counter.log.note("attention", 2.5 * ctx.flops, (query, key, value, bias, result, *upstream), made)
             return *made, torch.zeros_like(bias) if ctx.needs_input_grad[3] else None, None
 
     original = functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any) -> Any:
-        trained = attn_mask is not None and attn_mask.requires_grad  # T5's positions
-        if counter.on_cpu and (dropout_p or trained):  # is not fused there
+        trained = attn_mask is not None and attn_mask.requires_grad  # T5's position bias
+        if counter.on_cpu and (dropout_p or trained):  # not fused on a CPU
             return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (item.to(torch.get_autocast_dtype("cpu")) for item in (query, key, value))
@@ -301,7 +300,7 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
             bias = torch.empty_like(bias, dtype=query.dtype)
         return Fused.apply(query, key, value, bias, bool(rest.get("is_causal")))
 
-    # transformers makes every mask where it takes tensors without values for a graph that is being exported
+    # transformers builds every mask if it takes fake tensors for a graph export, so hide that they are fake
     unseen = patch("transformers.utils.import_utils.is_fake_tensor", return_value=False)
     with Answers(), patch.object(functional, original.__name__, attention), unseen:
         yield

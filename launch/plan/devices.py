@@ -1,6 +1,6 @@
-"""Memory, matmul speed and bandwidths of accelerators, from their data sheets, and the shares that kernels reach.
+"""Memory, matmul speed and bandwidths of accelerators from their data sheets, and the shares that kernels reach.
 
-Only the h100 row has been compared with its source; compare the others with the sheets they name before using them.
+Only the h100 row has been checked against its source; check the others against the sheets they name before using them.
 """
 
 from __future__ import annotations
@@ -12,58 +12,58 @@ from config.errors import UserError
 
 GIB = 2**30
 DEFAULT_MFU = 0.4
-"""Share of the peak that model FLOPs reach without recomputation and without waiting for the network."""
+"""Share of the peak FLOP/s reached by computed FLOPs, without waiting for the network."""
 LATENCY_SECONDS = 5e-6
-"""[s] One hop of a collective."""
+"""[s] Latency of one hop of a collective."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """Shares of a data sheet's figures that kernels reach, and what a kernel costs beside them. Assumptions."""
+    """Assumed shares of the data sheet's figures that kernels reach, and fixed costs of a kernel."""
 
     matmul: float = 680 / 989
-    """[fraction] Of the peak, in matmuls of a block's size."""
+    """[fraction] Share of the peak in matmuls of a block's size."""
     attention: float = 0.3
-    """[fraction] Of the peak, in fused causal attention with heads of 64 values; larger heads reach more."""
+    """[fraction] Share of the peak in fused causal attention with head size 64; larger heads reach more."""
     bandwidth: float = 2.8 / 3.35
-    """[fraction] Of the memory's bandwidth."""
+    """[fraction] Share of the memory bandwidth."""
     kernel: float = 2e-6
-    """[s] Least time of a kernel."""
+    """[s] Minimum time of a kernel."""
     launch: float = 6e-6
-    """[s] Time of the host for one operator, autograd's part included."""
+    """[s] Host time per operator, including autograd."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator, and its usual node."""
+    """One accelerator and its usual node."""
 
     name: str
     memory: float
-    """[bytes] Device memory as the driver reports it, about what the data sheet says."""
+    """[bytes] Device memory as reported by the driver, close to the data sheet."""
     peak: float
-    """[FLOP/s] Dense (not sparse) BF16 matmul with FP32 accumulation."""
+    """[FLOP/s] Peak of dense (not sparse) BF16 matmuls with FP32 accumulation."""
     peak_fp32: float
-    """[FLOP/s] FP32 matmul without TF32, which torch leaves off."""
+    """[FLOP/s] Peak of FP32 matmuls without TF32, which torch disables by default."""
     bandwidth: float
-    """[bytes/s] Bandwidth of its memory."""
+    """[bytes/s] Memory bandwidth."""
     link: float
-    """[bytes/s] Bandwidth in one direction between an accelerator and the others of its node."""
+    """[bytes/s] Unidirectional bandwidth between an accelerator and the others in its node."""
     network: float
-    """[bytes/s] Bandwidth in one direction out of one node, all adapters together."""
+    """[bytes/s] Unidirectional bandwidth out of one node, over all adapters together."""
     per_node: int
-    """[accelerators] Number in one node."""
+    """[accelerators] Number per node."""
     source: str
     reached: Reached = Reached()
 
     @property
     def is_cpu(self) -> bool:
-        """Ranks run on this machine's CPU and share its memory."""
+        """Whether ranks run on this machine's CPU and share its memory."""
         return self.name == "cpu"
 
 
 _80 = 80 * GIB
 _NIC = 1e9 / 8  # bytes/s of 1 Gbit/s
-_DGX = 8 * 400 * _NIC, 8  # network and accelerators of a node with Hopper or Blackwell
+_DGX = 8 * 400 * _NIC, 8  # network and accelerators of a Hopper or Blackwell node
 _DGX_A100 = 8 * 200 * _NIC, 8
 
 _SHEETS = (
@@ -77,14 +77,14 @@ _SHEETS = (
     Device("a10g", 24e9, 70e12, 35e12, 600e9, 32e9, 100 * _NIC, 4, "AWS g5.24xlarge, A10G data sheet; PCIe 4.0 x16"),
 )
 DEVICES = {device.name: device for device in _SHEETS}
-"""Accelerators by name. The network is that of the maker's own node; a cloud's may be slower: --network."""
+"""Accelerators by name. The network is that of the vendor's own node; set --network if a cloud's is slower."""
 
 
 def find_device(name: str) -> Device:
-    """The device of that name, any case; `cpu` is one of two ranks on this machine. Raises UserError."""
+    """The device of that name, in any case; `cpu` is one of two ranks on this machine. Raises UserError."""
     if name.lower() == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # Not a data sheet: enough for one core's worth of matmul on the machine that docs/plan.md was measured on.
+        # Not from a data sheet: roughly one core's matmul speed on the machine used for docs/plan.md.
         return Device("cpu", memory / 2, 1e11, 1e11, 2e10, 2e9, 1e9, 2, "this machine's memory; speeds are guesses")
     if name.lower() not in DEVICES:
         raise UserError(f"command line: --device {name}: not in the table; it has {', '.join(DEVICES)} and cpu")

@@ -1,11 +1,11 @@
-"""Parameters that ZeRO-3 holds whole on each rank, by DeepSpeed 0.19.8 (partitioned_param_coordinator.py).
+"""Parameters that ZeRO-3 gathers whole on each rank, as in DeepSpeed 0.19.8 (partitioned_param_coordinator.py).
 
-Parameters of at most `stage3_param_persistence_threshold` elements stay whole. The others are gathered when a module is
-about to compute, those of the next modules with them, a bucket at a time in one piece. What the backward pass uses
-again stays, up to `stage3_max_live_parameters`, where DeepSpeed recorded the order of a forward and a backward pass.
-Where a forward pass alone came first, such as an evaluation at the start, it remembers for each place in the order to
-release all there, and does not forget it with the order (`functools.lru_cache`). Where a forward pass comes with each
-step, as that of a reference, the order is dropped within each step: modules gather what is their own and release it.
+Parameters of at most `stage3_param_persistence_threshold` elements are never partitioned. Others are gathered when
+their module is about to compute, with prefetching of the next modules one contiguous bucket at a time. Those that the
+backward pass needs again stay gathered, up to `stage3_max_live_parameters`, if DeepSpeed traced a forward and backward
+pass. If a forward pass alone came first, such as an initial evaluation, it caches for each position of the trace to
+release everything there, and keeps that when the trace is discarded (`functools.lru_cache`). If every step has an extra
+forward pass, as for a reference, the trace is discarded within each step: modules gather and release only their own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from launch.plan.model import Shape
 
 @dataclass(frozen=True)
 class Gathered:
-    """[bytes] Whole parameters on one rank, by the part of the step."""
+    """[bytes] Gathered parameters on one rank, by part of the step."""
 
     first: float = 0.0
     """While the first modules compute, before anything is kept for the backward pass."""
@@ -27,13 +27,13 @@ class Gathered:
     loss: float = 0.0
     backward: float = 0.0
     staying: float = 0.0
-    """The part that is still there when the last gradients are reduced."""
+    """The part that remains when the last gradients are reduced."""
     step: float = 0.0
     """During the optimizer's update."""
 
 
 def gathered(shape: Shape, layout: Layout) -> Gathered:
-    """Sizes for a rank of `layout`; all zero below stage 3."""
+    """Sizes on a rank of `layout`; all zero below stage 3."""
     if layout.stage < 3:
         return Gathered()
     threshold, most, bucket = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
@@ -50,23 +50,23 @@ def gathered(shape: Shape, layout: Layout) -> Gathered:
     each = whole / elements if elements else 0.0
     live, arriving = (each * min(elements, size) for size in (most, bucket))
     if layout.reference_pass:
-        # those in flight when the order turns out to be another one are copied from their piece, then released
+        # parameters in flight when the trace turns out to be wrong are copied out of their bucket, then released
         alone = persistent + largest
         return Gathered(persistent + live + arriving, alone, alone, alone, alone, persistent)
     if layout.passes_before and elements <= most:
         alone = persistent + largest
         return Gathered(alone + live, alone + arriving, alone, alone, alone, persistent)
-    # where all may stay gathered, none arrives on the way back
+    # if all may stay gathered, the backward pass gathers none
     kept, more = persistent + live, arriving if elements > most else 0.0
     return Gathered(kept + arriving, kept + arriving, kept, kept + more, kept, persistent)
 
 
 def bytes_gathered(shape: Shape, layout: Layout, *, experts: bool = False, second_copy: bool = False) -> float:
-    """[bytes] Whole parameters that all gathers of one optimizer step make on a rank at stage 3.
+    """[bytes] Total size of the parameters that all gathers of one optimizer step produce on a rank at stage 3.
 
-    experts: of those that ranks share, which a group of its own gathers; of all others if not. second_copy: gathered
-    from hpZ's copy, which a parameter has from its first release to the update. Small ones are gathered once, after the
-    update, the others in each micro-batch, and again for the backward pass where they were released.
+    experts: count experts shared among ranks, which have their own process group, instead of everything else.
+    second_copy: count gathers from hpZ's copy, which exists from a parameter's first release to the update. Small
+    parameters are gathered once, after the update; others in each micro-batch, and again for backward if released.
     """
     threshold, most, _ = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
     small = large = elements = 0.0

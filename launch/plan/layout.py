@@ -1,4 +1,4 @@
-"""The settings of a run that decide its memory and speed: parallelism, batch, dtypes and the ZeRO section."""
+"""The settings of a run that determine its memory and speed: parallelism, batch, dtypes and the ZeRO section."""
 
 from __future__ import annotations
 
@@ -17,75 +17,75 @@ ZERO_DEFAULTS = {
     "stage3_param_persistence_threshold": 1e5,
     "sub_group_size": 1e9,
 }
-"""[elements] DeepSpeed's own defaults, for keys that its JSON leaves out."""
+"""[elements] DeepSpeed's defaults for keys that the JSON omits."""
 BUFFERED_ALLREDUCE = 500_000_000
-"""[elements] Gradients that DeepSpeed flattens for one all-reduce where no ZeRO bucket does (engine.py)."""
+"""[elements] Gradients that DeepSpeed flattens per all-reduce where there is no ZeRO bucket (engine.py)."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Distribution of a run over ranks, and its dtypes."""
+    """How a run is distributed over ranks, and its dtypes."""
 
     config: Config
     stage: int
     world: int
     micro: int
-    """[samples] Size of one forward pass."""
+    """[samples] Micro-batch size."""
     accumulation: int
     sequence: int
-    """[tokens] Length of a row, or of an encoder-decoder's source."""
+    """[tokens] Length of a row, or of the source of an encoder-decoder."""
     targets: int
-    """[tokens] Length of an encoder-decoder's target; 0 for other models."""
+    """[tokens] Length of the target of an encoder-decoder; 0 for other models."""
     sharing: int
-    """[ranks] Number that share each sequence."""
+    """[ranks] Sequence parallelism: number of ranks that share each sequence."""
     tensor: int
-    """[ranks] Number that share each matrix and compute the same sequences."""
+    """[ranks] Tensor parallelism: number of ranks that share each matrix and process the same sequences."""
     expert: int
-    """[ranks] Number that share the experts of each layer; each has its own sequences."""
+    """[ranks] Expert parallelism: number of ranks that share the experts of each layer; each has its own sequences."""
     rows: int
-    """[sequences] Number in one sample: two for a pair of answers."""
+    """[sequences] Number per sample: two for a pair of answers."""
     compute: str
     """fp32, bf16 or fp16: dtype of parameters and activations on the cast path."""
     reduced: int
     """[bytes] Size of one gradient value on the network."""
     masked: bool
-    """Rows that share a sequence do not see each other, so that attention gets a mask."""
+    """Whether rows packed into one sequence are masked from each other, so that attention gets a mask."""
     reference_pass: bool
     """Whether each micro-batch also runs through the model without its adapter."""
     optimizer: str
-    """A name of config/optimizers.py, which says what is kept beside the masters."""
+    """Name in config/optimizers.py, which defines the state kept beside the masters."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
     zero: dict[str, Any]
     """The zero_optimization section."""
     on_cpu: bool
-    """Ranks run on a CPU: buffers take memory only as far as they are written, and the process itself counts."""
+    """Whether ranks run on a CPU, where unwritten buffers take no memory and the process itself counts."""
 
     @property
     def tokens(self) -> int:
-        """[tokens] One rank's micro-batch: its slices, where sequences are shared; both sides of an encoder-decoder."""
+        """[tokens] Micro-batch of one rank: its slices of shared sequences; source and target of an encoder-decoder."""
         return self.micro * self.rows * slice_length(self.sequence + self.targets, self.sharing)
 
     @property
     def block_tokens(self) -> int:
-        """[tokens] Largest part of these that one block sees."""
+        """[tokens] Largest part of `tokens` that one block processes."""
         longest = max(self.sequence, self.targets)
         return self.micro * self.rows * slice_length(longest, self.sharing)
 
     @property
     def label_tokens(self) -> int:
-        """[tokens] Part of these that has logits."""
+        """[tokens] Part of `tokens` that has logits."""
         return self.micro * self.rows * slice_length(self.targets or self.sequence, self.sharing)
 
     @property
     def global_size(self) -> int:
-        """[samples] Size of one optimizer step."""
+        """[samples] Global batch size."""
         return self.micro * self.accumulation * self.zero_ranks // self.sharing
 
     @property
     def zero_ranks(self) -> int:
-        """[ranks] Number over which ZeRO partitions and averages gradients: those with the same slices of matrices."""
+        """[ranks] Number over which ZeRO partitions states and averages gradients; all hold the same matrix slices."""
         return self.world // self.tensor
 
     @property
@@ -95,13 +95,13 @@ class Layout:
 
     @property
     def checkpointing(self) -> str:
-        """none, full, selective, attention, ops or budget."""
+        """Kind of activation checkpointing: none, full, selective, attention, ops or budget."""
         return self.config.model.activation_checkpointing
 
     @property
     def passes_before(self) -> bool:
-        """Whether a forward pass alone precedes the first step: a reference's, an evaluation, the tests of rows and of
-        slices, the measurement for an activation budget, or one to compile."""
+        """Whether a forward pass without backward precedes the first step: of a reference, an evaluation, the tests of
+        rows and slices, the measurement for an activation budget, or for compilation."""
         config = self.config
         return bool(
             config.precomputes_reference
@@ -118,7 +118,7 @@ class Layout:
         return 4 if self.compute == "fp32" else 2
 
     def size(self, key: str, most: float) -> float:
-        """[elements] A size of the zero_optimization section; at most `most` on a CPU: untouched memory is free."""
+        """[elements] A size in the zero_optimization section; at most `most` on a CPU: untouched memory is free."""
         given = float(self.zero.get(key, ZERO_DEFAULTS[key]))
         return min(given, most) if self.on_cpu else given
 
@@ -130,12 +130,12 @@ class Layout:
 
     @property
     def secondary(self) -> int:
-        """[ranks] Number by which a second copy of the parameters is divided; 1 where there is none (hpZ)."""
+        """[ranks] Number that partition hpZ's second copy of the parameters; 1 if there is none."""
         return min(int(self.zero.get("zero_hpz_partition_size", 1)), self.world) if self.stage == 3 else 1
 
     @property
     def bf16_optimizer(self) -> bool:
-        """ZeRO-1 with BF16 runs on DeepSpeed's BF16_Optimizer, which keeps whole FP32 gradients."""
+        """Whether DeepSpeed's BF16_Optimizer is used (ZeRO-1 with BF16), which keeps unpartitioned FP32 gradients."""
         return self.stage == 1 and self.compute == "bf16"
 
 

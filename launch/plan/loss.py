@@ -1,4 +1,4 @@
-"""Memory of the loss: logits and what is made of them, by the task's objective; and of a teacher beside the model."""
+"""Memory of the loss: logits and tensors derived from them, by objective; and memory of samplers and a teacher."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from modeling.chunked_head import loss_chunk
 from modeling.objectives import divergence
 
 _DIVERGENCE_TENSORS = {"forward_kl": 7, "reverse_kl": 8, "jsd": 11}
-"""[FP32 tensors] Peak number for a chunk of logits while its divergence from a live teacher is recomputed and
-differentiated; counted by the profiler, as tests/launch/plan/test_tasks.py does."""
+"""[FP32 tensors] Peak number per chunk of logits while its divergence from a live teacher is recomputed and
+differentiated; counted with the profiler, as in tests/launch/plan/test_tasks.py."""
 _CACHED_TENSORS = 7
-"""[FP32 tensors] Peak number with cached answers, for any divergence."""
+"""[FP32 tensors] Peak number with cached teacher answers, for any divergence."""
 
 
 def loss_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Peak size of logits and what is made of them."""
+    """[bytes] Peak size of logits and tensors derived from them."""
     logits, width = float(shape.vocabulary * layout.label_tokens), layout.width
     if layout.config.task == "classify":
-        return 0.0  # a number or two for a token, at most
+        return 0.0  # at most one or two values per token
     if layout.config.task in ("dpo", "grpo"):
-        # the logits and their gradient, and a chunk in FP32, beside which 16 bits are widened
+        # logits and their gradient, plus a chunk in FP32, and a widened copy of it if logits are in 16 bits
         return 2 * width * logits + (8 if width == 2 else 4) * min(logits, log_probs.CHUNK_VALUES)
     if layout.config.task in ("distill", "opd"):
         return _distillation(shape, layout)
@@ -32,10 +32,10 @@ def loss_bytes(shape: Shape, layout: Layout) -> float:
 def _label_prediction(shape: Shape, layout: Layout) -> float:
     """[bytes] Memory of a loss over labels.
 
-    All at once: the logits in the dtype they come in, their FP32 log-softmax and its gradients; at most three FP32
-    tensors of the vocabulary's width. In chunks: the FP32 logits of a chunk, which become their gradient, and that in
-    16 bits, which is all there is where one kernel computes both; the gradient of the head's weight where that is
-    trained, in FP32 and, once summed, in the weight's dtype; that of the hidden states.
+    Unchunked: logits in their own dtype, their FP32 log-softmax and its gradients; at most three FP32 tensors of
+    vocabulary width. Chunked: a chunk's FP32 logits, overwritten by their gradient, plus that gradient in 16 bits (only
+    the latter if one kernel computes both); the gradient of a trained head's weight, in FP32 and, once summed, in the
+    dtype of the weight; and the gradient of the hidden states.
     """
     tokens = layout.label_tokens
     chunk = loss_chunk(layout.config.model, tokens=tokens, vocabulary=shape.vocabulary, on_cpu=layout.on_cpu)
@@ -46,18 +46,18 @@ def _label_prediction(shape: Shape, layout: Layout) -> float:
     head = rows * shape.hidden if shape.trained_head else 0.0
     fused = runs_fused(shape, layout)
     of_chunk = (2.0 if sixteen and fused else 6.0 if sixteen else 4.0) * rows * chunk
-    copy = 2.0 * rows * shape.hidden if layout.manifest else 0.0  # of the weight, for autocast
+    copy = 2.0 * rows * shape.hidden if layout.manifest else 0.0  # autocast's copy of the weight
     rounded = 2.0 * head if layout.width == 2 else 0.0
     return 4.0 * head + max(of_chunk + copy, rounded) + layout.width * shape.hidden * tokens
 
 
 def runs_fused(shape: Shape, layout: Layout) -> bool:
-    """Whether one kernel computes the softmax of a chunk and its gradient (modeling/loss_kernel.py)."""
+    """Whether one kernel computes both the softmax of a chunk and its gradient (modeling/loss_kernel.py)."""
     return not (layout.on_cpu or layout.config.model.kernels == "torch" or shape.head_share > 1)
 
 
 def _distillation(shape: Shape, layout: Layout) -> float:
-    """The student's logits and the gradient of the chunks that are done, what the teacher said, and a chunk in FP32."""
+    """[bytes] The student's logits, the gradient of finished chunks, the teacher's answers, and a chunk in FP32."""
     logits, width = float(shape.vocabulary * layout.tokens), layout.width
     chunk = min(logits, divergence.CHUNK_VALUES)
     known, tensors = (8 * layout.config.distill.top_k + 4) * float(layout.tokens), _CACHED_TENSORS
@@ -68,7 +68,7 @@ def _distillation(shape: Shape, layout: Layout) -> float:
 
 
 def sampler_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Size of the copies of the weights that answers are sampled from, and that the KL divergence is from."""
+    """[bytes] Size of the weight copies used for sampling answers and as the reference of the KL divergence."""
     config = layout.config
     if config.task not in SAMPLING_TASKS:
         return 0.0
@@ -77,9 +77,9 @@ def sampler_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]]:
-    """Moments of a step before its forward pass at which answers are sampled and measured, with what they add.
+    """Moments before a step's forward pass at which answers are sampled and measured, to the memory they add, by item.
 
-    A vLLM server has a KV cache of its own, beside the process. The self-gap is measured by the copy, in FP32.
+    A vLLM server has its own KV cache, outside this process. The self-gap is measured with the copy, in FP32.
     """
     section, whole = layout.config.grpo, sampler_bytes(shape, layout)
     if not whole:
@@ -88,14 +88,14 @@ def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]
     cache = 2.0 * layout.width * shape.layers * shape.kv_heads * shape.head_dim * layout.sequence * rows
     widened = 4.0 * shape.parameters if layout.width == 2 else 0.0
     return {
-        # the logits, their log-softmax, and its exponential and sums in FP64
+        # logits, their log-softmax, and its exponential and sums in FP64
         "the sampling of answers": {"KV cache": cache, "logits": 24.0 * shape.vocabulary * rows},
         "the self-gap": {"sampler": whole + widened, "logits": 4.0 * shape.vocabulary * layout.tokens},
     }
 
 
 def teacher_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Size of the teacher's weights on one rank: all of them, or a part and those that are gathered."""
+    """[bytes] Size of the teacher's weights on one rank: all, or if sharded its partition plus what is gathered."""
     if shape.teacher is None:
         return 0.0
     whole = float(shape.teacher.width * shape.teacher.shape.parameters)

@@ -1,6 +1,6 @@
 """Peak memory of one rank, item by item.
 
-Model states are those of Rajbhandari et al. 2020 (ZeRO), with what DeepSpeed 0.19.8 keeps beside them. Activations are
+Model states follow Rajbhandari et al. 2020 (ZeRO), plus what DeepSpeed 0.19.8 keeps in addition. Activations are
 counted in a forward pass of the model (counted.py).
 """
 
@@ -27,20 +27,20 @@ class Memory:
     host: dict[str, float]
     """Item to bytes in host memory."""
     moment: str
-    """The part of the step at which the peak is."""
+    """Part of the step in which the peak occurs."""
 
     @property
     def total(self) -> float:
-        """[bytes] Sum on the accelerator."""
+        """[bytes] Total on the accelerator."""
         return sum(self.device.values())
 
 
 def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[str, float]]:
-    """(on the device, on the host) item to bytes that stay from step to step: ZeRO's table, section 5 and 6.
+    """(device, host) item to bytes that persist from step to step, as in sections 5 and 6 of the ZeRO paper.
 
-    Stage 0 updates its FP32 parameters in place. From stage 1 on masters and optimizer state are divided by the ranks,
-    from stage 2 on gradients, at stage 3 parameters; also an FP32 run keeps masters beside its parameters then. Split
-    masters are kept in the parameters and what is given here. Frozen parameters have none of these.
+    Stage 0 updates its FP32 parameters in place. Masters and optimizer state are partitioned from stage 1 on, gradients
+    from stage 2 on, parameters at stage 3; from stage 1 on even an FP32 run keeps separate masters. Split masters
+    consist of the parameters plus the bytes given here. Frozen parameters have no masters, state or gradients.
     """
     part = shape.divided / layout.zero_ranks
     gradients = 4 * (float(shape.trained_parameters) if layout.stage < 2 else part)
@@ -63,7 +63,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] The optimizer's state of the whole model."""
+    """[bytes] Optimizer state of the whole model."""
     bytes_of = OPTIMIZERS[layout.optimizer].state_bytes
     return float(sum(bytes_of(matrix=group.matrix) * group.parameters for group in shape.groups))
 
@@ -71,8 +71,7 @@ def _state_bytes(shape: Shape, layout: Layout) -> float:
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """(kept, recomputed, loss) bytes of one micro-batch.
 
-    kept: until the backward pass. recomputed: of one block, made again while its backward pass runs. loss: see
-    `loss_bytes`.
+    kept: until the backward pass. recomputed: by one block during its backward pass. loss: see `loss_bytes`.
     """
     assert shape.counted is not None
     kept, again = kept_bytes(shape, layout)
@@ -80,15 +79,15 @@ def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
 
 
 def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory:
-    """Peak memory of one rank. process: bytes of the process itself, for ranks on a CPU."""
+    """Peak memory of one rank. process: bytes used by the process itself, for ranks on a CPU."""
     whole_shape, shape = shape, shape.own
     device, host = model_states(shape, layout)
     trained = shape.trained_parameters
     kept, recomputed, loss = activations(shape, layout)
     whole_now = gathered(shape, layout)
     buffer, copy = _buckets(shape, layout)
-    # hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), divided by the ranks of a node: made when a
-    # parameter is no longer gathered, and given back once the update is done
+    # hpZ's copy of the parameters (Wang et al. 2023, ZeRO++, section 3.2), partitioned among the ranks of a node:
+    # created when a parameter is released, and freed after the update
     second = layout.width * float(shape.parameters) / layout.secondary if layout.secondary > 1 else 0.0
     if "param" in layout.offload.split("+"):
         host, second = host | ({"second copy": second} if second else {}), 0.0
@@ -101,20 +100,20 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     forward = layout.block_tokens * layout.width * (2 * shape.intermediate + 2 * shape.hidden)
     working = recomputed + forward
     in_flight = layout.width * max(shape.trained_block, shape.largest_trained)
-    # a layer in codes has its weights while it computes
+    # a quantised layer has its dequantised weights while it computes
     rebuilt = {"rebuilt weights": layout.width * float(shape.codes.largest)} if shape.codes is not None else {}
-    before = 0.0 if layout.on_cpu else buffer  # where nothing is written into it yet, it takes no memory on a CPU
-    # Gradients are reduced when they fill a bucket; by then the activations of the blocks they come from are freed.
-    # BF16_Optimizer reduces all of them after the last backward pass, and sets those of a micro-batch to zero for the
-    # next one, which keeps their memory.
+    before = 0.0 if layout.on_cpu else buffer  # not written yet, so it takes no memory on a CPU
+    # Gradients are reduced when they fill a bucket; by then the activations of their blocks have been freed.
+    # BF16_Optimizer reduces all of them after the last backward pass, and zeroes those of a micro-batch for the next
+    # one, which keeps their memory allocated.
     left = 1 - min(1.0, layout.size("reduce_bucket_size", trained) / trained)
     whole = {"gradients in flight": layout.width * float(trained)} if layout.bf16_optimizer else {}
     earlier = whole if layout.accumulation > 1 else {}
     step = step_bytes(shape, layout)
     if "optimizer" in layout.offload:
         host, step = {**host, "step": step}, 0.0
-    # Ranks on a CPU build the whole model, also where they then share its matrices; one in 4 or 8 bits is loaded whole
-    # where it computes, and partitioned then.
+    # Ranks on a CPU build the whole model, even with tensor parallelism. A model in 4 or 8 bits is loaded whole on its
+    # device and then partitioned.
     starts_whole = shape.codes is not None or (layout.on_cpu and (layout.stage < 3 or layout.tensor > 1))
     on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
     begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
@@ -149,7 +148,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
     background = layout.config.checkpoint.background
-    if background == "always" or (background == "auto" and layout.offload == "none"):  # from a copy in host memory
+    if background == "always" or (background == "auto" and layout.offload == "none"):  # from a host copy
         saved = saved_bytes(shape, layout)
         if not layout.on_cpu:
             host["checkpoint copy"] = saved
@@ -159,9 +158,9 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
 
 
 def saved_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] One rank's part of a checkpoint: masters, the optimizer's state, and weights in the compute dtype.
+    """[bytes] One rank's part of a checkpoint: masters, optimizer state, and weights in the compute dtype.
 
-    Frozen weights are not in it. Below stage 3 only rank 0 writes the weights, and every rank copies them.
+    Frozen weights are not saved. Below stage 3 every rank copies the weights but only rank 0 writes them.
     """
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
@@ -171,19 +170,19 @@ def saved_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def checkpoint_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Size of a checkpoint on disk; what ranks that share matrices each have whole counts for each."""
+    """[bytes] Size of a checkpoint on disk; what every tensor-parallel rank holds in full counts once per rank."""
     if layout.tensor > 1:
         return layout.tensor * checkpoint_bytes(shape.own, replace(layout, tensor=1))
     masters = 4 * shape.trained_parameters if layout.stage else 0
-    # of shared experts the file of weights has those of rank 0
+    # with expert parallelism the weights file has the experts of rank 0 only
     return masters + _state_bytes(shape, layout) + layout.width * shape.own.trained_parameters
 
 
 def _start(shape: Shape, layout: Layout, device: dict[str, float], process: float) -> dict[str, float]:
-    """The model is built in FP32, in host memory, then cut where ranks share its matrices, and rounded."""
+    """Item to bytes at the start, when the model is built in FP32 in host memory, then sliced and rounded."""
     codes = shape.codes
     whole = float(shape.parameters if codes is None else shape.parameters - codes.parameters)
-    masters = 4 * shape.own.divided / layout.zero_ranks if "masters" in device else 0.0  # whole until then
+    masters = 4 * shape.own.divided / layout.zero_ranks if "masters" in device else 0.0  # not partitioned before
     return {
         "parameters": shape.own.weight_bytes(layout.width),
         "masters": masters,
@@ -193,9 +192,9 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
 
 
 def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
-    """[bytes] Size of the largest bucket of FP32 gradients that BF16_Optimizer copies into one piece.
+    """[bytes] Size of the copies for the largest bucket of FP32 gradients that BF16_Optimizer flattens.
 
-    A group's gradients are one tensor; a bucket of one of these is reduced where it is, or cast.
+    The gradients of a group are one tensor; a bucket with a single tensor is reduced in place, or cast.
     """
     buckets: list[list[float]] = [[]]
     for group in shape.groups:
@@ -208,17 +207,17 @@ def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
 
 
 def _buckets(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """(buffer, copies) bytes through which gradients go to the network."""
+    """(buffer, copies) bytes used to send gradients over the network."""
     if layout.stage == 0 or layout.bf16_optimizer:
         if layout.zero_ranks == 1:
             return 0.0, 0.0
         if layout.stage == 0:
             return 0.0, layout.reduced * float(min(shape.trained_parameters, BUFFERED_ALLREDUCE))
-        # experts that ranks share are reduced after all others
+        # shared experts are reduced after everything else
         return 0.0, max(_copied(shape, layout, experts=experts) for experts in (False, True))
     trained = shape.trained_parameters
     bucket = layout.size("reduce_bucket_size", trained)
-    filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket goes alone
+    filled = min(max(bucket, shape.largest_trained), trained)  # a tensor larger than the bucket is sent alone
     buffers = 2 if layout.overlap and layout.stage < 3 else 1
-    copies = filled * (1 + 1 / layout.zero_ranks if layout.stage == 3 else 1)  # in one piece, and what is scattered
+    copies = filled * (1 + 1 / layout.zero_ranks if layout.stage == 3 else 1)  # the flat copy, and the scattered part
     return layout.reduced * bucket * buffers, layout.reduced * float(copies)

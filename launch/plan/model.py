@@ -1,4 +1,4 @@
-"""The sizes of the model that a run config describes, without its weights, and of the teacher it may learn from."""
+"""Sizes of the model described by a run config, without loading weights, and of its teacher, if any."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Group:
     """Trained parameters that the optimizer updates together (`modeling.parameter_groups`)."""
 
     matrix: bool
-    """Hidden matrices with a rule of their own."""
+    """Whether these are hidden matrices with their own update rule."""
     parameters: int
     largest: int
     """[elements] Size of its largest tensor."""
     shared: int = 1
-    """[ranks] Number that share these experts, each a part of them."""
+    """[ranks] Number that share these experts, each holding a part."""
     sides: tuple[int, int] = (1, 1)
-    """[elements] (shorter, longer) of its largest matrix, one of fused experts; (1, 1) without a rule for matrices."""
+    """[elements] (shorter, longer) side of its largest matrix, of a single fused expert; (1, 1) unless `matrix`."""
 
 
 @dataclass(frozen=True)
@@ -49,43 +49,43 @@ class Stored:
     """One parameter as a rank stores it."""
 
     elements: int
-    """[elements] Fewer than its weights where two are in a byte."""
+    """[elements] Half the number of weights if a byte holds two of them."""
     width: int | None = None
-    """[bytes] Size of an element; None: that of a float."""
+    """[bytes] Size of an element; None means that of a float."""
     shared: bool = False
-    """Whether it is a part of experts that ranks share."""
+    """Whether it belongs to experts shared among ranks."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that only answers."""
+    """A model used only for inference."""
 
     shape: Shape
     width: int
-    """[bytes] Size of one of its parameters."""
+    """[bytes] Size of one parameter."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model that memory, traffic and FLOPs depend on."""
+    """The sizes of a model that determine memory, traffic and FLOPs."""
 
     architecture: str
     parameters: int
-    """[parameters] Shared ones once, those of an adapter included."""
+    """[parameters] Total number, counting shared ones once and including an adapter's."""
     trained_parameters: int
-    """[parameters] Number that have masters, moments and gradients: all, or those of an adapter."""
+    """[parameters] Number with masters, moments and gradients: all, or those of an adapter."""
     largest_trained: int
-    """[elements] Size of the largest single tensor that is trained."""
+    """[elements] Size of the largest trained tensor."""
     trained_block: int
-    """[parameters] Number that are trained in the largest transformer block."""
+    """[parameters] Trained parameters of the largest transformer block."""
     matmul_parameters: int
-    """[parameters] Number in a token's matmuls: not embeddings that are only looked up, but the head."""
+    """[parameters] Number used in matmuls per token: includes the head, excludes embeddings that are only looked up."""
     trained_matmul: int
-    """[parameters] The trained ones of these, for which the backward pass has one more matmul."""
+    """[parameters] Trained part of `matmul_parameters`, which needs one more matmul in the backward pass."""
     groups: tuple[Group, ...]
-    """Parameters that the optimizer keeps apart."""
+    """Parameter groups of the optimizer."""
     modules: tuple[tuple[Stored, ...], ...]
-    """The parameters of each module that has some of its own, shared ones once."""
+    """Own parameters of each module that has any, counting shared ones once."""
     layers: int
     hidden: int
     intermediate: int
@@ -94,44 +94,44 @@ class Shape:
     head_dim: int
     vocabulary: int
     plain_head: bool
-    """The logits come from a plain linear layer, so that its loss may be computed in chunks."""
+    """Whether logits come from a plain linear layer, so that the loss may be computed in chunks."""
     trained_head: bool
     """Whether that layer is trained."""
     attention: str = "sdpa"
-    """transformers' implementation."""
+    """Attention implementation of transformers."""
     counted: Counted | None = None
     """Activations that the model keeps; None for a teacher, which keeps none."""
     teacher: Teacher | None = None
-    """The model that answers in every micro-batch."""
+    """Teacher that runs in every micro-batch."""
     codes: Codes | None = None
-    """Frozen layers in 4 or 8 bits; None where all weights are floats."""
+    """Frozen layers in 4 or 8 bits; None if all weights are floats."""
     counted_attention: float | None = None
-    """[FLOP] A token's products inside an encoder-decoder's attention, for which there is no formula."""
+    """[FLOP] Attention matmuls per token of an encoder-decoder, for which there is no formula."""
     slice: Shape | None = None
-    """The part of one of the ranks that share matrices or experts; None where none do."""
+    """Part of the model on one rank, with tensor or expert parallelism; else None."""
     trained_by_all: int = 0
-    """[parameters] Number trained on all ranks that share experts, over which ZeRO divides them; 0 where none do."""
+    """[parameters] Number trained by all expert-parallel ranks together, partitioned by ZeRO; 0 without them."""
     expert_parameters: int = 0
-    """[parameters] Size of this rank's experts, where ranks share them."""
+    """[parameters] Size of this rank's experts, with expert parallelism."""
     expert_layers: int = 0
     """[layers] Number with such experts."""
     experts: int = 0
-    """[experts] Number in such a layer, on all ranks that share them."""
+    """[experts] Number per such layer, on all ranks together."""
     experts_per_token: int = 0
     columns: int = 0
-    """[layers] Number in one block that are cut by rows; gradients of their inputs are summed over ranks."""
+    """[layers] Column-parallel ones per block (weight rows are split); gradients of their inputs are all-reduced."""
     rows: int = 0
-    """[layers] Number in one block that are cut by columns; their outputs are summed over ranks."""
+    """[layers] Row-parallel ones per block (weight columns are split); their outputs are all-reduced."""
     head_share: int = 1
-    """[ranks] Number that share the head's rows: logits are gathered, or the softmax's sums made over them."""
+    """[ranks] Number that split the head's rows: logits are gathered, or the sums of the softmax are all-reduced."""
 
     @property
     def own(self) -> Shape:
-        """The sizes of the model that one rank computes with."""
+        """Sizes of the part of the model that one rank computes with."""
         return self.slice or self
 
     def weight_bytes(self, width: int, *, ranks: int = 1) -> float:
-        """[bytes] Size of the weights on one of the ranks that divide them. width: [bytes] of a float."""
+        """[bytes] Size of the weights on one of `ranks` that partition them. width: [bytes] of a float."""
         if self.codes is None:
             return width * self.parameters / ranks
         floats = width * (self.parameters - self.codes.parameters)
@@ -139,56 +139,56 @@ class Shape:
 
     @property
     def divided(self) -> int:
-        """[parameters] Number with masters and an optimizer's state, which ZeRO divides equally by its ranks."""
+        """[parameters] Number with masters and optimizer state, which ZeRO partitions equally."""
         return self.trained_by_all or self.trained_parameters
 
     @property
     def hidden_matrix_parameters(self) -> int:
-        """[parameters] Number trained in matrices other than embeddings and the head: those that Muon updates."""
+        """[parameters] Trained parameters of matrices other than embeddings and head, which Muon updates."""
         return sum(group.parameters for group in self.groups if group.matrix)
 
     @property
     def has_adapter(self) -> bool:
-        """Whether some of its parameters are frozen."""
+        """Whether some parameters are frozen."""
         return self.trained_parameters < self.parameters
 
     def attention_flops(self, sequence: int) -> float:
-        """[FLOP] Cost of one token inside the attention of all blocks, over the whole square, in the forward pass."""
+        """[FLOP] Attention matmuls of one token in the forward pass, over all blocks and the full square."""
         if self.counted_attention is not None:
             return self.counted_attention
         return 4.0 * self.layers * self.heads * self.head_dim * sequence
 
     def forward_flops(self, sequence: int) -> float:
-        """[FLOP] Cost of the forward pass of one token: 2 for each parameter in a matmul, and attention."""
+        """[FLOP] Forward pass of one token: 2 per parameter in a matmul, plus attention."""
         return 2.0 * self.matmul_parameters + self.attention_flops(sequence)
 
     def flops_per_token(self, sequence: int) -> float:
-        """[FLOP] Forward and backward of one token, nothing recomputed.
+        """[FLOP] Forward and backward pass of one token, without recomputation.
 
-        6 for each trained parameter in a matmul, 4 for a frozen one, and 12 x layers x heads x head size x sequence for
-        attention over the whole square, as in Chowdhery et al. 2022 (PaLM), appendix B; a causal kernel does half.
+        6 per trained parameter in a matmul, 4 per frozen one, and 12 x layers x heads x head size x sequence for
+        attention over the full square, as in Chowdhery et al. 2022 (PaLM), appendix B; a causal kernel does half.
         """
         return 4.0 * self.matmul_parameters + 2.0 * self.trained_matmul + 3.0 * self.attention_flops(sequence)
 
 
 def model_of(config: Config) -> Any:
-    """The model to train on the meta device, without its adapter. Raises UserError for a config that is refused."""
+    """The model to train, on the meta device and without its adapter. Raises UserError for a rejected config."""
     return empty_model_of(config, _vocabulary(config) if config.model.name_or_path is None else 0)
 
 
 def _vocabulary(config: Config) -> int:
-    """[tokens] Size of the vocabulary, of which a Hugging Face tokenizer is asked. Raises UserError."""
+    """[tokens] Size of the vocabulary, from the config or the tokenizer. Raises UserError."""
     name = config.data.tokenizer
     if "vocab_size" in config.model.config:
         return int(config.model.config["vocab_size"])
     if is_made(name):
         own = SMALLEST_BPE if name == "bytes" else int(name.removeprefix("bpe:"))
-        # beside its own tokens an encoder's tokenizer has some, and an encoder-decoder's one to pad with
+        # the tokenizer of an encoder has extra tokens, that of an encoder-decoder a padding token
         return own + (len(ENCODER_TOKENS) if config.task in ENCODER_TASKS else config.task == "seq2seq")
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(Path(name).expanduser()), trust_remote_code=False)
         return vocabulary_size(tokenizer)
-    except Exception as error:  # the hub, a gated repository or a file may raise anything
+    except Exception as error:  # the hub, a gated repository or a bad file may raise anything
         raise UserError(
             f"data.tokenizer = {name}: cannot be loaded here to count its tokens; "
             f"add model.config.vocab_size=N to the command line ({type(error).__name__})"
@@ -196,16 +196,16 @@ def _vocabulary(config: Config) -> int:
 
 
 def read_shape(config: Config, layout: Layout) -> Shape:
-    """The sizes of the model of `config`. Takes seconds, no weights, and no network for a new model.
+    """The sizes of the model in `config`. Takes seconds; needs no weights, and no network for a model from scratch.
 
-    Raises UserError for one that is unknown, refused or cannot run without values.
+    Raises UserError if the model is unknown, rejected or cannot run without values.
     """
     model = model_of(config)
     shape = sizes_of(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
         own = _slice(model, shape, config.optimizer, ranks=layout.tensor)
         return replace(shape, slice=replace(own, counted=count_activations(model, layout)))
-    # where experts are shared and all are used alike, a rank is sent as many tokens as it sends to others
+    # with expert parallelism and balanced experts, a rank receives as many tokens as it sends
     shape = replace(shape, counted=count_activations(model, layout))
     if layout.expert > 1:
         own = _with_experts_shared(model, shape, config.optimizer, ranks=layout.expert)
@@ -215,17 +215,17 @@ def read_shape(config: Config, layout: Layout) -> Shape:
     if not layout.targets:
         return shape
     assert shape.counted is not None
-    used = shape.counted.weight_flops / 2  # tokens of one side of an encoder-decoder do not meet the other's weights
+    used = shape.counted.weight_flops / 2  # each token passes only the encoder's or only the decoder's weights
     trained = used * shape.trained_matmul / shape.matmul_parameters
     flops = shape.counted.attention_flops
     return replace(shape, matmul_parameters=round(used), trained_matmul=round(trained), counted_attention=flops)
 
 
 def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """The slice of each rank that shares the matrices of a model (on the meta device, changed in place).
+    """Sizes of one rank's slice under tensor parallelism. model: on the meta device, modified in place.
 
-    They are cut by transformers' tp_plan, as DeepSpeed cuts them. Raises UserError for a model without one, which
-    DeepSpeed cuts by the names of its layers.
+    Matrices are split by transformers' tp_plan, as in DeepSpeed. Raises UserError for a model without one, which
+    DeepSpeed splits by the names of its layers.
     """
     plan = getattr(model, "tp_plan", None) or {}
     if not plan:
@@ -249,7 +249,7 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
-    """The part of each rank that shares the experts of a model, which is changed in place. Raises UserError."""
+    """Sizes of one rank's part under expert parallelism. model: modified in place. Raises UserError."""
     require_shareable_experts(model.config, ranks)
     layers = share_experts(model, SimpleNamespace(rank=0, size=ranks), "experts")
     own = sizes_of(model, AdapterSection(), optimizer)
@@ -266,7 +266,7 @@ def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, 
 
 
 def _cut(layer: Any, ranks: int, *, by_rows: bool) -> None:
-    """Leave a rank's slice of a linear layer's parameters."""
+    """Shrink a linear layer's parameters to one rank's slice."""
     for name in ("weight", "bias"):
         whole = getattr(layer, name)
         if whole is not None and (by_rows or name == "weight"):
@@ -278,7 +278,7 @@ def _cut(layer: Any, ranks: int, *, by_rows: bool) -> None:
 def sizes_of(
     model: Any, adapter: AdapterSection, optimizer: OptimizerSection, *, model_class: str = CAUSAL_LM
 ) -> Shape:
-    """The sizes of a model on the meta device, which gets its adapter. Raises UserError for one that does not fit."""
+    """The sizes of a model on the meta device, to which the adapter is added. Raises UserError if it does not fit."""
     text, blocks = model.config.get_text_config(), blocks_of(model)
     if not blocks:
         raise UserError(f"model.architecture = {model.config.model_type}: has no blocks to plan for")
@@ -290,7 +290,7 @@ def sizes_of(
         with init_empty_weights(include_buffers=False):
             add_adapter(model, adapter, seed=0, model_class=model_class)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
-    # of a module that is trained whole the original is kept and not used
+    # a fully trained module keeps an unused copy of its original
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
     matmuls = [(item, size) for item, size in used.values() if id(item) not in looked_up | _embeddings(model)]
     inside = list(block.parameters())
@@ -322,7 +322,7 @@ def sizes_of(
 
 
 def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Stored, ...]]:
-    """The parameters of each module. coded: ids of those that hold codes, of bytes. halved: two are in one."""
+    """Parameters by module. coded: ids of quantised ones, stored as bytes. halved: whether a byte holds two weights."""
     seen: set[int] = set()
     for module in model.modules():
         own = [item for item in module.parameters(recurse=False) if id(item) not in seen]
@@ -337,19 +337,19 @@ def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Sto
 
 
 def _embeddings(model: Any) -> set[int]:
-    """ids of the weights of embeddings, but for one that is the head's as well."""
+    """ids of embedding weights, except one that is tied to the head."""
     return _tables(model) - head_weights(model)
 
 
 def _tables(model: Any) -> set[int]:
-    """ids of the weights of embeddings."""
+    """ids of embedding weights."""
     return {id(module.weight) for module in model.modules() if type(module).__name__ == "Embedding"}
 
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`; of experts that `ranks` ranks share, those of the whole ones.
+    """Sizes of the groups of `modeling.parameter_groups`; experts shared by `ranks` ranks count in full.
 
-    Raises UserError for a group of the config without parameters.
+    Raises UserError if a group in the config has no parameters.
     """
     for group in parameter_groups(model, section):
         shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
@@ -359,7 +359,7 @@ def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterato
 
 
 _INTERMEDIATE = ("intermediate_size", "n_inner", "d_ff", "encoder_ffn_dim")
-"""Names of the width inside the MLP."""
+"""Names of the MLP width in configs of transformers."""
 
 
 def _teacher(config: Config, *, vocabulary: int) -> Teacher:

@@ -1,4 +1,4 @@
-"""The operators of one micro-batch: FLOPs, bytes of their operands, and which of them one kernel could compute."""
+"""Record the operators of one micro-batch: FLOPs, bytes of operands, and which of them a kernel could fuse."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 HEAD = "head"
-"""Scope of the module that makes logits, and of what follows it."""
+"""Scope of the module that produces logits, and of everything after it."""
 _MAKES_NOTHING = ("empty", "new_empty", "detach", "alias", "set_", "_local_scalar", "lift_fresh", "resize_")
-"""Beginnings of names of operators that touch no value."""
+"""Name prefixes of operators that touch no values."""
 _ONLY_WRITES = ("aten::copy_", "aten::zero_", "aten::fill_")
 """Operators that do not read what they overwrite."""
 _PICKS = {
@@ -24,48 +24,48 @@ _PICKS = {
     "aten::nll_loss_forward": 0,
     "aten::nll_loss_backward": 1,
 }
-"""Operators that touch only some values of an operand, and which one it is."""
+"""Operators that touch only some values of an operand, to the position of that operand."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operator, as one kernel."""
+    """One operator, computed by one kernel."""
 
     kind: str
     """matmul, attention or other."""
     scope: str
-    """Norm, attention, MLP or block, the innermost that it is in, or outside."""
+    """Innermost part of the model it is in: Norm, attention, MLP, block or outside."""
     backward: bool
     flops: float
-    """[FLOP] A causal attention's without the half that it leaves out."""
+    """[FLOP] Cost; causal attention counts without the masked half."""
     reads: dict[int, float]
-    """Storage to the bytes that are read of it."""
+    """Storage to the number of bytes read from it."""
     writes: dict[int, float]
 
     @property
     def bytes(self) -> float:
-        """[bytes] All operands, each once."""
+        """[bytes] Size of all operands, each counted once."""
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
 class Log:
-    """Operators in the order in which they ran, without those of the head and what follows it."""
+    """Operators in execution order, excluding the head and everything after it."""
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.backward = False
-        """Whether the backward pass runs."""
+        """Whether the backward pass is running."""
         self._starts: list[int] = [0]
         self._scopes: list[str] = ["outside"]
         self._held: dict[int, Any] = {}
 
     def enter(self, scope: str) -> None:
-        """Operators from now on are in `scope`, and in the backward pass those of the nodes that they make."""
+        """Set the scope of operators from now on, and of the backward operators of the nodes they create."""
         self._starts.append(torch._C._autograd._get_sequence_nr())
         self._scopes.append(scope)
 
     def run_backward(self, output: Any) -> None:
-        """Run the backward pass of a model's output. Leaves no operators where its code needs values."""
+        """Run the backward pass of a model's output; clears all operators if its code needs values."""
         found = getattr(output, "logits", output)
         self.backward = True
         try:
@@ -76,7 +76,7 @@ class Log:
             self._held.clear()
 
     def add(self, function: Any, given: Sequence[Any], options: dict[str, Any], result: Any) -> None:
-        """Note an operator of torch that has run."""
+        """Record a torch operator that has run."""
         name = function._schema.name
         if function.is_view or name.removeprefix("aten::").startswith(_MAKES_NOTHING) or name.startswith("prim::"):
             return
@@ -89,7 +89,7 @@ class Log:
         if name in _PICKS:
             table = arguments.pop(_PICKS[name]).untyped_storage()._cdata
             made = [item for item in made if item.untyped_storage()._cdata != table]
-            if name == "aten::embedding":  # reads the rows that it returns
+            if name == "aten::embedding":  # reads only the rows it returns
                 arguments += made
         packet = function._overloadpacket
         count = flop_registry.get(getattr(torch.ops.aten, packet.__name__.rstrip("_"), packet))
@@ -98,7 +98,7 @@ class Log:
         self.note("matmul" if flops else "other", flops, read, made)
 
     def note(self, kind: str, flops: float, read: Iterable[Any], written: Iterable[Any]) -> None:
-        """Note an operator by its operands."""
+        """Record an operator with its operands."""
         scope, reads, writes = self._scope(), self._sizes(read), self._sizes(written)
         if scope != HEAD:
             self.operations.append(Operation(kind, scope, self.backward, flops, reads, writes))
@@ -114,17 +114,17 @@ class Log:
         for tensor in tensors:
             if tensor is not None:
                 storage = tensor.untyped_storage()
-                self._held[storage._cdata] = storage  # so that no other one gets its address
+                self._held[storage._cdata] = storage  # so that its address is not reused
                 size = min(tensor.numel() * tensor.element_size(), storage.nbytes())
                 found[storage._cdata] = min(found.get(storage._cdata, 0) + size, storage.nbytes())
         return found
 
 
 def fused(operations: Sequence[Operation], key: Callable[[Operation], Any]) -> list[Operation]:
-    """The operators where one kernel computes neighbours with the same `key`, other than matmuls and attention.
+    """Fuse neighbouring operators with the same `key` into one kernel, except matmuls and attention.
 
-    It reads each input once, and writes what a later operator reads. What only such kernels of the backward pass read
-    of the forward pass is not written: they compute it again from the inputs. key: None for what stays alone.
+    A fused kernel reads each input once and writes what later operators read. Forward results that only fused backward
+    kernels read are not written, but recomputed from the inputs. key: None for operators that are not fused.
     """
     keys = [None if one.kind != "other" else key(one) for one in operations]
     last_read: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A run config on a number of devices: memory, speed, hours, cost, and the smallest setting that fits."""
+"""Plan a run config on a number of devices: memory, speed, hours, cost, and the smallest setting that fits."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from launch.plan.speed import Speed, matmul_peak, mfu_of, speed
 from launch.plan.timed import Lever, Timed, levers, time_of
 
 PROCESS_BYTES = 476 * 2**20
-"""Python, torch, DeepSpeed and gloo in one rank on a CPU, as docs/plan.md measured it."""
+"""Memory of Python, torch, DeepSpeed and gloo in one rank on a CPU, as measured in docs/plan.md."""
 
 
 WORLDS = tuple(2**power for power in range(11))
-"""[devices] 1 to 1,024."""
+"""[devices] World sizes of the scaling table, 1 to 1,024."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way to run it."""
+    """One way to run the config."""
 
     layout: Layout
     memory: Memory
@@ -47,7 +47,7 @@ class Planner:
 
     shape: Shape
     usable: float
-    """[bytes] Memory of a device, without --reserve."""
+    """[bytes] Memory of a device, minus --reserve."""
     process: float
     """[bytes] Memory of the process itself, for ranks on a CPU."""
     speed: Callable[[Layout], Speed]
@@ -58,7 +58,7 @@ class Planner:
         return Option(layout, memory, self.speed(layout), memory.total <= self.usable)
 
     def largest_micro(self, layout: Layout) -> Option | None:
-        """The layout with the largest micro-batch that fits, at the same global batch; None when not even 1 does."""
+        """The layout with the largest micro-batch that fits, at the same global batch; None if not even 1 fits."""
         each = layout.micro * layout.accumulation
         for micro in reversed(divisors(each)):
             option = self.option(replace(layout, micro=micro, accumulation=each // micro))
@@ -67,7 +67,7 @@ class Planner:
         return None
 
     def stages(self, layout: Layout) -> dict[int, Option | None]:
-        """ZeRO stage to its option with the largest micro-batch that fits, or None; refused stages are left out."""
+        """ZeRO stage to its option with the largest micro-batch that fits, or None; unsupported stages are omitted."""
         found = {}
         for stage in STAGES:
             path, compute = ("manifest", "mixed") if layout.manifest else ("cast", layout.compute)
@@ -79,8 +79,8 @@ class Planner:
     def scaling(self, layout: Layout) -> list[Option]:
         """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
 
-        The global batch stays the same as long as every device gets a sequence of it; beyond that it is one per device.
-        Where devices share sequences or matrices, read their groups for devices.
+        The global batch is constant as long as every device gets a sequence; beyond that it is one per device. With
+        sequence or tensor parallelism, "device" means a group of devices.
         """
         sequences = layout.global_size
         options = []
@@ -95,14 +95,14 @@ class Planner:
 
 
 def communication_bound_from(options: list[Option]) -> int | None:
-    """[devices] The smallest number at which communication takes longer than computing, or None."""
+    """[devices] Smallest number at which communication takes longer than compute, or None."""
     slow = (item.layout.world for item in options if item.speed.communication_seconds > item.speed.compute_seconds)
     return next(slow, None)
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A step's modelled time with one thing changed."""
+    """Modelled step time with one thing changed."""
 
     name: str
     timed: Timed
@@ -111,7 +111,7 @@ class Changed:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan's results."""
+    """The results of planning."""
 
     resolved: Resolved
     shape: Shape
@@ -125,17 +125,17 @@ class Plan:
     scaling: list[Option]
     token_budget: float
     price: float | None
-    """[money] Price of one device for one hour; None: not given."""
+    """[money] Price per device-hour; None if not given."""
     planner: Planner
 
     @cached_property
     def timed(self) -> Timed | None:
-        """Where the configured step's time goes, modelled; None where its operators could not be counted."""
+        """Modelled time of the configured step by item; None if its operators could not be counted."""
         return self._timed(Lever("", self.configured.layout), self.configured)
 
     @cached_property
     def changed(self) -> list[Changed]:
-        """The same with one thing changed, for each thing that may be."""
+        """Modelled step times with one thing changed, for each possible change."""
         tried = levers(self.shape, self.configured.layout) if self.timed else []
         options = [(lever, self.planner.option(lever.layout)) for lever in tried]
         found = [(lever.name, self._timed(lever, option), option.fits) for lever, option in options]
@@ -147,29 +147,29 @@ class Plan:
 
     @property
     def model_mfu(self) -> float:
-        """[fraction] Share of the peak that the model's FLOPs reach over the whole step."""
+        """[fraction] Model FLOPs utilisation over the whole step."""
         layout = self.configured.layout
         flops = self.shape.flops_per_token(layout.sequence) * self.configured.speed.tokens_per_second
         return flops / layout.world / matmul_peak(layout, self.device)
 
     def modelled_mfu(self, timed: Timed) -> float:
-        """[fraction] `model_mfu` at a modelled time."""
+        """[fraction] `model_mfu` at a modelled step time."""
         layout = self.configured.layout
         tokens = layout.tokens * layout.accumulation / layout.tensor
         flops = self.shape.flops_per_token(layout.sequence) * tokens / timed.seconds
         return flops / matmul_peak(layout, self.device)
 
     def hours(self, option: Option) -> float:
-        """[hours] To the token budget."""
+        """[hours] Time to process the token budget."""
         return self.token_budget / option.speed.tokens_per_second / 3600
 
     def cost(self, option: Option) -> float | None:
-        """[money] To the token budget."""
+        """[money] Cost to process the token budget; None without a price."""
         return None if self.price is None else self.hours(option) * option.layout.world * self.price
 
 
 def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
-    """The plan of a command line. arguments: those of train.py. Raises UserError; SystemExit 2 for a wrong config."""
+    """The plan of a command line. arguments: for train.py. Raises UserError, or SystemExit 2 for a wrong config."""
     device = _device(options)
     on_one = min(options.gpus, options.gpus if device.is_cpu else device.per_node)
     resolved = read_command_line(arguments, as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)})
@@ -221,8 +221,8 @@ def _device(options: argparse.Namespace) -> Device:
 
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
-    """The share of the peak that a run reached: the median over its steps without the first tenth."""
-    from tracking.compare.surviving import read_run_events  # brings orjson, which is not needed to start
+    """Share of the peak that a run reached, from its median speed without the first tenth of steps, and its source."""
+    from tracking.compare.surviving import read_run_events  # imports orjson, which is not needed to start
 
     world, rates = 0, []
     try:

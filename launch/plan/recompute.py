@@ -1,4 +1,4 @@
-"""Activations that checkpointing leaves of a block, and the share of a forward pass that it repeats."""
+"""Activations that remain of a block under checkpointing, and the share of a forward pass that is recomputed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from launch.plan.model import Shape
 
 
 def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
-    """(kept, recomputed) bytes of one micro-batch: of all blocks until backward, and of the block it recomputes."""
+    """(kept, recomputed) bytes of one micro-batch: of all blocks until backward, and of the block being recomputed."""
     assert shape.counted is not None
     tokens, block, edge = layout.tokens, block_bytes(shape, layout), _edge(shape, layout)
     if layout.checkpointing == "attention":
@@ -21,7 +21,7 @@ def kept_bytes(shape: Shape, layout: Layout) -> tuple[float, float]:
 
 
 def block_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Size of one block's activations when nothing is recomputed."""
+    """[bytes] Size of one block's activations without recomputation."""
     assert shape.counted is not None
     return shape.counted.block * layout.tokens + shape.counted.weights
 
@@ -32,9 +32,9 @@ def _edge(shape: Shape, layout: Layout) -> float:
 
 
 def recomputed_blocks(shape: Shape, layout: Layout) -> int:
-    """[blocks] Number that are recomputed as a whole; for budget the fewest that fit, as the trainer counts them.
+    """[blocks] Number recomputed as a whole; for a budget the smallest number that fits, computed as by the trainer.
 
-    The trainer counts what stays of the loss until the backward pass: FP32 log-softmax, or gradients of chunks.
+    The trainer includes what the loss keeps until the backward pass: FP32 log-softmax, or gradients of chunks.
     """
     model, layers, tokens = layout.config.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
@@ -47,7 +47,7 @@ def recomputed_blocks(shape: Shape, layout: Layout) -> int:
 
 
 def recomputed_share(shape: Shape, layout: Layout) -> float:
-    """[fraction] Share of a forward pass's matmul FLOPs that the backward pass repeats."""
+    """[fraction] Share of the forward pass's matmul FLOPs that is recomputed in the backward pass."""
     if layout.checkpointing not in ("attention", "ops"):
         return recomputed_blocks(shape, layout) / shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -1,8 +1,8 @@
-"""Duration of a step: matmuls at an assumed share of the peak, and bytes over the links, for any number of ranks.
+"""Duration of a step on any number of ranks: matmuls at an assumed share of the peak, and bytes over the links.
 
-A ring moves (n - 1) / n of a tensor through every rank for a reduce-scatter or an all-gather, and twice that for an
-all-reduce (Thakur et al. 2005). Within a node it runs at the speed of a link; over several at that of the slower of a
-link and all network adapters of a node together. Each collective costs log2(n) latencies more, as trees do.
+A ring sends (n - 1) / n of a tensor through every rank for a reduce-scatter or all-gather, and twice that for an
+all-reduce (Thakur et al. 2005). Within a node it runs at the speed of a link; across nodes at that of a link or of all
+network adapters of a node together, whichever is slower. Each collective adds log2(n) latencies, as trees do.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from modeling.chunked_head import loss_chunk
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that leave one rank in one optimizer step, a ring's factor (n - 1) / n included."""
+    """Bytes that leave one rank in one optimizer step, including a ring's factor (n - 1) / n."""
 
     gradients: float
-    """[bytes] Gradients through the ring of all ranks with the same slices of matrices."""
+    """[bytes] Gradients in the ring of all ranks with the same matrix slices."""
     parameters: float
-    """[bytes] Parameters gathered in the same ring, and pieces that an optimizer of whole matrices sends and gets."""
+    """[bytes] Parameters gathered in the same ring, and the exchange of an optimizer that needs whole matrices."""
     collectives: float
-    """[collectives] Number in one step."""
+    """[collectives] Number per step."""
     second_copy: float = 0.0
     """[bytes] Parameters gathered from the copy that zero_hpz_partition_size ranks share."""
     sequences: float = 0.0
-    """[bytes] Size of the trades among ranks that share sequences."""
+    """[bytes] All-to-all exchanges of sequence parallelism."""
     trades: float = 0.0
-    """[collectives] Number among these ranks in one step."""
+    """[collectives] Number of these per step."""
     sums: float = 0.0
-    """[bytes] Sums through the ring of the ranks that share matrices."""
+    """[bytes] Reductions and gathers of tensor parallelism."""
     reductions: float = 0.0
-    """[collectives] Number among these ranks in one step."""
+    """[collectives] Number of these per step."""
     tokens: float = 0.0
-    """[bytes] Tokens that a rank sends to those that it shares experts with, and gives back to them, where all
-    experts are used alike: the mean of the ranks, also where some are sent more than others, but for the share of
-    tokens whose experts are on their own rank."""
+    """[bytes] Tokens that expert parallelism sends to other ranks and returns to them, if all experts are used alike.
+    With unbalanced experts this is still the mean over ranks, except for the share of tokens whose experts are on
+    their own rank."""
     tokens_at_most: float = 0.0
-    """[bytes] The busiest rank's, where routers send it all of the others' tokens and all of its own away."""
+    """[bytes] The same for the busiest rank, if routers send it all tokens of the others and none of its own."""
     dispatches: float = 0.0
-    """[collectives] Number among these ranks in one step."""
+    """[collectives] Number of these per step."""
     of_experts: float = 0.0
-    """[bytes] Gradients and parameters of shared experts through the ring of the ranks that have the same ones."""
+    """[bytes] Gradients and parameters of shared experts, in the ring of the ranks that hold the same ones."""
 
     @property
     def sent(self) -> float:
-        """[bytes] Sum of all kinds."""
+        """[bytes] Total of all kinds."""
         states = self.gradients + self.parameters + self.second_copy + self.of_experts
         return states + self.sequences + self.sums + self.tokens
 
 
 def traffic(shape: Shape, layout: Layout) -> Traffic:
-    """Bytes of one optimizer step: of gradients and parameters, and of shared sequences, matrices or experts.
+    """Traffic of one optimizer step: gradients and parameters, and sequence, tensor or expert parallelism.
 
-    Jacobs et al. 2023, section 3.2: queries, keys, values and the output of each block cross the network in its forward
-    pass, their gradients in its backward pass. Shoeybi et al. 2019, section 3: outputs of the layers whose matrices are
-    cut by columns are all-reduced, and in the backward pass gradients of the inputs of those that are cut by rows;
-    DeepSpeed 0.19.8 reduces those of queries, keys and values one by one. Of a cut head logits are gathered, unless the
-    loss is chunked.
+    Jacobs et al. 2023, section 3.2: queries, keys, values and the attention output of each block cross the network in
+    the forward pass, their gradients in the backward pass. Shoeybi et al. 2019, section 3: outputs of row-parallel
+    layers are all-reduced, and in the backward pass the gradients of the inputs of column-parallel layers; DeepSpeed
+    0.19.8 reduces those of queries, keys and values one by one. A split head's logits are gathered, unless the loss is
+    chunked.
     """
     shape = shape.own
     found = _of_states(shape, layout)
@@ -74,7 +74,7 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
         return _with_tokens(found, shape, layout)
     if layout.sharing == 1:
         return found
-    # key and value heads are repeated, so that ranks that share sequences can have equally many
+    # heads are repeated so that they divide evenly among the ranks that share sequences
     queries, keys = (math.lcm(heads, layout.sharing) * shape.head_dim for heads in (shape.heads, shape.kv_heads))
     again = layout.checkpointing in ("attention", "ops")
     times = layout.accumulation * (2 * shape.layers + (shape.layers if again else recomputed_blocks(shape, layout)))
@@ -83,24 +83,24 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
 
 
 def _leaving(ranks: int) -> float:
-    """[fraction] Share of a tensor that leaves each of `ranks` that gather it, or reduce and scatter it, in a ring."""
+    """[fraction] Share of a tensor that leaves each of `ranks` ranks in a ring all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
 def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
-    """Add what ranks that share matrices sum up, twice around the ring, and gather, once."""
-    # Recomputation stops at the last tensor that is needed, before the block's last sum; a reentrant one does not.
+    """Add the all-reduces (twice around the ring) and gathers (once) of tensor parallelism."""
+    # Non-reentrant recomputation stops at the last tensor needed, before the block's last all-reduce.
     each = shape.rows if layout.config.model.checkpointing_reentrant else shape.rows - 1
     again = recomputed_blocks(shape, layout) * float(each)
     cut_head = shape.head_share > 1
     outputs, inputs = shape.layers * shape.rows + again, shape.layers * shape.columns + cut_head
     reductions = outputs + inputs
-    # Under a manifest what slices return is in 16 bits; the residual stream, so the gradients of inputs, is FP32.
+    # Under a manifest, layer outputs are in 16 bits; the residual stream, hence gradients of inputs, is FP32.
     output_width = 2 if layout.manifest else layout.width
     sent = 2 * layout.tokens * float(shape.hidden) * (outputs * output_width + inputs * layout.width)
     model, on_cpu = layout.config.model, layout.on_cpu
     chunk = loss_chunk(model, tokens=layout.tokens, vocabulary=shape.vocabulary, on_cpu=on_cpu)
-    if cut_head and chunk:  # the largest logit and two sums of each token, in FP32
+    if cut_head and chunk:  # the maximum and two sums per token, in FP32
         sent, reductions = sent + 2 * 12.0 * layout.tokens, reductions + 2 * math.ceil(layout.tokens / chunk)
     elif cut_head:
         sent, reductions = sent + output_width * layout.tokens * float(shape.vocabulary), reductions + 1
@@ -109,15 +109,15 @@ def _with_sums(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
 
 
 def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
-    """Add the tokens that ranks send each other's experts and get back, in both passes, and again where a block is
-    recomputed; a reentrant one is refused. A layer's counts of each expert's tokens go ahead of its forward passes."""
+    """Add the tokens that ranks send to each other's experts and get back, forward and backward, and again if a block
+    is recomputed (non-reentrant only). Before each forward pass of a layer, ranks exchange token counts per expert."""
     ranks, chosen = layout.expert, shape.experts_per_token
     again = min(recomputed_blocks(shape, layout), shape.expert_layers)
     forward = shape.expert_layers * (1 + layout.counting_pass) + again
     passes = forward + shape.expert_layers
     row = float(layout.width * shape.hidden)
     counts = 8.0 * shape.experts * _leaving(ranks)
-    # A token has `chosen` experts, no two of them the same, of which a rank has experts / ranks.
+    # A token has `chosen` distinct experts; each rank holds experts / ranks of them.
     here, away = min(chosen, shape.experts // ranks), min(chosen, shape.experts - shape.experts // ranks)
     alike, most = 2 * chosen * _leaving(ranks), away + (ranks - 1) * here
     return replace(
@@ -129,24 +129,24 @@ def _with_tokens(found: Traffic, shape: Shape, layout: Layout) -> Traffic:
 
 
 def _of_states(shape: Shape, layout: Layout) -> Traffic:
-    """Bytes of gradients and parameters in one optimizer step.
+    """Traffic of gradients and parameters in one optimizer step.
 
-    Rajbhandari et al. 2020, section 7: stages 0, 1 and 2 move two elements a parameter, stage 3 three. DeepSpeed
-    0.19.8 moves more where it all-reduces what a rank then keeps a part of: stages 1 and 2 (two elements, and one to
-    gather the parameters), and stages 2 and 3 reduce once for each micro-batch; and fewer at stage 3 where parameters
-    stay gathered (`launch.plan.gathered`).
+    Rajbhandari et al. 2020, section 7: stages 0, 1 and 2 move two elements per parameter, stage 3 three. DeepSpeed
+    0.19.8 moves more: stages 1 and 2 all-reduce gradients of which a rank then keeps a part (two elements, plus one to
+    gather parameters), and stages 2 and 3 reduce once per micro-batch. It moves less at stage 3 if parameters stay
+    gathered (`launch.plan.gathered`).
     """
     ranks, same = layout.zero_ranks, layout.world // layout.expert
     whole, every = float(shape.trained_parameters), layout.accumulation
     buffered = layout.stage == 0 or layout.bf16_optimizer
     times = math.ceil(whole / (BUFFERED_ALLREDUCE if buffered else layout.size("reduce_bucket_size", whole)))
     reductions = every if layout.stage >= 2 else 1
-    each = reductions * (1 if layout.stage == 3 else 2) * layout.reduced  # bytes of a gradient's element in the ring
+    each = reductions * (1 if layout.stage == 3 else 2) * layout.reduced  # bytes per gradient element
     experts = float(shape.expert_parameters)
     found = Traffic(
         gradients=each * (whole - experts) * _leaving(ranks),
         parameters=_exchanged(shape, layout) + _teacher_traffic(shape, layout),
-        # of gradients, of each group's parameters, and of what the ranks tell each other once a step
+        # for gradients, for each group's parameters, and one exchange of status per step
         collectives=reductions * times + (len(shape.groups) if layout.stage else 0) + 1,
         of_experts=each * experts * _leaving(same),
     )
@@ -164,9 +164,9 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
 
 def _exchanged(shape: Shape, layout: Layout) -> float:
-    """[bytes] Whole matrices of an optimizer on their way to the rank that computes them and back, in FP32.
+    """[bytes] FP32 matrices sent to the rank that computes their update, and back, for optimizers of whole matrices.
 
-    Experts that ranks share are updated where they are, but for one that two ranks have parts of.
+    Shared experts are updated where they are, except one that is divided between two ranks.
     """
     if not OPTIMIZERS[layout.optimizer].splits_matrices or layout.stage == 0:
         return 0.0
@@ -175,7 +175,7 @@ def _exchanged(shape: Shape, layout: Layout) -> float:
 
 
 def _teacher_traffic(shape: Shape, layout: Layout) -> float:
-    """[bytes] A sharded teacher's parameters, gathered in every micro-batch."""
+    """[bytes] Parameters of a sharded teacher, gathered in every micro-batch."""
     if shape.teacher is None or not layout.config.distill.sharded:
         return 0.0
     gathered = float(layout.accumulation * shape.teacher.width * shape.teacher.shape.parameters)
@@ -189,7 +189,7 @@ def ring_bandwidth(device: Device, world: int) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """One optimizer step of a run."""
+    """Duration of one optimizer step."""
 
     compute_seconds: float
     communication_seconds: float
@@ -198,12 +198,12 @@ class Speed:
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of all devices together."""
+        """[tokens/s] Throughput of all devices together."""
         return self.tokens_per_step / self.step_seconds
 
     @property
     def share(self) -> float:
-        """[fraction] Share of the step that is spent waiting for the network."""
+        """[fraction] Share of the step spent waiting for the network."""
         return 1 - self.compute_seconds / self.step_seconds
 
 
@@ -218,18 +218,18 @@ def speed(
 ) -> Speed:
     """Duration of one step.
 
-    mfu: share of the peak that the computed FLOPs reach, recomputed ones included. efficiency: share of the links'
-    data sheet that collectives reach. Without overlap_comm DeepSpeed communicates between the matmuls; with it, the
-    longer of the two counts.
+    mfu: share of the peak reached by computed FLOPs, including recomputed ones. efficiency: share of the link bandwidth
+    reached by collectives. Without overlap_comm, compute and communication add up; with it, the longer of the two
+    counts.
     """
     tokens, moved = layout.tokens * layout.accumulation, traffic(shape, layout)
     compute = tokens * computed_flops(shape, layout) / (matmul_peak(layout, device) * mfu)
 
     def seconds(sent: float, collectives: float, *, ranks: int, across: int) -> float:
-        """Duration among `ranks` ranks that lie within `across` consecutive ones."""
+        """Duration among `ranks` ranks spread over `across` consecutive ones."""
         return sent / (ring_bandwidth(device, across) * efficiency) + collectives * latency * math.log2(ranks)
 
-    # a rank's neighbours in the ring of ZeRO are as many ranks apart as share matrices
+    # neighbours in ZeRO's ring are `layout.tensor` ranks apart
     states = moved.gradients + moved.parameters + moved.of_experts
     communication = seconds(states, moved.collectives, ranks=layout.zero_ranks, across=layout.world)
     communication += seconds(moved.second_copy, 0.0, ranks=layout.secondary, across=layout.secondary)
@@ -241,19 +241,19 @@ def speed(
 
 
 def matmul_peak(layout: Layout, device: Device) -> float:
-    """[FLOP/s] The device's peak in the dtype of the run's matmuls."""
+    """[FLOP/s] Peak of the device in the dtype of the run's matmuls."""
     return device.peak_fp32 if layout.compute == "fp32" and not layout.manifest else device.peak
 
 
 def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Device) -> float:
-    """The `mfu` at which `speed` gives a measured throughput, with communication counted as computing."""
+    """The `mfu` for which `speed` yields a measured throughput, counting communication as compute."""
     return tokens_per_second / layout.zero_ranks * computed_flops(shape, layout) / matmul_peak(layout, device)
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Cost of one token on one rank: forward, backward, what is recomputed, passes of a reference and a teacher.
+    """[FLOP] Cost of one token on one rank: forward, backward, recomputation, and passes of reference and teacher.
 
-    Ranks that share experts compute for each other's tokens: as much as with all experts.
+    With expert parallelism, ranks process each other's tokens, which costs the same as having all experts.
     """
     shape = shape.own if layout.expert == 1 else shape
     again = recomputed_share(shape, layout) + layout.reference_pass + layout.counting_pass

@@ -1,4 +1,4 @@
-"""Memory of the optimizer step: gradients in a second copy, and what the optimizer's rule makes besides its state."""
+"""Memory of the optimizer step: a second copy of gradients, and temporaries of the optimizer besides its state."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from launch.plan.model import Group, Shape
 from precision.split_masters import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
 
 TEMPORARIES = {
-    "lion": ((4, 0),),  # the direction
-    "lamb": ((8, 16),),  # both corrected averages, and a parameter with its squares in FP64
-    # both corrected averages, squared gradients and what divides them; then a parameter's quotients in FP64
+    "lion": ((4, 0),),  # the update direction
+    "lamb": ((8, 16),),  # both corrected averages; a parameter and its squares in FP64
+    # both corrected averages, squared gradients and their divisor; then the quotients of a parameter in FP64
     "stable_adamw": ((16, 0), (12, 8)),
-    "muon": ((8, 0),),  # both corrected averages of what is no hidden matrix
+    "muon": ((8, 0),),  # both corrected averages of everything but hidden matrices
 }
-"""[bytes] An update's temporaries, by optimizer: of one value of the flat tensor that is updated, and of one value of
-the largest parameter in it; a pair for each moment that may be the peak."""
+"""[bytes] Temporaries of an update by optimizer: (per value of the flat tensor being updated, per value of the largest
+parameter in it), one pair for each moment that may be the peak."""
 
 _OF_A_PIECE = 13
-"""[bytes] One value of a split master while it is joined: its bits twice, and those of a tie as a byte and apart."""
+"""[bytes] Per value of a split master while it is joined: two copies of its bits, its tie flag as byte and int32."""
 
 
 def step_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Peak need of one rank beside model states.
+    """[bytes] Peak memory of one rank in the optimizer step, besides model states.
 
-    DeepSpeed updates one flat tensor after the other: at stages 1 and 2 a rank's part of each parameter group, at stage
-    3 of each sub-group, and without ZeRO each parameter. FP32 gradients that are flattened stay until then.
+    DeepSpeed updates one flat tensor after another: at stages 1 and 2 a rank's part of each parameter group, at stage 3
+    of each sub-group, and without ZeRO each parameter. Flattened FP32 gradients stay until then.
     """
     rule = max((_rule_bytes(group, layout) for group in shape.groups), default=0.0)
     if layout.config.precision.masters == "split":
@@ -35,7 +35,7 @@ def step_bytes(shape: Shape, layout: Layout) -> float:
 
 
 def _copied_gradients(shape: Shape, layout: Layout) -> float:
-    """[bytes] FP32 gradients that are flattened."""
+    """[bytes] Size of flattened FP32 gradients."""
     part = shape.divided / layout.zero_ranks
     if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
         return 0.0
@@ -45,7 +45,7 @@ def _copied_gradients(shape: Shape, layout: Layout) -> float:
 
 
 def _rule_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Size of an optimizer's temporaries for one flat tensor of a group."""
+    """[bytes] Temporaries of the optimizer for one flat tensor of a group."""
     flat, piece = _sizes(group, layout)
     if group.matrix:
         return 4 * flat + _exchange_bytes(group, layout)
@@ -54,7 +54,7 @@ def _rule_bytes(group: Group, layout: Layout) -> float:
 
 
 def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
-    """[values] Sizes of its largest flat tensor and of the largest parameter's piece in it."""
+    """[values] (size of a group's largest flat tensor, size of the largest parameter's piece in it)."""
     if layout.stage == 0:
         return group.largest, group.largest
     flat = group.parameters / layout.zero_ranks
@@ -69,9 +69,9 @@ def _sub_group(layout: Layout) -> float:
 
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
-    """[bytes] Whole matrices on their way to the rank that computes them and back, and the iteration.
+    """[bytes] Buffers for exchanging whole matrices with the rank that computes them, and Newton-Schulz temporaries.
 
-    Two of the matrix and two of its product with itself in the iteration, in FP32; in BF16 the FP32 result counts.
+    The FP32 iteration holds two copies of the matrix and two of its Gram matrix; with BF16 the FP32 result counts.
     """
     short, long = group.sides
     matrix = short * long
@@ -81,5 +81,5 @@ def _exchange_bytes(group: Group, layout: Layout) -> float:
     batch = min(group.parameters, max(EXCHANGED_VALUES * layout.zero_ranks, matrix))
     sent = batch / layout.zero_ranks
     owned = max(sent, matrix)
-    # as they arrive and as matrices; then the iteration, or the way back
+    # received and reshaped matrices, plus either the iteration or the way back
     return 8 * owned + max(iteration, 4 * (owned + sent))

@@ -1,4 +1,4 @@
-"""The plan as tables for a terminal, with lines on what dominates memory and time."""
+"""Show the plan as tables in a terminal, with lines on what dominates memory and time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ITEM_NOTES = {
 
 
 _ROOM_FOR_BOXES = 100
-"""Columns of a terminal below which tables go without boxes, so that what is in the last column is seen."""
+"""Terminal width below which tables have no boxes, so that their last column stays visible."""
 
 
 def print_plan(plan: Plan) -> None:
@@ -61,7 +61,7 @@ def print_plan(plan: Plan) -> None:
         if isinstance(part, Table):
             console.print(part.grid(boxed=console.width >= _ROOM_FOR_BOXES))
         elif str(part).startswith(_USE):
-            console.print(part, soft_wrap=True)  # whole, to be copied
+            console.print(part, soft_wrap=True)  # unwrapped, to be copied
         else:
             style = part.style if isinstance(part, Text) else ""
             console.print(terminal.paragraph(str(part), console, str(style)), soft_wrap=True)
@@ -86,7 +86,7 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _advice(item: str, layout: Layout) -> str:
-    """Advice that would lower an item of the memory and is not followed yet; empty if none is known."""
+    """Advice that would reduce a memory item and is not applied yet; empty if there is none."""
     smaller = ["a smaller batch.micro_size"] if layout.micro > 1 else []
     if item == "activations":
         recompute = [] if layout.checkpointing == "full" else ["model.activation_checkpointing=full"]
@@ -194,7 +194,7 @@ def _scaling_table(plan: Plan) -> Table:
 
 
 def _conclusions(plan: Plan) -> list[str | Text]:
-    """Lines on where communication dominates, and what to change when the run does not fit."""
+    """Lines on where communication dominates, and what to change if the run does not fit."""
     devices = communication_bound_from(plan.scaling)
     lines: list[str | Text] = [
         f"Communication takes longer than the matmuls from {devices} devices on."
@@ -211,13 +211,13 @@ def _conclusions(plan: Plan) -> list[str | Text]:
 
 _USE = "use this:"
 _WORTH_A_CHANGE = 1.05
-"""Least gain in speed for which a configured setting that fits is left."""
+"""Minimum speedup for recommending a change to a configured setting that fits."""
 _AS_FAST = 0.98
-"""Share of the best speed from which the setting that takes less memory is better."""
+"""Settings with at least this share of the best speed count as equally fast; the one with least memory is preferred."""
 
 
 def _command(plan: Plan) -> list[str | Text]:
-    """Command that starts the run as configured, where that fits and is about as fast as any, else as is better."""
+    """Command that starts the run as configured if that fits and is about as fast as any, else with better settings."""
     fitting = [option for option in plan.stages.values() if option is not None]
     if not fitting:
         return []

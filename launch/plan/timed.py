@@ -1,7 +1,7 @@
-"""Where a step's time goes, from its operators: FLOPs and bytes at the rates that a device is assumed to reach.
+"""Model where a step's time goes from its operators: FLOPs and bytes at the rates that a device is assumed to reach.
 
-Modelled, and measured nowhere. A kernel takes the longer of its FLOPs and its bytes, and never less than a few
-microseconds; the host runs ahead of the device unless its operators take longer.
+This is modelled, not measured. A kernel takes the time of its FLOPs or of its bytes, whichever is longer, and at least
+a few microseconds; the host runs ahead of the device unless launching takes longer.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from modeling.chunked_head import CHUNK_LOGITS, loss_chunk
 from modeling.kernels import ARCHITECTURES
 
 SOFTMAX_BYTES = {"operators": 60.0, "kernel": 6.0, "full": 36.0}
-"""[bytes] What the softmax of one logit in 16 bits and its gradient move, beside the matmuls: torch's operators on a
-chunk in FP32, one kernel, and cross-entropy of all logits at once."""
+"""[bytes] Memory traffic per 16-bit logit of the softmax and its gradient, besides the matmuls: torch's operators on an
+FP32 chunk, one kernel, and cross-entropy of all logits at once."""
 _NEWTON_SCHULZ = 5
-"""Iterations of Muon."""
+"""Newton-Schulz iterations of Muon."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A step's time on one device."""
+    """Modelled time of a step on one device."""
 
     micro: dict[str, float]
-    """[s] Item to the time of one micro-batch."""
+    """[s] Item to its time per micro-batch."""
     step: dict[str, float]
-    """[s] Item to the time of what happens once a step."""
+    """[s] Item to its time per step, for what happens once per step."""
     accumulation: int
     launches: int
-    """[operators] Number in one micro-batch, the loss's included."""
+    """[operators] Number per micro-batch, including the loss."""
     moved: float
-    """[bytes] What the operators of one micro-batch read and write."""
+    """[bytes] Read and written by the operators of one micro-batch."""
 
     @property
     def seconds(self) -> float:
-        """[s] The whole step."""
+        """[s] Time of the whole step."""
         return sum(self.micro.values()) * self.accumulation + sum(self.step.values())
 
 
@@ -56,9 +56,9 @@ LIGER, LOSS_KERNEL = "Liger", "loss kernel"
 def time_of(
     shape: Shape, layout: Layout, device: Device, *, communication: float, without: Collection[str] = ()
 ) -> Timed | None:
-    """The time of a step; None where its operators could not be counted.
+    """Modelled time of a step; None if its operators could not be counted.
 
-    communication: [s] of a step's collectives. without: kernels that the machine lacks.
+    communication: [s] time of a step's collectives. without: kernels that the machine lacks.
     """
     own = shape.own
     counted = own.counted
@@ -87,7 +87,7 @@ def time_of(
         step["optimizer"] += _newton_schulz(own, layout) / rates.matmul
     compute = computing * layout.accumulation
     if layout.world > 1:
-        # with overlap_comm the network works beside the backward pass, which is two thirds of computing
+        # with overlap_comm, communication overlaps with the backward pass, two thirds of compute
         hidden = 2 / 3 * compute if layout.overlap else 0.0
         step["communication, exposed"] = max(0.0, communication - hidden)
     if waiting > 0:
@@ -103,7 +103,7 @@ class _Rates:
         self._bandwidth, self._least = device.bandwidth * reached.bandwidth, reached.kernel
 
     def moving(self, size: float) -> float:
-        """[s] Reading and writing this many bytes."""
+        """Seconds to read and write this many bytes."""
         return size / self._bandwidth
 
     def seconds(self, operations: Iterable[Operation]) -> float:
@@ -118,9 +118,9 @@ class _Rates:
 
 
 def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: str) -> Sequence[Operation]:
-    """The operators as the config's kernels compute them: torch's, Liger's or those that torch compiles.
+    """The operators as executed by the config's kernels: torch's, Liger's or compiled ones.
 
-    Liger's and compiled kernels are taken for perfect: neighbours are one kernel that reads its inputs once.
+    Liger and compiled kernels are assumed to be perfect: neighbours become one kernel that reads its inputs once.
     """
     model = layout.config.model
     if model.compile:
@@ -133,7 +133,7 @@ def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: st
 
 
 def _again(operations: Sequence[Operation], shape: Shape, layout: Layout) -> Iterator[tuple[float, Operation]]:
-    """The operators of blocks that the backward pass repeats, each with the share of blocks that do."""
+    """(share of blocks, operator) for the operators of blocks that are recomputed in the backward pass."""
     kind = layout.checkpointing
     share = 1.0 if kind in ("attention", "ops") else recomputed_blocks(shape, layout) / shape.layers
     for one in operations:
@@ -143,7 +143,7 @@ def _again(operations: Sequence[Operation], shape: Shape, layout: Layout) -> Ite
 
 
 def loss_operations(shape: Shape, layout: Layout, *, fused_softmax: bool) -> Iterator[Operation]:
-    """The head's matmuls and the softmax, forward and backward, chunk by chunk or all at once."""
+    """Matmuls of the head and the softmax, forward and backward, chunk by chunk or all at once."""
     if layout.config.task == "classify" or not layout.label_tokens:
         return
     tokens, width = layout.label_tokens, 2 if layout.manifest else layout.width
@@ -161,7 +161,7 @@ def loss_operations(shape: Shape, layout: Layout, *, fused_softmax: bool) -> Ite
         yield _kernel("matmul", flops, logits + weight + states)
         if shape.trained_head:
             yield _kernel("matmul", flops, logits + states + (2 * accumulator if chunked else weight))
-    if chunked and shape.trained_head:  # set to zero, multiplied by the gradient of the loss, rounded
+    if chunked and shape.trained_head:  # zeroed, scaled by the loss gradient, rounded
         yield _kernel("other", 0.0, accumulator + 2 * accumulator + accumulator + weight)
 
 
@@ -170,10 +170,10 @@ def _kernel(kind: str, flops: float, size: float) -> Operation:
 
 
 def gradient_bytes(layout: Layout) -> float:
-    """[bytes] What summing a micro-batch's gradients in FP32 moves, of one value; read in DeepSpeed 0.19.8.
+    """[bytes] Memory traffic per value for summing a micro-batch's gradients in FP32, from DeepSpeed 0.19.8's code.
 
-    BF16 at ZeRO-1: cast, add to the sum, set to zero. Else a copy into the bucket, its division, the sum of a part;
-    on one rank a copy into the bucket, a cast and the sum.
+    BF16 at ZeRO-1: cast, add to the sum, zero. Else at stages 0 and 1: add to the sum, if there is any. ZeRO-2 and 3:
+    copy into the bucket, divide, sum one part; on one rank copy into the bucket, cast and sum.
     """
     if layout.bf16_optimizer:
         return (layout.width + 4) + 12 + layout.width
@@ -185,16 +185,16 @@ def gradient_bytes(layout: Layout) -> float:
 
 
 def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
-    """[bytes] What a step moves of one value of a rank's part, by item: read in torch's and DeepSpeed's code."""
+    """[bytes] Item to memory traffic of a step per value of a rank's part, from the code of torch and DeepSpeed."""
     matrix = shape.hidden_matrix_parameters / max(shape.trained_parameters, 1)
     rule = OPTIMIZERS[layout.optimizer]
     state = rule.state_bytes(matrix=True) * matrix + rule.state_bytes(matrix=False) * (1 - matrix)
     in_fp32 = layout.stage == 0 or layout.bf16_optimizer
-    # flattened for the reduction, divided and copied back, or flattened for the update; then set to zero, twice in BF16
+    # flattened for reduction, divided and copied back, or flattened for the update; then zeroed, twice for BF16
     flattened = 8.0 if layout.stage and not layout.bf16_optimizer else 24.0 if layout.zero_ranks > 1 else 0.0
     items = {
         "optimizer": 8 + state + 4 + state,
-        # DeepSpeed's other optimizers square an FP64 copy
+        # DeepSpeed's other optimizer wrappers square an FP64 copy
         "norm, checks and clipping": (4 if in_fp32 else 20) + (8 if layout.config.optimizer.gradient_clipping else 0),
         "copies of weights": 4.0 + layout.width if layout.stage else 0.0,
         "copies of gradients": flattened + (8 if layout.bf16_optimizer else 4),
@@ -203,7 +203,7 @@ def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
 
 
 def _newton_schulz(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Muon's iterations on a rank's share of the matrices."""
+    """[FLOP] Cost of Muon's iterations on a rank's share of the matrices."""
     total = 0.0
     for group in shape.groups:
         if group.matrix:
@@ -223,7 +223,7 @@ class Lever:
 
 
 def levers(shape: Shape, layout: Layout) -> Iterator[Lever]:
-    """Settings and missing kernels that change a step's time, one at a time."""
+    """Changes of settings and kernels that affect a step's time, one at a time."""
 
     def model(name: str, **settings: Any) -> Lever:
         config = replace(layout.config, model=replace(layout.config.model, **settings))

@@ -1,1 +1,1 @@
-"""Jobs under Slurm: batch scripts, and the decision whether a job that ended is put back into the queue."""
+"""Jobs under Slurm: batch scripts, and the decision whether to requeue a job that ended."""

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
-# What train.sbatch and sweep.sbatch share. Sourced from the repository's folder, where sbatch was called.
+# Shared by train.sbatch and sweep.sbatch. Sourced from the repository's folder, where sbatch was called.
 
-# Exit code 2 is Mantissa's for a job that was started wrongly.
+# Exit code 2 is Mantissa's code for wrong arguments or configs.
 refuse() {
     printf 'error: %s\n' "$1" >&2
     exit 2
@@ -10,11 +10,11 @@ refuse() {
 prepare() {
     [[ -x .venv/bin/python ]] && PATH=$PWD/.venv/bin:$PATH
     export PATH PYTHONUNBUFFERED=1
-    # Left over from the shell in which sbatch was called, which may itself be inside a job or a launcher.
+    # Left over from the shell that called sbatch, which may itself be inside a job or a launcher.
     unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE MASTER_ADDR MASTER_PORT
     unset SLURM_CPU_BIND SLURM_CPU_BIND_LIST SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_VERBOSE
     unset SLURM_MEM_BIND SLURM_MEM_BIND_LIST SLURM_MEM_BIND_TYPE SLURM_MEM_BIND_VERBOSE SLURM_MEM_BIND_PREFER
-    # An array's last element has the array's own number: by that, scontrol would take all of them.
+    # The last element of an array has the array's own number, which scontrol would take to mean all elements.
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
     restarts=${SLURM_RESTART_COUNT:-0}
@@ -22,9 +22,9 @@ prepare() {
     echo "slurm: job $job, start $((restarts + 1)), $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"
 }
 
-# Run a command, pass SIGUSR1 on to it until it has ended, and set `code` to its exit code. The signal is repeated,
-# since one that comes before train.py has its handler would be lost; not often, since Python has none any more in its
-# last moments.
+# Run a command, forward SIGUSR1 to it until it has ended, and set `code` to its exit code. The signal is repeated,
+# since it would be lost before train.py has installed its handler, but rarely, since Python no longer has a handler
+# while it shuts down.
 run_to_its_end() {
     asked=
     trap 'asked=yes' USR1 TERM
@@ -45,8 +45,8 @@ run_to_its_end() {
     trap '' USR1 TERM
 }
 
-# Put this job back into the queue, under its own number, and end. Only a job that still runs: one that was cancelled,
-# or that Slurm itself is about to requeue, is left alone. $1: why.
+# Requeue this job under its own number, and end. Only if it is still running: a job that was cancelled, or that Slurm
+# itself is about to requeue, is left alone. $1: why.
 requeue() {
     local state
     state=$(scontrol show job -o "$job" | grep -o ' JobState=[A-Z_]*')

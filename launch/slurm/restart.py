@@ -26,10 +26,10 @@ _FINAL = {
 
 
 def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
-    """The run's exit code, whether to put the job back into the queue, and why.
+    """(the run's exit code, whether to requeue the job, why).
 
-    session: what this start wrote into events.jsonl. code: srun's, the highest of all tasks; under torchrun it is 1 for
-    every failure, so the run's own run_end event takes precedence.
+    session: what this start wrote into events.jsonl. code: srun's exit code, the highest of all tasks; under torchrun
+    it is 1 for every failure, so the run's own run_end event takes precedence.
     """
     code = session.exit_code if session.exit_code else code
     if code in _FINAL:
@@ -45,7 +45,7 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     parser = Arguments("python -m launch.slurm.restart", __doc__)
     parser.add_argument("question", choices=("begin", "end"))
     parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")

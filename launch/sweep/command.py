@@ -7,8 +7,8 @@
 
 Every trial's config is checked before the first one starts. A restarted sweep does not repeat trials that have ended,
 and resumes the others from their checkpoints. SIGTERM, SIGUSR1 or Ctrl-C: all trials save and end with exit code 75; a
-second one kills them. Exit code 0: all trials ended, hopeless and diverged ones too; 3: all of them by numerics; 2: the
-file is wrong, nothing was started; 1: some failed.
+second one kills them. Exit code 0: all trials ended, including hopeless and diverged ones; 3: all of them on numerics;
+2: the file is wrong, nothing was started; 1: some failed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Run, submit, list or rank a sweep; returns the exit code."""
+    """Run, submit, list or report a sweep; returns the exit code."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     options = _parse(arguments[:split])
     if options.trial is not None:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _submit(plan: Plan, options: Sequence[str]) -> int:
-    """One array task for every trial that has not ended."""
+    """Submit one array task per trial that has not ended."""
     indices = [entry.index for entry in plan.current if plan.outcome(entry).status not in ENDED]
     if not indices:
         log("all trials have ended")
@@ -98,8 +98,8 @@ def _submit(plan: Plan, options: Sequence[str]) -> int:
 
 
 def report(plan: Plan) -> None:
-    """Rank, print, and leave sweep.md, results.json and, for two runs or more, compare.html."""
-    from tracking.jsonl import plain  # brings orjson, which is not needed to start
+    """Rank and print the trials, and write sweep.md, results.json and, for two or more runs, compare.html."""
+    from tracking.jsonl import plain  # imports orjson, which is not needed to start
 
     results = results_of(plan)
     text = as_markdown(results)

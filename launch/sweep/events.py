@@ -1,4 +1,4 @@
-"""A trial's losses and state, from its events.jsonl, which is read while it is written."""
+"""A trial's losses and state, read from its events.jsonl while that is being written."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from launch.sweep.rule import Hopeless, Report
 from tracking.figures import followed
 
 LAST_STEPS = 20
-"""Steps whose mean is a run's training loss."""
+"""Number of last steps that a run's training loss is averaged over."""
 
 
 @dataclass
 class History:
-    """A run so far. Where a resumed run repeats steps, the later one counts."""
+    """A run so far. If a resumed run repeats steps, the last attempt counts."""
 
     path: Path
-    """The run folder's events.jsonl."""
+    """Path of the run's events.jsonl."""
     losses: dict[int, float] = field(default_factory=dict)
-    """Training loss by step; for a run that is followed by its reward, minus the reward."""
+    """Step to training loss, or to the negated reward for a run followed by its reward."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
@@ -34,12 +34,12 @@ class History:
     """The last run_end, unless a new session started after it."""
 
     def __post_init__(self) -> None:
-        from tracking.jsonl import Follower  # brings orjson, which is not needed to start
+        from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
         self._file = Follower(self.path)
 
     def refresh(self) -> bool:
-        """Read what is new; whether there was anything. A damaged line is left out."""
+        """Read new events; returns whether there were any. Damaged lines are skipped."""
         before = self._file.offset
         with suppress(UserError):
             for event in self._file.events("run_start", "step", "eval", "run_end"):
@@ -62,7 +62,7 @@ class History:
                 self.ended = event
 
     def reports(self, rule: Hopeless) -> list[Report]:
-        """The losses that the stopping rule compares, in order of steps."""
+        """Losses for the stopping rule, in step order."""
         if rule.loss == "validation":
             return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
         every = rule.every_steps
@@ -76,29 +76,29 @@ class History:
 
     @property
     def steps(self) -> int:
-        """[steps] Number attempted."""
+        """[steps] Highest step attempted."""
         return max(self.losses, default=0)
 
     @property
     def training_loss(self) -> float | None:
-        """[nats] Mean of the last LAST_STEPS steps; None before the first."""
+        """[nats] Mean over the last LAST_STEPS steps; None before the first step."""
         last = sorted(self.losses)[-LAST_STEPS:]
         return fmean(self.losses[step] for step in last) if last else None
 
     @property
     def validation_loss(self) -> float | None:
-        """[nats] Loss of the last evaluation; None when there was none."""
+        """[nats] Loss of the last evaluation; None without one."""
         return self.evaluations[max(self.evaluations)] if self.evaluations else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """[tokens/s] Median over steps."""
+        """[tokens/s] Median over steps; None without any."""
         known = [speed for speed in self.speeds if math.isfinite(speed)]
         return median(known) if known else None
 
 
 def read_history(path: Path) -> History:
-    """A run folder's events so far; empty when there are none."""
+    """History of a run folder so far; empty without events."""
     history = History(path / "events.jsonl")
     history.refresh()
     return history

@@ -1,6 +1,6 @@
-"""A sweep file: its trials, how each is started, and when one is stopped early.
+"""Read a sweep file: its trials, how each is started, and when one is stopped early.
 
-Every trial's run config is resolved here, as train.py would, before anything starts.
+The run config of every trial is resolved here, as train.py would do, before anything starts.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ class Trial:
     """One run of a sweep."""
 
     label: str
-    """The overrides on one line."""
+    """Its overrides on one line."""
     overrides: dict[str, Any]
-    """Dotted key to value, for the keys in which it differs from the other trials."""
+    """Dotted key to value, for the keys that the sweep varies."""
     settings: tuple[str, ...]
-    """The trial's `key=value` arguments, without those for its folder."""
+    """Its `key=value` arguments, without those for its folder."""
     resolved: dict[str, Any]
-    """The whole run config without run.name."""
+    """Its complete run config, without run.name."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a sweep's file that hold for all trials; its plan keeps them."""
+    """Settings of a sweep file that apply to all trials; the plan keeps them."""
 
     folder: Path
-    """run.dir/name, absolute; holds each trial's run folder."""
+    """Absolute path run.dir/name, which holds the run folder of each trial."""
     name: str
     config: str
     """Path of the run config that every trial starts from."""
     launcher: tuple[str, ...]
-    """The words before train.py; empty: plain python, or torchrun for several processes."""
+    """Words before train.py; empty: plain python, or torchrun for several processes."""
     processes: int
-    """[processes] Processes of each trial."""
+    """[processes] Number per trial."""
     slots: int
-    """[trials] Largest number that run at a time."""
+    """[trials] Maximum number that run at a time."""
     minutes: float | None
     """[minutes] Time limit of one start of the sweep."""
     price: float | None
@@ -70,7 +70,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sweep(Settings):
-    """A sweep file, checked."""
+    """A checked sweep file."""
 
     path: Path
     trials: tuple[Trial, ...]
@@ -78,7 +78,7 @@ class Sweep(Settings):
 
 @dataclass(frozen=True)
 class _Stop:
-    """`stop:` of a sweep file."""
+    """Section `stop:` of a sweep file."""
 
     hopeless: Hopeless | None = None
 
@@ -102,7 +102,7 @@ class _File:
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in a YAML or JSON file, with each trial's config checked. Raises UserError."""
+    """Read a sweep from a YAML or JSON file and check the config of each trial. Raises UserError."""
     if not path.is_file():
         raise UserError(f"{path}: no such sweep file; give the path of a YAML or JSON file, see docs/sweep.md")
     file = build_section(_File, read_file(path), path)
@@ -133,7 +133,7 @@ def read_sweep(path: Path) -> Sweep:
 
 
 def _combinations(path: Path, file: _File) -> Iterator[dict[str, Any]]:
-    """The overrides of each trial: every entry of `trials` with every point of `grid` and every seed."""
+    """Overrides of each trial: every entry of `trials` combined with every point of `grid` and every seed."""
     grid = file.grid
     for key, values in grid.items():
         if isinstance(values, dict):
@@ -168,7 +168,7 @@ def _resolved(
     trials: list[Trial] = []
     for overrides in combinations:
         label = label_of(overrides)
-        # Fixed keys come first: a trial may change one key of a mapping among them.
+        # Fixed keys come first, so that a trial may change one key of a mapping among them.
         settings = tuple(f"{key}={as_setting(value)}" for key, value in {**fixed, **overrides}.items())
         try:
             options = parse(["--config", str(config), *settings])
@@ -187,12 +187,12 @@ def _resolved(
 
 
 def label_of(overrides: Mapping[str, Any]) -> str:
-    """The overrides on one line."""
+    """Overrides on one line."""
     return " ".join(f"{key}={as_setting(value)}" for key, value in overrides.items()) or "as the config says"
 
 
 def as_setting(value: Any) -> str:
-    """A value in the form of `key=value`: text that reads back unchanged, else JSON, which is YAML."""
+    """A value as written in `key=value`: plain text if it reads back unchanged, else JSON, which is valid YAML."""
     if isinstance(value, str) and value == value.strip():
         with suppress(ValueError):
             if yaml_text.parse(value) == value:

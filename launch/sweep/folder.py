@@ -1,12 +1,12 @@
 """A sweep's folder: the plan and the outcome of each trial.
 
-    runs/<sweep>/sweep.json            the plan: every trial with its number, its settings and its whole run config
+    runs/<sweep>/sweep.json            the plan: every trial with its number, settings and complete run config
                  trials/003.json       the outcome of trial 3 so far, replaced atomically
                  logs/003.log          what it printed
                  <sweep>-003/          its run folder
                  sweep.md, results.json, compare.html
 
-A trial keeps its number and folder when the file changes: it is recognised by its overrides.
+A trial keeps its number and folder if the sweep file changes: it is identified by its overrides.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from launch.sweep.rule import Hopeless
 
 Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
 ENDED = ("done", "hopeless", "diverged")
-"""Statuses of trials that are not started again. refused: by train.py, exit code 2; crashed: also 74."""
+"""Statuses of trials that are not restarted. Of the others, refused is exit code 2 of train.py; crashed includes 74."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class Outcome:
     status: Status = "waiting"
     reason: str = ""
     exit_code: int | None = None
-    """Exit code of the run, even where its launcher turned it into 1."""
+    """Exit code of the run, even if its launcher turned it into 1."""
     starts: int = 0
     seconds: float = 0.0
-    """[seconds] Duration of all its starts, from the start of the launcher to the end of the last process."""
+    """[seconds] Total time of all its starts, each from the start of the launcher to the end of the last process."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Entry(Trial):
     name: str
     """Name of its run and run folder."""
     removed: bool = False
-    """No longer in the sweep file."""
+    """Whether it is no longer in the sweep file."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Plan(Settings):
 
     @property
     def current(self) -> list[Entry]:
-        """The trials that are in the sweep file now."""
+        """The trials that are still in the sweep file."""
         return [entry for entry in self.trials if not entry.removed]
 
     def run_folder(self, entry: Entry) -> Path:
@@ -70,7 +70,7 @@ class Plan(Settings):
         return self.folder / entry.name
 
     def log_path(self, entry: Entry) -> Path:
-        """Output of a trial's starts."""
+        """Log with the output of all starts of a trial."""
         return self.folder / "logs" / f"{entry.index:03d}.log"
 
     def outcome(self, entry: Entry) -> Outcome:
@@ -81,7 +81,7 @@ class Plan(Settings):
             return Outcome()
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
-        """Write the outcome of a trial."""
+        """Record the outcome of a trial."""
         write_json_atomically(self._record(entry), dataclasses.asdict(outcome))
 
     def _record(self, entry: Entry) -> Path:
@@ -89,9 +89,9 @@ class Plan(Settings):
 
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
-    """Write the plan of a sweep, merged with the one in its folder; also returns notes for the user about changes.
+    """Write the plan of a sweep, merged with the one in its folder; returns it with notes for the user about changes.
 
-    Raises UserError: a trial that has begun has another config now, or the folder cannot be made.
+    Raises UserError if a trial that has begun would now have another config, or if the folder cannot be made.
     """
     folder, notes = sweep.folder, []
     old = read_plan(folder) if (folder / "sweep.json").is_file() else None
@@ -126,7 +126,7 @@ def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan in a sweep's folder. Raises UserError when there is none."""
+    """Read the plan in a sweep's folder. Raises UserError if there is none."""
     try:
         tree = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         rule = tree["hopeless"]
@@ -140,7 +140,7 @@ def read_plan(folder: Path) -> Plan:
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
-    """Write JSON so that a reader, even after a crash, sees the old file or the whole new one."""
+    """Write JSON so that readers always see either the old file or the complete new one, even after a crash."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False).encode())
 
 
@@ -149,7 +149,7 @@ def _identity(overrides: Mapping[str, Any]) -> str:
 
 
 def _first_change(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """`key = old, now new` for the first key that differs."""
+    """Text `key = old, now new` for the first key that differs."""
     old, new = dict(leaves(before)), dict(leaves(now))
     key = next((key for key in {**old, **new} if old.get(key) != new.get(key)), "a section")
     return f"{key} = {show(old.get(key))}, now {show(new.get(key))}"

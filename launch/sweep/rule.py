@@ -1,10 +1,10 @@
-"""The median stopping rule of Vizier, by which a trial is hopeless. Pure functions.
+"""The median stopping rule of Vizier, which decides that a trial is hopeless. Pure functions.
 
-Golovin et al. 2017, Google Vizier: A Service for Black-Box Optimization, section 3.2.2: a trial is stopped at step s
-when its best objective by s is strictly worse than the median of the running averages up to s of the other trials'
+Golovin et al. 2017, Google Vizier: A Service for Black-Box Optimization, section 3.2.2: a trial is stopped at step s if
+its best objective by s is strictly worse than the median of the running averages up to s of the other trials'
 objectives. Here the objective is a loss, reported at an interval of steps; the others are all trials that have reached
-step s, ended or not (Vizier takes the completed ones); and there is a factor of tolerance, which Vizier does not have.
-A loss may be negative, as minus a reward is: the tolerance is a share of the median's size.
+step s, ended or not (Vizier uses completed ones); and there is a tolerance factor, which Vizier does not have. A loss
+may be negative, such as a negated reward, so the tolerance is relative to the absolute value of the median.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from config.schema import limit
 
 @dataclass(frozen=True)
 class Hopeless:
-    """The rule's numbers."""
+    """Parameters of the rule."""
 
     after_steps: int = limit(50, at_least=1)
-    """[steps] No trial is stopped before."""
+    """[steps] No trial is stopped before this step."""
     every_steps: int = limit(10, at_least=1)
     """[steps] Steps per report, which is their mean training loss."""
     factor: float = limit(1.0, at_least=1.0)
-    """[factor] The best loss may be above the median of the others by (factor - 1) x the median's size."""
+    """[factor] The best loss may exceed the median of the others by (factor - 1) x |median|."""
     trials: int = limit(3, at_least=1)
-    """[trials] Others that must have reached the step."""
+    """[trials] Number of others that must have reached the step."""
     loss: Literal["training", "validation"] = "training"
-    """[choice] validation: reports are the evaluations instead."""
+    """[choice] validation: the reports are validation losses instead."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Report:
 
 
 def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
-    """Why the trial should be stopped after its last report; None when it should not.
+    """Why the trial should be stopped after its last report; None if it should not.
 
-    own and others: reports in order of their steps; a loss that is not a number counts as infinite.
+    own, others: reports in step order; a nan loss counts as infinite.
     """
     if not own or own[-1].step < rule.after_steps:
         return None

@@ -1,4 +1,4 @@
-"""Trials side by side on this machine: each slot runs one trial at a time, with its own devices and port."""
+"""Run trials in parallel on this machine: each slot runs one trial at a time, with its own devices and port."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from launch.sweep.folder import ENDED, Entry, Outcome, Plan
 from launch.sweep.trial import SWEEP_PID_VARIABLE, end_leftover_processes, log
 
 MAX_FAILURES_WITHOUT_STEP = 3
-"""Trials that failed in a row without a step, after which no further one is started."""
+"""Consecutive trials failing before their first step after which no further trial is started."""
 
 
 def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
-    """Environment variables of each slot: its threads and GPUs. Raises UserError where there are too few GPUs."""
+    """Environment variables of each slot: its threads and GPUs. Raises UserError if there are too few GPUs."""
     slots, each = min(plan.slots, len(plan.current)), plan.processes
     if devices and slots * each > len(devices):
         problem = f"{slots} slots of {each} processes take {slots * each} GPUs and there are {len(devices)}"
@@ -40,7 +40,7 @@ def slot_environments(plan: Plan, devices: list[str]) -> list[dict[str, str]]:
 
 
 class Slots:
-    """Runs the trials that have not ended yet, in the order of the file, until the last one has."""
+    """Runs the trials that have not ended yet, in file order, until all have."""
 
     def __init__(self, plan: Plan, slots: list[dict[str, str]]) -> None:
         self._plan, self._slots = plan, slots
@@ -50,7 +50,7 @@ class Slots:
         self._failures_without_step = 0
 
     def run(self) -> int:
-        """The sweep's exit code: 0 all trials ended, 3 all of them by numerics, 75 stopped, 1 some failed."""
+        """Returns the sweep's exit code: 0 all trials ended, 3 all of them on numerics, 75 stopped, 1 some failed."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._stop)
         waiting = deque(entry for entry in self._plan.current if self._plan.outcome(entry).status not in ENDED)
@@ -78,7 +78,7 @@ class Slots:
 
     def _ended(self, entry: Entry, process: subprocess.Popen[bytes]) -> None:
         outcome = self._plan.outcome(entry)
-        if outcome.status == "running" or process.returncode < 0:  # it did not record its end
+        if outcome.status == "running" or process.returncode < 0:  # it died before recording its end
             end_leftover_processes(self._plan.run_folder(entry))
             reason = f"the sweep's process for this trial {describe_exit(process.returncode)}"
             outcome = Outcome("crashed", reason, process.returncode, outcome.starts, outcome.seconds)
@@ -95,7 +95,7 @@ class Slots:
         self._stop_reason = self._stop_reason or signal.Signals(number).name
 
     def _signal_all(self) -> None:
-        """The first time every run saves and ends; the second time they are killed."""
+        """Signal all trials: the first time they save and end, the second time they are killed."""
         what = "save and end; a second signal kills them" if self._signals < 2 else "are killed"
         log(f"{self._stop_reason}: running trials {what}")
         for _, process in self._running.values():

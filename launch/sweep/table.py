@@ -1,4 +1,4 @@
-"""A sweep's results: its trials ranked, what each cost and why it ended, for results.json and as Markdown."""
+"""A sweep's results: ranked trials with their cost and why they ended, for results.json and as Markdown."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from launch.sweep.folder import ENDED, Plan
 from tracking.pages.markdown import Table, page, text
 
 _STATUS_ORDER = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
-"""Finished trials rank before unfinished ones, whose losses are of other steps."""
+"""Rank order: finished trials come before unfinished ones, whose losses belong to other steps."""
 _LOSSES = {"validation_loss": "validation loss", "training_loss": f"training loss, mean of the last {LAST_STEPS} steps"}
-"""Fields of a trial that it may be ranked by, in words."""
+"""Fields that trials may be ranked by, and their display names."""
 
 
 def results_of(plan: Plan) -> dict[str, Any]:
     """The content of results.json, best trial first; unknown values are None."""
     found = [(entry, plan.outcome(entry), read_history(plan.run_folder(entry))) for entry in plan.current]
-    # All are ranked by the same loss: by the validation loss only if every finished trial has one.
+    # All trials are ranked by the same loss: the validation loss only if every finished trial has one.
     finished = [history for _, outcome, history in found if outcome.status == "done"] or [item[2] for item in found]
     loss = "validation_loss" if all(history.evaluations for history in finished) else "training_loss"
     trials, device_hours = list[dict[str, Any]](), 0.0
@@ -69,7 +69,7 @@ def results_of(plan: Plan) -> dict[str, Any]:
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """The ranked table and the cost, for sweep.md and the terminal."""
+    """Ranked table and cost as Markdown, for sweep.md and the terminal."""
     trials = results["trials"]
     line = f"{results['ended']} of {len(trials)} trials ended in {results['device_hours']:.3g} device hours"
     if results["trials_per_device_hour"]:
@@ -100,7 +100,7 @@ def _table(trials: list[dict[str, Any]], *, priced: bool) -> Table:
 
 
 def _over_seeds(results: Mapping[str, Any]) -> Table:
-    """Mean and spread over trials that differ only in run.seed; empty when there are none."""
+    """Mean and standard deviation over trials that differ only in run.seed; empty without such trials."""
     field = next(name for name, words in _LOSSES.items() if words == results["ranked_by"])
     groups: dict[str, list[float]] = {}
     for trial in results["trials"]:

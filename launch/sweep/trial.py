@@ -1,7 +1,7 @@
-"""One trial of a sweep, from its start or its newest checkpoint to its end: also a task of a Slurm array.
+"""Run one trial of a sweep, from its start or newest checkpoint to its end; also used for tasks of a Slurm array.
 
-It is a process of its own, because a Job ends all of its process's descendants. It reads its run's events while they
-are written, compares them with the other trials', and has the run save and end when it is hopeless.
+It is a separate process, because a Job ends all descendants of its process. It reads the run's events as they are
+written, compares them with those of the other trials, and makes the run save and end if it is hopeless.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from launch.sweep.rule import hopeless_reason
 from tracking.file_lock import exclusive_lock
 
 RUN_FOLDER_VARIABLE = "MANTISSA_SWEEP_TRIAL"
-"""Environment variable of every process of a trial: its run folder."""
+"""Environment variable with the run folder, set for every process of a trial."""
 SWEEP_PID_VARIABLE = "MANTISSA_SWEEP_PARENT"
-"""Environment variable: pid of the sweep, which a trial must not outlive."""
+"""Environment variable with the pid of the sweep, which a trial must not outlive."""
 POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
-"""Seconds between two records of the time that a running trial took."""
+"""Interval at which the elapsed time of a running trial is recorded."""
 _PR_SET_PDEATHSIG = 1
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
@@ -43,7 +43,7 @@ _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED
 def run_trial(plan: Plan, entry: Entry) -> int:
     """Run one trial to its end, unless it is stopped.
 
-    The exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request and saved, 1 anything else.
+    Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request, 1 anything else.
     """
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
@@ -57,12 +57,12 @@ def run_trial(plan: Plan, entry: Entry) -> int:
 
 
 def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
-    """The command line that starts or resumes a trial; a launcher gets a port of its own."""
+    """Command line that starts or resumes a trial; a launcher gets its own port."""
     words = list(plan.launcher)
     program, given = Path(words[0]).name if words else "", {word.partition("=")[0].replace("_", "-") for word in words}
     if program == "deepspeed":
         if on_gpus and "--num-gpus" in given:
-            # With --num_gpus it ignores CUDA_VISIBLE_DEVICES, and every slot would take the first GPUs.
+            # With --num_gpus, deepspeed ignores CUDA_VISIBLE_DEVICES and every slot would take the first GPUs.
             words = without_options(words, "--num-gpus")
         if "--master-port" not in given:
             words[1:1] = ["--master_port", str(free_port())]
@@ -72,7 +72,7 @@ def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
         words[2:2] = ["--main_process_port", str(free_port())]
     own = {"run.dir": str(plan.folder), "run.name": entry.name}
     if entry.resolved["run"]["resume"] in ("auto", "never") or any(plan.run_folder(entry).glob("checkpoints/step-*")):
-        own["run.resume"] = "auto"  # a run started from a given checkpoint resumes from its own
+        own["run.resume"] = "auto"  # resume from its own checkpoint, not from the given one
     settings = [*entry.settings, *(f"{key}={as_setting(value)}" for key, value in own.items())]
     return job_command([*TRAIN, "--config", plan.config, *settings], processes=plan.processes, launcher=words)
 
@@ -94,7 +94,7 @@ class _Running:
         """Start the run, wait for it, and return the trial's outcome."""
         self._history.refresh()
         if self._history.ended is not None and self._history.ended.get("exit_code") in (0, DIVERGED):
-            return self._outcome(0, 0.0, "")  # the run ended after the process that should record it
+            return self._outcome(0, 0.0, "")  # the run outlived the process that should record its end
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._request_stop)
         path = self._plan.log_path(self._entry)
@@ -125,7 +125,7 @@ class _Running:
             if self._kill:
                 running.kill()
             elif self._stop_requested or self._hopeless:
-                stop_sent = stop_sent or running.request_stop()  # no rank yet: try again
+                stop_sent = stop_sent or running.request_stop()  # retried until there is a rank
             else:
                 self._judge()
             if time.monotonic() - recorded > RECORD_SECONDS:
@@ -135,7 +135,7 @@ class _Running:
         return codes[0] if codes[0] else running.failed_code() or 0
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
-        """Save and end; a second SIGTERM or Ctrl-C kills. SIGUSR1 may repeat, as the Slurm script sends it."""
+        """Make the run save and end; a second SIGTERM or Ctrl-C kills it. SIGUSR1 may repeat, as from Slurm."""
         self._kill = self._kill or self._terminated and number != signal.SIGUSR1
         self._terminated = self._terminated or number != signal.SIGUSR1
         self._stop_requested = True
@@ -159,7 +159,7 @@ class _Running:
                 return
 
     def _outcome(self, code: int, seconds: float, error: str) -> Outcome:
-        """The outcome by the run's own run_end event; without one, by the launcher's exit code."""
+        """Outcome according to the run's own run_end event, or else to the launcher's exit code."""
         self._history.refresh()
         end = self._history.ended or {}
         code = code if end.get("exit_code") is None else int(end["exit_code"])
@@ -182,7 +182,7 @@ class _Running:
 
 
 def end_leftover_processes(run_folder: Path) -> None:
-    """End what an earlier start of a trial left running on this machine because it, or the whole sweep, was killed."""
+    """End processes that an earlier start of a trial left on this machine because it or the whole sweep was killed."""
     ends = time.monotonic() + KILL_AFTER_SECONDS
     number = signal.SIGTERM  # a rank saves; the launcher ends
     while leftover := _trial_processes(run_folder):
@@ -196,12 +196,12 @@ def end_leftover_processes(run_folder: Path) -> None:
 
 
 def log(line: str) -> None:
-    """Write one line of the sweep's own to stderr."""
+    """Write one line, prefixed `sweep:`, to stderr."""
     job.log(line, "sweep")
 
 
 def _trial_processes(run_folder: Path) -> list[int]:
-    """Pids of a trial's processes on this machine, this one excepted."""
+    """Pids of a trial's processes on this machine, except this one."""
     variable, found = f"{RUN_FOLDER_VARIABLE}={run_folder}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -211,7 +211,7 @@ def _trial_processes(run_folder: Path) -> list[int]:
 
 
 def _end_with_sweep() -> None:
-    """Have the kernel send SIGUSR1 when the sweep is killed, so that the trial saves and ends."""
+    """Make the kernel send SIGUSR1 if the sweep dies, so that the trial saves and ends."""
     parent = os.environ.pop(SWEEP_PID_VARIABLE, None)
     if parent is None:
         return

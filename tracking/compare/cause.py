@@ -1,8 +1,8 @@
-"""Explain in plain words why two runs diverge at a step, from what both recorded. The first rule that applies answers.
+"""Explain in plain words why two runs diverge at a step, from what both recorded. The first rule that matches wins.
 
-The rules go from what happened in one run only (a fault, a promotion) over what drives a step from outside (data order,
-learning rate, loss scale) to what only the settings can explain. Where nothing recorded explains it, the answer says so
-and lists what differs.
+Roughly, the rules go from what happened in one run only (a fault, a promotion) through the inputs of a step (data
+order, learning rate, loss scale) to settings. If nothing recorded explains the divergence, the answer says so and lists
+what differs.
 """
 
 import math
@@ -41,7 +41,7 @@ def cause(divergence: Divergence, found: Sequence[Difference]) -> str:
 
 
 def tolerance_cause(divergence: Divergence) -> str:
-    """One sentence on what happened between the first difference and the first one beyond the tolerance."""
+    """One sentence on what happened between the first difference and the first loss beyond the tolerance."""
     beyond, step = divergence.beyond_tolerance, divergence.step
     if beyond is None or step is None or beyond == step:
         return ""
@@ -75,7 +75,7 @@ def _order(divergence: Divergence, step: int, found: Sequence[Difference]) -> st
 
 
 def _shift(divergence: Divergence, step: int) -> str:
-    """Name the step of the baseline that has the sequences of the run's `step`; empty when there is none."""
+    """Clause naming the baseline step that used the sequences of the run's `step`; empty if there is none."""
     a, b = divergence.baseline.columns, divergence.run.columns
     wanted = b.order[np.searchsorted(b.step, step)]
     same = np.flatnonzero(a.order == wanted)
@@ -145,7 +145,7 @@ def _rate(divergence: Divergence, step: int, found: Sequence[Difference]) -> str
 
 
 def _first_step(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    """Runs that differ from their first step: every changed setting that affects a first loss."""
+    """Cause for runs that differ from their first step on: every changed setting that affects the first loss."""
     if step != divergence.first_step or divergence.first_differences.get("loss") != step:
         return ""
     order, keys = _order(divergence, step, found), _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
@@ -198,13 +198,13 @@ def _both_values(divergence: Divergence, name: str, step: int) -> str:
 
 
 def _settings(found: Sequence[Difference], prefixes: tuple[str, ...]) -> list[str]:
-    """Differences in keys with these prefixes, in the order of `prefixes`: the most important come first."""
+    """Differences in keys with these prefixes, in the order of `prefixes`, most important first."""
     items = [item for prefix in prefixes for item in found if item.key.startswith(prefix)]
     return list(dict.fromkeys(_all_differences(items)))
 
 
 def _all_differences(found: Sequence[Difference]) -> list[str]:
-    """Differences that may change numbers; settings before code, code before versions and hardware."""
+    """Differences that may change numerical results: settings, then code, then versions and hardware."""
     return [f"{item.key} {side_by_side(item.values)}" for item in found if item.may_explain]
 
 

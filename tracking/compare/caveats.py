@@ -9,9 +9,9 @@ from tracking.run_facts import RunFacts
 
 
 def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple[str, tuple[str, ...]]]:
-    """Reasons that these runs are not directly comparable; empty when they are.
+    """Reasons why these runs are not directly comparable; empty when they are.
 
-    Each, such as "different tokenizer: ...", has the keys of the measures that it makes meaningless.
+    Each reason, such as "different tokenizer: ...", comes with the keys of the measures it invalidates.
     """
     known: list[tuple[str, tuple[str, ...]]] = []
     for keys, consequence, voids in _CONSEQUENCES:
@@ -34,13 +34,13 @@ _RATES = ("optimizer.learning_rate", "optimizer.groups")
 
 
 def rates_are_compared(found: Sequence[Difference]) -> bool:
-    """Whether the learning rate differs, and no other setting than the seed, so that it is what is compared."""
+    """Whether only the learning rate differs (the seed may too), so that the runs compare learning rates."""
     settings = {item.key for item in compared_settings(found)}
     return bool(settings) and settings <= {*_RATES}
 
 
 def compared_settings(found: Sequence[Difference]) -> list[Difference]:
-    """Settings other than the seed that differ and may explain other numbers."""
+    """Settings other than the seed that differ and may explain different results."""
     return [item for item in found if item.group in ("config", "data") and item.may_explain and item.key != "run.seed"]
 
 
@@ -91,7 +91,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
 def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str]:
     """Caveats that only the events show (data order, learning rates, tokens seen), and missing configs.
 
-    scheduled: whether a setting that the learning rates follow differs.
+    scheduled: whether a setting that determines the learning rates differs.
     """
     first = runs[0]
     for run in runs[1:]:
@@ -121,13 +121,13 @@ def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str
 
 
 MOST_EARLY = 4
-"""Runs that came less far than the others of which each has rows, and a caveat, of its own."""
+"""Maximum number of runs behind the others that get measures and a caveat of their own."""
 FAR = 0.9
-"""Share of the tokens that two runs have seen from which a run sets how far all are compared; chosen, not measured."""
+"""Runs below this share of the second-longest run's tokens do not limit the comparison; chosen, not measured."""
 
 
 def split_early(runs: Sequence[RunFacts]) -> tuple[list[RunFacts], list[RunFacts]]:
-    """The runs that say how far all are compared, and those that would cut the others short, the longest first."""
+    """(runs that determine how far all are compared, runs that are too short for that, longest first)."""
     ends = sorted((last_tokens(run) for run in runs if len(run.columns)), reverse=True)
     enough = FAR * ends[1] if len(ends) > 1 else 0.0
     short = [run for run in runs if len(run.columns) and last_tokens(run) < enough]
@@ -140,13 +140,13 @@ def last_tokens(run: RunFacts) -> float:
 
 
 def first_difference(first: RunFacts, other: RunFacts, column: str) -> int | None:
-    """First step recorded by both runs at which a column differs, where both have it; None when there is none.
+    """First common step at which a column that both runs recorded differs; None when there is none.
 
-    Learning rates are compared as long as both have skipped the same number of steps: the schedule counts applied ones.
+    Learning rates are compared only while both runs have skipped equally many steps: schedules count applied steps.
     """
     _, left, right = np.intersect1d(first.columns.step, other.columns.step, assume_unique=True, return_indices=True)
     a, b = getattr(first.columns, column)[left], getattr(other.columns, column)[right]
-    differs = (a != b) & (a >= 0) & (b >= 0)  # -1 and nan stand for what was not recorded
+    differs = (a != b) & (a >= 0) & (b >= 0)  # -1 and nan mean not recorded
     if column == "lr":
         skipped = [np.cumsum(~run.columns.applied)[at] for run, at in ((first, left), (other, right))]
         differs &= skipped[0] == skipped[1]

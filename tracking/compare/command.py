@@ -24,7 +24,7 @@ _COLUMNS = 120
 
 @entry_point(closed_pipe=0)
 def main(arguments: list[str] | None = None) -> int:
-    """Compare and print; returns 0, or 2 when a run cannot be read, or 3 when a run is beyond a given --tolerance."""
+    """Compare and print; returns 0, 2 if a run cannot be read, or 3 if a run exceeds a given tolerance."""
     options = _parser().parse_args(arguments)
     tolerance = Tolerance(
         relative=Tolerance.relative if options.tolerance is None else options.tolerance,
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     comparison = compare(runs, tolerance=tolerance, price=options.price)
     scatter = scatter_table(comparison, options.by, options.measure) if options.by else None
     if options.html is not None:
-        from tracking.compare.html import page  # brings Jinja2
+        from tracking.compare.html import page  # imports Jinja2
 
         write_page(options.html, page(comparison))
     if options.json:

@@ -1,4 +1,4 @@
-"""A run's curves in at most a few thousand points, without losing a peak, a skip or a change of the loss scale."""
+"""Downsample a run's curves to a few thousand points without losing a peak, a skip or a loss-scale change."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,10 +13,10 @@ from tracking.figures import FIGURES
 from tracking.run_facts import RunFacts
 
 BUCKETS = 500
-"""Segments of a long run whose extremes and means are kept; runs shorter than twice this are kept whole."""
+"""Number of segments whose extremes and means are kept of a long run; runs of up to twice as many steps stay whole."""
 
 MAX_MARKS = 300
-"""Marks of one kind and run on the page; of more, an even selection."""
+"""Maximum number of marks per kind and run on the page; more are thinned out evenly."""
 
 _AXES = ("step", "tokens", "seconds")
 _DRAWN = ("loss", "grad_norm", "lr", "loss_scale", "tokens_per_second", "memory_bytes", "data_seconds")
@@ -31,18 +31,18 @@ def curve(run: RunFacts) -> dict[str, list[float | None]]:
 
 
 def means(run: RunFacts) -> dict[str, list[float | None]]:
-    """Axes and drawn columns averaged over BUCKETS segments of all steps, for smoothing; without non-finite values."""
+    """Axes and drawn columns averaged over BUCKETS segments, for smoothing; non-finite values are ignored."""
     return {name: _means(_column(run, name)) for name in (*_AXES, *_DRAWN, *drawn(run.columns.metrics))}
 
 
 def drawn(metrics: Iterable[str]) -> list[str]:
-    """The given metrics that a figure shows, as a curve or as the band around one."""
+    """The given metrics that appear in a figure, as a curve or as the band around one."""
     shown = {name for figure in FIGURES for name in (*figure.of(metrics), figure.spread)}
     return [name for name in metrics if name in shown]
 
 
 def _means(values: np.ndarray) -> list[float | None]:
-    """Mean of the finite values of each segment of (steps,) values; None where a segment has none."""
+    """Mean of the finite values in each segment of `values`, shape (steps,); None for a segment without any."""
     if not values.size:
         return []
     edges, finite = _edges(len(values)), np.isfinite(values)
@@ -52,13 +52,13 @@ def _means(values: np.ndarray) -> list[float | None]:
 
 
 def _edges(steps: int) -> np.ndarray:
-    """Indices at which the segments begin, and the end; shape (segments + 1,)."""
+    """Start index of each segment, and the end of the last; shape (segments + 1,)."""
     count = steps if steps <= 2 * BUCKETS else BUCKETS
     return np.unique(np.linspace(0, steps, count + 1).astype(int))
 
 
 def _chosen(run: RunFacts) -> np.ndarray:
-    """Indices of the steps that are drawn: all of a short run, else each segment's ends and extremes."""
+    """Indices of the steps to draw: all of a short run, else segment starts, extremes and loss-scale changes."""
     columns = run.columns
     steps = len(columns)
     if steps <= 2 * BUCKETS:
@@ -78,7 +78,7 @@ def _chosen(run: RunFacts) -> np.ndarray:
 
 
 def thin_out(values: np.ndarray, most: int) -> np.ndarray:
-    """A selection of at most `most` values at even distances."""
+    """At most `most` of the values, evenly spaced."""
     if len(values) <= most:
         return values
     return values[np.unique(np.linspace(0, len(values) - 1, most).astype(int))]
@@ -89,13 +89,13 @@ def _columns(run: RunFacts, chosen: np.ndarray, names: Sequence[str]) -> dict[st
 
 
 def _column(run: RunFacts, name: str) -> np.ndarray:
-    """One value per step, of a column or a metric."""
+    """A column or metric of the run, shape (steps,)."""
     columns = run.columns
     return np.asarray(columns.metrics[name] if name in columns.metrics else getattr(columns, name), float)
 
 
 def plain_list(values: np.ndarray) -> list[float | None]:
-    """Values for JSON: None where not finite, whole numbers as integers, anything else with seven digits."""
+    """Values for JSON: None if not finite, integers where possible, otherwise floats with seven significant digits."""
     return [
         None if not math.isfinite(value) else int(value) if value.is_integer() else float(f"{value:.{_DIGITS}g}")
         for value in values.tolist()
@@ -103,16 +103,16 @@ def plain_list(values: np.ndarray) -> list[float | None]:
 
 
 def validation(run: RunFacts) -> dict[str, list[float | None]]:
-    """The evaluations on every axis, with their loss and the drawn metrics."""
+    """Evaluations: their position on every axis, loss and drawn metrics."""
     found = dict(zip((*_AXES, "loss"), run.evaluations, strict=True))
     found |= {name: run.evaluated[name] for name in drawn(run.evaluated)}
     return {name: plain_list(values) for name, values in found.items()}
 
 
 def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """Repeats of one setting: axes, and of each drawn column mean, lowest and highest over the runs; {} for one run.
+    """Axes, and mean, minimum and maximum of each drawn column over repeats; {} for fewer than two runs with steps.
 
-    Covers the steps that every run reached. Values are interpolated between the means of BUCKETS segments.
+    Covers the steps that all runs share. Values are interpolated between the means of BUCKETS segments.
     """
     known = [means(run) for run in runs if len(run.columns)]
     if len(known) < 2:
@@ -132,13 +132,13 @@ def band(runs: Sequence[RunFacts]) -> dict[str, Any]:
 
 
 def _over(columns: Sequence[dict[str, np.ndarray]], name: str, steps: np.ndarray) -> np.ndarray:
-    """(runs, steps): one column of each run at the same steps; nan where a run has no finite value around it."""
+    """One column of every run interpolated at `steps`, shape (runs, steps); nan next to a non-finite value."""
     return np.array([np.interp(steps, run["step"], run[name]) for run in columns])
 
 
 def gaps(divergence: Divergence) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
-    """Difference of the run's loss from the baseline's in percent of the latter, over the steps that both have: the
-    largest of each segment, and the signed mean of each segment, which smoothing averages."""
+    """Loss of the run relative to the baseline, in percent, over the steps both have: (the largest difference of each
+    segment, the signed mean of each segment, which smoothing uses)."""
     a, b = divergence.baseline.columns, divergence.run.columns
     _, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -152,8 +152,8 @@ def gaps(divergence: Divergence) -> tuple[dict[str, list[float | None]], dict[st
 
 
 def marks(run: RunFacts) -> list[dict[str, Any]]:
-    """Notable events, and steps without a finite loss, each with its position on every axis, the loss and loss scale
-    there (None where it is not finite), and a line of text."""
+    """Notable events, skipped steps and non-finite losses, each with its position on every axis, the loss and loss
+    scale there (None if not finite), and a line of text."""
     columns = run.columns
     if not len(columns):
         return []

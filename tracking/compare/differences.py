@@ -1,6 +1,6 @@
-"""Differences between runs before they start: config, data, versions, hardware.
+"""Differences in how runs were set up: config, data, versions, hardware.
 
-Only what differs is listed. Values that look like secrets are blanked before anything compares or shows them.
+Values that look like secrets are blanked before they are compared or shown.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,21 +11,21 @@ from config.redact import redact
 from tracking.numbers import number
 from tracking.run_facts import RunFacts
 
-# Names and display, which change no number; of these, the first two always differ.
+# Keys that do not affect numerical results; the first two always differ.
 _NAMES = ("run.name", "run.dir")
 CHANGE_NO_NUMBER = (*_NAMES, "run.resume", "run.hypothesis", "tracking.", "data.cache_dir", "parity.")
 SETTINGS_FIRST = ("optimizer.learning_rate", "run.seed")
-"""Settings that are shown before all others."""
+"""Settings listed first."""
 _DATA = ("data.", "batch.", "tokenizer")
 _DTYPE = "(dtype)"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact that is not the same in all runs. values: one per run, in their order; None where it was not recorded.
+    """One fact that is not the same in all runs. values: one per run, in order; None if not recorded.
 
-    group: config, data, deepspeed, code, versions or hardware. may_explain: whether it may explain other numbers or
-    times, which names do not, nor the DeepSpeed JSON, which repeats the config.
+    group: config, data, deepspeed, code, versions or hardware. may_explain: whether it may explain different results or
+    speeds; False for names, and for the DeepSpeed JSON, which repeats the config.
     """
 
     group: str
@@ -35,13 +35,13 @@ class Difference:
 
 
 def differences(runs: Sequence[RunFacts]) -> list[Difference]:
-    """Every recorded fact that differs between `runs`, the config first; facts that no run recorded are left out."""
+    """Every recorded fact that differs between `runs`, config first."""
     tables = [dict(_facts(run)) for run in runs]
     recorded = [{group for group, key in table if not key.startswith("(")} for table in tables]
     found = []
     for group, key in dict.fromkeys(name for table in tables for name in table):
         values = tuple(table.get((group, key)) for table in tables)
-        # Missing: unknown for a fact from the events or from a file that the run lacks; unset for a config key.
+        # A missing fact is unknown if it comes from the events or an absent file; a missing config key is unset.
         unset = [not key.startswith("(") and group in groups for groups in recorded]
         known = [value for value, is_unset in zip(values, unset, strict=True) if value is not None or is_unset]
         if any(value != known[0] for value in known[1:]):
@@ -51,7 +51,7 @@ def differences(runs: Sequence[RunFacts]) -> list[Difference]:
 
 
 def _merge_dtypes(found: Sequence[Difference]) -> Iterator[Difference]:
-    """Modules whose dtypes differ in the same way become one difference."""
+    """Merge modules whose dtypes differ in the same way into one difference."""
     alike: dict[Any, list[Difference]] = {}
     for item in found:
         alike.setdefault((item.values if item.key.startswith(_DTYPE) else item.key), []).append(item)
@@ -64,7 +64,7 @@ _GROUP_ORDER = ("config", "data", "code", "versions", "hardware", "deepspeed")
 
 
 def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
-    """((group, dotted key), value) of everything that is compared."""
+    """((group, dotted key), value) pairs of everything that is compared."""
     environment, start = run.environment, run.start
     config = redact(run.config)
     for key, value in flat(config):
@@ -73,7 +73,7 @@ def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
         yield ("data" if key.startswith(_DATA) else "config", key), value
     for name in ("compute", "zero_stage", "accumulation", "parameters", "model"):
         resolved = name == "compute" and (run.config.get("precision") or {}).get("compute") == start.get(name)
-        if start.get(name) is not None and not resolved:  # the config already has it
+        if start.get(name) is not None and not resolved:  # already listed as precision.compute
             yield ("config", f"({name})"), start[name]
     for key, value in flat((run.rare_events.get("run_start") or [{}])[0].get("regions") or {}):  # before any promotion
         yield ("config", f"{_DTYPE} {key}"), value
@@ -97,13 +97,13 @@ def _hardware(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
             yield ("hardware", name), environment[name]
     for section in ("cpu", "accelerator", "variables"):
         for key, value in flat(redact(environment.get(section) or {})):
-            if key not in ("MASTER_PORT", "SLURM_JOB_ID"):  # new each time, not a difference
+            if key not in ("MASTER_PORT", "SLURM_JOB_ID"):  # different for every job
                 yield ("hardware", f"{section}.{key}" if section != "variables" else f"${key}"), value
     yield ("hardware", "processes"), run.world_size
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key to value; a list is one value, a mapping never is."""
+    """Flatten a tree into (dotted key, value) pairs; lists are values, mappings are descended into."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from flat(value, f"{prefix}.{key}" if prefix else str(key))
@@ -115,7 +115,7 @@ _MOST_VALUES = 6
 
 
 def side_by_side(values: Sequence[Any]) -> str:
-    """`a / b / ...`, each distinct value once; of many numbers the smallest and the largest."""
+    """Each distinct value once, as `a / b / ...`; many numbers as their smallest and largest."""
     found = list(dict.fromkeys(format_value(value) for value in values))
     if len(found) <= _MOST_VALUES:
         return " / ".join(found)
@@ -125,7 +125,7 @@ def side_by_side(values: Sequence[Any]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as the tables show it, a number with all of its digits; - for one that was not recorded."""
+    """A value as shown in tables, numbers with all their digits; `-` if not recorded."""
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The step at which two runs first diverge: bit by bit, and beyond a tolerance; and what each recorded around it."""
+"""Find the step at which two runs first diverge, bitwise and beyond a tolerance, and what each recorded around it."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,13 +20,12 @@ COMPARED = {
     "loss": "loss",
     "grad_norm": "gradient norm",
 }
-"""Columns that are compared, by their names for people; a step's loss is that of its batch under the weights before the
-step."""
+"""Compared columns and their display names. A step's loss is computed before its update."""
 
 CONTEXT_STEPS = 2
-"""Steps on either side of the divergence that are shown."""
+"""Number of steps shown on either side of the divergence."""
 
-_MAX_EVENTS = 400  # that are read around a step
+_MAX_EVENTS = 400  # events read around a step
 _NOTABLE = (
     *("scale", "nonfinite", "corruption", "reexecution", "incident", "fault", "eval", "checkpoint"),
     *("run_start", "run_end", "precision"),
@@ -35,7 +34,7 @@ _NOTABLE = (
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Allowed distance of losses: |a - b| <= max(absolute, relative x |a|), where a is the baseline's."""
+    """Allowed difference between losses: |a - b| <= max(absolute, relative x |a|), where a is the baseline's."""
 
     relative: float = 0.01
     absolute: float = 0.0
@@ -44,14 +43,14 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Divergence:
-    """One run against the baseline, over the steps that both have.
+    """One run compared with the baseline over the steps that both have.
 
-    common: number of these steps. first_step, last_step: of those; None when there is none. first_differences: column
-    of COMPARED to the first step at which it differs, without the columns that never do. step: the smallest of these;
-    None for identical runs. identical_to: last common step before it, None when there is none.
-    beyond_tolerance: first step with losses further apart than the tolerance, or a loss that is finite in one run only.
-    largest_gap: the largest |a - b| of losses in nats, at largest_gap_step; nan when there is none.
-    rows: the compared numbers around `step`, and around `beyond_tolerance`; events: what both runs recorded there, as
+    common: number of common steps; first_step, last_step: the first and last of them, None if there are none.
+    first_differences: column of COMPARED to the first step at which it differs, for columns that do. step: the earliest
+    of these steps, None for identical runs. identical_to: last common step before `step`, None if there is none.
+    beyond_tolerance: first step whose losses differ by more than the tolerance, or are finite in one run only.
+    largest_gap: the largest |a - b| of losses in nats, at largest_gap_step; nan if there is none.
+    rows: the compared numbers around `step` and `beyond_tolerance`; events: what both runs recorded there, as
     (label, event).
     """
 
@@ -72,7 +71,7 @@ class Divergence:
 
 
 def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> Divergence:
-    """Compare `run` with `baseline`, step by step, exactly."""
+    """Compare `run` with `baseline` step by step, bit for bit."""
     a, b = baseline.columns, run.columns
     steps, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
     first_differences = {}
@@ -107,7 +106,7 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
 
 
 def _deduplicated(items: Iterable[Any]) -> list[Any]:
-    """`items` without repeats: the steps around two places may be the same ones."""
+    """`items` without duplicates: the windows around two places may overlap."""
     found: list[Any] = []
     for item in items:
         if item not in found:
@@ -116,7 +115,7 @@ def _deduplicated(items: Iterable[Any]) -> list[Any]:
 
 
 def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Mask of the values that differ. Two nans are equal, and so is a data order that one run did not record."""
+    """Mask of the values that differ. Two nans are equal; a data order that one run did not record never differs."""
     if name == "order":
         return (a != b) & (a >= 0) & (b >= 0)
     if a.dtype != np.float64:
@@ -125,7 +124,7 @@ def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def _gaps(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> tuple[np.ndarray, np.ndarray]:
-    """|a - b|, nan where one is not finite, and the indices at which it exceeds the tolerance."""
+    """(|a - b|, nan where either is not finite; indices beyond the tolerance, or where only one is finite)."""
     finite = np.isfinite(a) & np.isfinite(b)
     gap = np.full(len(a), np.nan)
     np.subtract(a, b, out=gap, where=finite)
@@ -151,7 +150,7 @@ def _rows(baseline: RunFacts, run: RunFacts, place: int) -> Iterator[dict[str, A
 
 
 def events_near(run: RunFacts, place: int) -> list[Event]:
-    """Notable events of `run` close to step `place`: read from the file again, since not all are kept in memory."""
+    """Notable events of `run` near step `place`, reread from the file because memory does not hold all of them."""
     low, high = place - CONTEXT_STEPS, place + CONTEXT_STEPS
     if run.events is None:
         kept = [event for kind in _NOTABLE for event in run.rare_events.get(kind, ()) if low <= event["step"] <= high]
@@ -159,7 +158,7 @@ def events_near(run: RunFacts, place: int) -> list[Event]:
     index = int(np.searchsorted(run.columns.step, low))
     if index >= len(run.columns):
         return []
-    # A resume, or what else follows a step, stands before the next step's line.
+    # Start at the previous step's line: a resume or other events may lie between it and the first step wanted.
     events = Follower(run.events, int(run.columns.offset[max(0, index - 1)])).events()
     near = takewhile(lambda event: event["event"] != "step" or event["step"] <= high, islice(events, _MAX_EVENTS))
     return [event for event in near if event["event"] in _NOTABLE and low <= event["step"] <= high]

@@ -1,7 +1,7 @@
-"""Runs that are repeats of one another: the same work with another seed, or with a learning rate nudged by a hair.
+"""Find runs that are repeats of one another: the same setup with another seed or a slightly nudged learning rate.
 
-How far repeats are apart is the noise that every other difference has to exceed. Two runs with the same seed and rate
-are no repeats: the cause of their difference is the question.
+The spread of repeats is the noise that any other difference has to exceed. Two runs with the same seed and learning
+rate are not repeats: why they differ is the question to answer.
 """
 
 import os
@@ -16,23 +16,23 @@ from tracking.run_dir import setting
 from tracking.run_facts import RunFacts
 
 NUDGE = 0.02
-"""Relative distance of learning rates up to which two runs are repeats: the controls of a parity run are nudged by less
-(`tools.parity.judge_runs.control_factor`), a sweep by more."""
+"""Largest relative difference of learning rates between repeats. The controls of a parity run differ by less
+(`tools.parity.judge_runs.control_factor`), the trials of a sweep by more."""
 
 _SEED = re.compile(r"[-_.]?(s|seed|control)?[-_.]?\d*$")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Repeats of one work; a group of one is a run without repeats."""
+    """Runs that are repeats of one another; a run without repeats is a group of one."""
 
     label: str
     runs: tuple[int, ...]
-    """Indices of its runs, in their order."""
+    """Indices of its runs, in order."""
 
 
 def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
-    """Every run in one group, in the order of the groups' first runs. A run whose config is unknown is alone."""
+    """Group the runs, ordered by each group's first run. A run with an unknown config is a group of its own."""
     works, found = [_work(run) for run in runs], list[list[int]]()
     draws = [(setting(run.config, "run.seed"), setting(run.config, "optimizer.learning_rate")) for run in runs]
     for index in range(len(runs)):
@@ -53,7 +53,7 @@ def seed_groups(runs: Sequence[RunFacts]) -> list[Group]:
 
 
 def _work(run: RunFacts) -> Any:
-    """Settings, data and code of the run without its seed and learning rate; None where the config is unknown."""
+    """Settings, data and code of the run, except seed and learning rate; None if the config is unknown."""
     if not run.config:
         return None
     settings = {
@@ -72,7 +72,7 @@ def _near(a: Any, b: Any) -> bool:
 
 
 def common_label(names: Sequence[str]) -> str:
-    """Common prefix of the names, without a trailing number or the word seed."""
+    """Common prefix of the names, without a trailing `seed`, `s`, `control` or number."""
     if len(names) == 1:
         return names[0]
     return _SEED.sub("", os.path.commonprefix(names)) or names[0]

@@ -1,6 +1,6 @@
-"""A comparison as one self-contained page: tables as plain HTML, curves drawn by uPlot, which is inlined.
+"""A comparison as one self-contained HTML page: plain tables, and curves drawn by inlined uPlot.
 
-The page needs no network and no server.
+The page needs neither a network nor a server.
 """
 
 import math
@@ -88,7 +88,7 @@ def data(comparison: Comparison) -> dict[str, Any]:
 
 
 def scatter(comparison: Comparison) -> dict[str, Any]:
-    """Settings that differ and measures, each with a value per run, for the page's script."""
+    """Differing settings, and measures, each with one value per run, for the page's script."""
     items = [item for item in comparison.differences if item.group != "deepspeed"]
     ranked = sorted(items, key=lambda item: (item.key not in SETTINGS_FIRST, -len(set(map(repr, item.values)))))
     rows = [row for row in comparison.measures if row.kind != "text"]
@@ -106,7 +106,7 @@ def scatter(comparison: Comparison) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> float | str:
-    """A setting as a place on an axis: a number, or the text of anything else."""
+    """A setting's value on an axis: finite numbers as they are, anything else as text."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return value
     return format_value(value)[:60]
@@ -118,8 +118,8 @@ def run_data(run: RunFacts) -> dict[str, Any]:
 
 
 def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
-    """The values drawn for each run, the charts of metrics, and the unit of the loss where all have the same, or the
-    headline metric in its place."""
+    """Everything drawn for each run, the charts of metrics, the loss's unit if all runs share it, and the headline
+    metric that replaces the loss, if any."""
     drawn: list[dict[str, Any]] = [
         {
             "label": run.label,
@@ -148,13 +148,13 @@ def _places(pair: Pair) -> list[int]:
 
 
 def _sort_key(row: Measure, index: int) -> str:
-    """Sort key of a cell in the table of runs; unrecorded values come last."""
+    """Sort key of a cell in the table of runs; unrecorded numbers come last."""
     value = row.values[index]
     return value if isinstance(value, str) else repr(value) if math.isfinite(value) else "1e308"
 
 
 def _change(row: Measure, index: int) -> dict[str, Any] | None:
-    """Relative change from the baseline's value, and whether it is for the better; None where there is none."""
+    """Relative change from the baseline's value and whether it is an improvement; None if there is nothing to show."""
     base, value = row.values[0], row.values[index]
     if not index or not row.better or row.withheld or isinstance(value, str) or isinstance(base, str):
         return None

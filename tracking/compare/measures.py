@@ -1,6 +1,6 @@
-"""Each measure of each run, among them losses at equal tokens and at equal time.
+"""All measures of each run, including losses at equal tokens and at equal time.
 
-Single steps are noisy, so a training loss "at" a point is the mean over the applied steps of the window that ends
+Single steps are noisy, so the training loss "at" a point is the mean over the applied steps in the window that ends
 there. A validation loss is interpolated between the two evaluations around the point.
 """
 
@@ -16,19 +16,19 @@ from tracking.numbers import human, loss, mib, number, precise_duration, scale
 from tracking.run_facts import RunFacts, median
 
 WINDOW = 0.05
-"""Share of the tokens, or of the time, up to a point over which a training loss is averaged."""
+"""Length of the averaging window of a training loss, as a share of the tokens or time up to its end."""
 
 FEWEST = 10
-"""A training loss is averaged over at least this many steps, where the run has them."""
+"""Minimum number of steps to average a training loss over, if the run has that many."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One row: a value per run, in their order. better: lower, higher, or empty where neither is.
+    """One row with a value per run, in order. better: lower, higher, or empty if neither is better.
 
-    values: nan where nothing was recorded. noise: how far each loss may be off by chance, two standard errors of the
-    mean; empty where that is not known. kind: how the value is shown: loss, count, seconds, bytes, rate, share, money
-    or text (then `values` are text).
+    values: nan where nothing was recorded. noise: two standard errors of each mean loss; empty if unknown.
+    kind: how a value is formatted: loss, count, seconds, bytes, rate, hours, money or text (then `values` are
+    strings).
     """
 
     key: str
@@ -38,11 +38,11 @@ class Measure:
     values: tuple[float | str, ...]
     noise: tuple[float, ...] = ()
     withheld: str = ""
-    """Reason that no value is called the best although they differ; see `tracking.compare.winners`."""
+    """Why no value is marked as best; see `tracking.compare.winners`."""
 
     @property
     def best(self) -> tuple[int, ...]:
-        """Indices of the best value; empty when all are equal, neither direction is better, or it is withheld."""
+        """Indices of the runs with the best value; empty if all are equal, neither direction is better, or withheld."""
         known = [float(value) for value in self.values if _finite(value)]
         if not self.better or self.withheld or len(set(known)) < 2:
             return ()
@@ -51,7 +51,7 @@ class Measure:
 
 
 def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
-    """Every measure that at least one run has. price: money per device and hour, None leaves costs out."""
+    """Every measure that at least one run has. price: per device-hour; None leaves costs out."""
     reaching, early = split_early(runs)
     tokens = _shared(reaching, lambda run: run.columns.tokens)
     seconds = _shared(reaching, lambda run: run.columns.seconds)
@@ -96,7 +96,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
 
 
 def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
-    """A clause naming the runs that ended at a point that the longest has left far behind."""
+    """Clause naming the runs that ended at this point, if the longest run went much further; else empty."""
     if not tokens or max(last_tokens(run) for run in runs) * FAR <= tokens:
         return ""
     there = [run for run in runs if last_tokens(run) == tokens]
@@ -105,7 +105,7 @@ def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
 
 
 def _where_they_ended(runs: Sequence[RunFacts], early: Sequence[RunFacts]) -> list[Measure]:
-    """The losses of all runs at the last point that they share with each that came less far than the others."""
+    """Losses of all runs at the points where the runs in `early` ended."""
     rows = []
     for tokens in dict.fromkeys(last_tokens(run) for run in early):
         whose = _whose(runs, tokens)
@@ -121,7 +121,7 @@ def _where_they_ended(runs: Sequence[RunFacts], early: Sequence[RunFacts]) -> li
 
 
 def format_measure(kind: str, value: float | str) -> str:
-    """A measure's value with its unit; - where nothing was recorded."""
+    """A measure's value with its unit; `-` if nothing was recorded."""
     if isinstance(value, str):
         return value or "-"
     if math.isnan(value):
@@ -143,7 +143,7 @@ def format_measure(kind: str, value: float | str) -> str:
 
 
 def relative_change(base: float, value: float) -> float:
-    """Share by which a value is above the baseline's; nan where that says nothing."""
+    """(value - base) / |base|; nan if undefined, not finite or below 0.05%."""
     share = (value - base) / abs(base) if base else math.nan
     return share if math.isfinite(share) and abs(share) >= 0.0005 else math.nan
 
@@ -169,16 +169,16 @@ def _name(runs: Sequence[RunFacts]) -> str:
 
 
 def _minimised(run: RunFacts) -> np.ndarray:
-    """Losses of the steps; of a run that learns from rewards minus these, as its validation loss is."""
+    """Loss of each step; the negated reward for a run that learns from rewards, like its validation loss."""
     metrics = run.columns.metrics
     return -metrics[run.headline] if run.headline in metrics else run.columns.loss
 
 
 def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
-    """Mean training loss over the last WINDOW up to `place` on `axis` (tokens or seconds), and its noise, in nats.
+    """(mean training loss, noise), in nats, over the window that ends at `place` on `axis` (tokens or seconds).
 
-    FEWEST steps at least; skipped ones do not count. nan when the run has none there; a loss that is not finite makes
-    the mean so.
+    Averages at least FEWEST applied steps, if there are that many. nan without an applied step; a non-finite loss makes
+    the mean non-finite.
     """
     columns = run.columns
     at = getattr(columns, axis)
@@ -193,7 +193,7 @@ def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
 
 
 def _validation(runs: Sequence[RunFacts], reaching: Sequence[RunFacts]) -> list[Measure]:
-    """Validation loss at equal tokens and at equal time, as far as every one of `reaching` has evaluated; the best."""
+    """Validation loss at the last tokens and time that all of `reaching` have evaluated, and the best of each run."""
     found = [run.evaluations for run in runs]
     if not any(len(losses) for *_, losses in found):
         return []
@@ -215,7 +215,7 @@ def _interpolated(at: np.ndarray, losses: np.ndarray, place: float) -> float:
 
 
 def _scale(run: RunFacts) -> str:
-    """First and last scale and why it changed; empty for a run that does not scale."""
+    """First and last loss scale and why it changed; empty for a run without loss scaling."""
     scales = run.columns.loss_scale[np.isfinite(run.columns.loss_scale)]
     if not scales.size or (np.all(scales == scales[0]) and not run.counts["scale"]):
         return "" if not scales.size or scales[0] == 1.0 else f"{scale(float(scales[0]))}, never changed"
@@ -230,7 +230,7 @@ def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFac
 
 
 def _to_reach(runs: Sequence[RunFacts]) -> Measure:
-    """Running time until the mean loss over WINDOW of the run's steps reaches the baseline's final one."""
+    """Running time until the mean loss over a share of WINDOW of the run's steps reaches the baseline's final loss."""
     goal = loss_at(runs[0], last_tokens(runs[0]), "tokens")[0]
     title = f"time to the baseline's final loss, {loss(goal)}"
     return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))

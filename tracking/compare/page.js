@@ -1,4 +1,4 @@
-// The runs of a comparison: shown, hidden, searched, sorted. Continues pages/charts.js.
+// Show, hide, search and sort the runs of a comparison. Continues pages/charts.js.
 const table = document.getElementById("runs");
 const chips = [...document.querySelectorAll(".chip")];
 const everyRun = data.runs.map((_, run) => run);
@@ -67,12 +67,12 @@ if (table) {
     body.append(...rows);
   }));
 }
-// --- any setting against any measure: a point for each run, at even places where a setting is no number
+// --- any setting against any measure: one point per run, evenly spaced if the setting is not numeric
 
 const plot = document.getElementById("points");
 const [across, up, logup] = ["across", "up", "logup"].map((id) => document.getElementById(id));
 
-// Places on an axis of `from` to `to` pixels for values, and its ticks; logarithmic where asked for and possible.
+// Maps values to pixels between `from` and `to`, with ticks; logarithmic if requested and possible.
 function axisOf(values, from, to, log) {
   const known = values.filter((value) => value !== null);
   if (known.some((value) => typeof value === "string")) {

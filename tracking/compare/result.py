@@ -1,4 +1,4 @@
-"""A whole comparison, computed once for the terminal, the page and JSON."""
+"""A complete comparison, computed once for the terminal, the page and JSON."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from tracking.run_facts import RunFacts
 
 @dataclass(frozen=True)
 class Pair:
-    """One run compared with the baseline. headline, cause, tolerance_cause: a sentence each."""
+    """One run compared with the baseline. headline, cause, tolerance_cause: one sentence each."""
 
     run: RunFacts
     divergence: Divergence
@@ -30,9 +30,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """runs: the baseline first. caveats: why the runs are not directly comparable; none when they are.
+    """runs: baseline first. caveats: why the runs are not directly comparable; empty if they are.
 
-    groups: which runs are repeats of one another. means: main measures with a value per group, where there are repeats.
+    groups: which runs are repeats of one another. means: main measures with a value per group, if there are repeats.
     """
 
     runs: Sequence[RunFacts]
@@ -52,7 +52,7 @@ class Comparison:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON; floats that are not finite stay floats."""
+        """Everything as plain values, for JSON; non-finite floats are kept."""
         return {
             "runs": [
                 {
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | None) -> Comparison:
-    """Compare `runs`, the first being the baseline. price: money per device and hour; None leaves costs out."""
+    """Compare `runs`; the first is the baseline. price: per device-hour; None leaves costs out."""
     found = differences(runs)
     pairs = []
     for run in runs[1:]:
@@ -95,7 +95,7 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
 
 
 def headline(divergence: Divergence) -> str:
-    """Sentence about the first difference from the baseline, and the first loss beyond the tolerance."""
+    """One sentence on the first difference from the baseline and the first loss beyond the tolerance."""
     if divergence.first_step is None:
         return "no step in common"
     few = min(len(divergence.baseline.columns), len(divergence.run.columns))

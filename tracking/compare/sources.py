@@ -14,7 +14,7 @@ WANDB = "wandb:"
 
 
 def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
-    """The runs that `arguments` name, in that order, each once; the labels are the shortest that are distinct.
+    """The runs that `arguments` name, in order and without duplicates, with the shortest distinct labels.
 
     Raises UserError when an argument names no run.
     """
@@ -31,7 +31,7 @@ def read_runs(arguments: Sequence[str]) -> list[RunFacts]:
 
 
 def _expanded(argument: str) -> list[str]:
-    """Run folders that one argument names; of a glob, those with events, sorted by name."""
+    """Run folders that one argument names; for a glob, the matches with events, sorted by name."""
     if argument.startswith(WANDB):
         return [argument]
     path = Path(argument).expanduser()
@@ -45,12 +45,12 @@ def _expanded(argument: str) -> list[str]:
 
 
 def _folder(path: Path) -> Path:
-    """The run folder, also for a path to its events.jsonl."""
+    """The run folder, given its path or that of its events.jsonl."""
     return path.parent if path.name == "events.jsonl" else path
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """Labels of the sources: each one's shortest path suffix that no other source ends with."""
+    """A label for each source: its shortest path suffix that no other source shares."""
     parts = [
         source.removeprefix(WANDB).split("/") if source.startswith(WANDB) else list(Path(source).resolve().parts)
         for source in sources

@@ -1,4 +1,4 @@
-"""The events of a run as a list, for tools that look at whole events: all of them, or those that survived."""
+"""Read the events of a run for tools that need whole events: all of them, or only the surviving ones."""
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -10,10 +10,10 @@ from tracking.jsonl import Follower, decode, event_on
 def read_events(
     path: Path, understand: Callable[[bytes], Event | None] = decode, what: str = "a JSON object"
 ) -> Iterator[Event]:
-    """Every JSON object of a file in order, in bounded memory; floats that were not finite are floats again.
+    """Every JSON object of a file, in order and in bounded memory; non-finite numbers are restored to floats.
 
-    An incomplete last line (a crash, or a run that is writing) is left out. Raises UserError when the file cannot be
-    read, or `understand` makes nothing of another line.
+    An incomplete last line (after a crash, or in a running run) is skipped. Raises UserError if the file cannot be read
+    or `understand` returns None for any other line.
     """
     file = Follower(path)
     for line in file.lines(whole=True):
@@ -25,17 +25,16 @@ def read_events(
 
 
 def read_run_events(path: Path) -> Iterator[Event]:
-    """Events of a run, as `read_events` has them. Raises UserError also for a line that is no event (run-folder.md)."""
+    """Events of a run, by `read_events`. Also raises UserError for a line that is not an event (run-folder.md)."""
     return read_events(path, event_on, "an event as docs/run-folder.md has them")
 
 
 def surviving(events: Iterable[Event]) -> list[Event]:
-    """The events of the one history that led to the run's present state: the last attempt at a step wins.
+    """The events of the history that led to the run's current state: the last attempt at a step wins.
 
-    A resumed or rolled-back run attempts some steps again. What an abandoned attempt recorded is dropped, together
-    with every step that came after it, since none of those updates is part of the weights any more. `run_start`,
-    `run_end`, `incident`, `nonfinite`, `corruption`, `reexecution` and `note` belong to the session and not to the
-    run's state, and always stay.
+    A resumed or rolled-back run attempts some steps again. `step`, `scale`, `eval` and `checkpoint` events of an
+    abandoned attempt are dropped, along with those of every later step, since the weights no longer contain any of
+    those updates. All other events, such as `run_start` and `incident`, belong to the session and always stay.
     """
     kept: list[Event] = []
     newest_step = -1  # index in `kept` of the newest step event

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: what matters first, tables that stay readable from two runs to a dozen."""
+"""A comparison on the terminal: the essentials first, in tables that stay readable for two to a dozen runs."""
 
 import math
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from tracking.terminal import words
 from tracking.verdict import STYLES
 
 SIDE_BY_SIDE = 4
-"""The most runs that are columns; more are rows, and each differing value is followed by the runs that have it."""
+"""Maximum number of runs shown as columns; beyond it runs become rows, and each differing value lists its runs."""
 _WIDTH = 40
 _MAX_DIFFERENCES = 40
 _MAX_EVENTS = 12
 _MAX_PAIRS = 24
 _MAX_VALUE = 60
 _MOST_COMPARED = 3
-_MOST_NAMES, _MOST_VALUES = 8, 16  # of one value, and of one setting
+_MOST_NAMES, _MOST_VALUES = 8, 16  # runs listed per value, values listed per setting
 
 COMPARABLE = "Comparable: same data, tokenizer, batch, model, precision, schedule and hardware, as far as recorded"
 
@@ -55,9 +55,9 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def scatter_table(comparison: Comparison, setting: str, measure: str) -> Table:
-    """A measure of each run against a setting, whose values are in order: the higher, the further to the right.
+    """Table of a measure by a setting, sorted by the setting; higher measures are plotted further to the right.
 
-    setting: the end of its dotted key. Raises UserError for one that does not differ, and for an unknown measure.
+    setting: the end of its dotted key. Raises UserError if it does not differ, or if the measure is unknown.
     """
     items = [item for item in comparison.differences if f".{item.key}".endswith(f".{setting}")]
     rows = {row.key: row for row in comparison.measures if row.kind != "text"}
@@ -81,14 +81,14 @@ def scatter_table(comparison: Comparison, setting: str, measure: str) -> Table:
 
 
 def sort_key(value: Any) -> tuple[int, float, str]:
-    """Order of a setting's values: numbers by size, then texts; what was not recorded is last."""
+    """Sort key of a setting's values: numbers by size, then text, then unrecorded values."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return 0, value, ""
     return (2, 0.0, "") if value is None else (1, 0.0, str(value))
 
 
 def comparable(comparison: Comparison) -> str:
-    """Sentence about runs without a caveat, with what is compared."""
+    """One sentence for runs without caveats, naming the compared settings."""
     items = [
         f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}"
         for item in compared_settings(comparison.differences)
@@ -181,7 +181,7 @@ def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> T
 
 
 def runs_by_value(item: Difference, names: Sequence[str]) -> str:
-    """Each value once, with the runs that have it; of many the first few."""
+    """Each value once, followed by its runs; only the first few of many."""
     holders: dict[str, list[str]] = {}
     for value, name in zip(item.values, names, strict=True):
         holders.setdefault(_short(format_value(value), _MAX_VALUE), []).append(name)
@@ -194,7 +194,7 @@ def _first(texts: Sequence[str], most: int) -> list[str]:
 
 
 def _measures_table(comparison: Comparison) -> Table:
-    """Runs as columns when they are few, as rows when they are many (then only the main measures)."""
+    """Few runs as columns; many as rows, with only the main measures."""
     runs, rows = comparison.runs, comparison.measures
     if len(runs) <= SIDE_BY_SIDE:
         cells = [(words(row.title, "dim"), *(_cell(row, index) for index in range(len(runs)))) for row in rows]
@@ -205,7 +205,7 @@ def _measures_table(comparison: Comparison) -> Table:
 
 
 def means_table(comparison: Comparison) -> Table:
-    """The means that winners are found among: a row for each group of repeats."""
+    """Means over repeats, from which the winners are picked: one row per group."""
     head = [COLUMN_TITLES.get(row.key, row.title) for row in comparison.means]
     table = Table(("mean of repeats", *head))
     for at, group in enumerate(comparison.groups):
@@ -236,10 +236,10 @@ def _cell(row: Measure, index: int) -> Text:
 
 
 def event_line(event: Event) -> str:
-    """One event in one line, with the command that replays an incident."""
+    """An event as one line, with the replay command if it has one."""
     return "; ".join(filter(None, (describe_event(event), line(event.get("replay") or ""))))
 
 
 def _short(text: str, most: int) -> str:
-    """`text` cut in the middle to `most` characters: names of runs often differ in their ends."""
+    """`text` shortened in the middle to `most` characters, because names of runs often differ at the end."""
     return text if len(text) <= most else f"{text[: most // 2 - 1]}..{text[-(most - most // 2 - 1) :]}"

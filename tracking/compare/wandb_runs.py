@@ -22,9 +22,9 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def read_wandb(path: str, label: str) -> RunFacts:
-    """The run entity/project/run of the server.
+    """The run at `path` (entity/project/run) on the server.
 
-    Raises UserError, in one line, when there is no such run or no way to reach it.
+    Raises UserError, in one line, if there is no such run or it cannot be reached.
     """
     if path.count("/") != 2 or Path(path).is_dir():
         raise UserError(f"wandb:{path}: is not entity/project/run; of an offline run give the run folder")
@@ -43,7 +43,7 @@ _BESIDE = ("ds_config", "environment", "manifest", "session", "_wandb")
 
 
 def _sections(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Run config, DeepSpeed JSON and environment of a wandb run; before 0.2 the first was under a key of its own."""
+    """Run config, DeepSpeed JSON and environment of a wandb run; before 0.2 the run config was stored under `run`."""
     environment = config.get("environment") or {}
     if "ds_config" in config:
         run = {name: value for name, value in config.items() if name not in _BESIDE}
@@ -52,7 +52,7 @@ def _sections(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], d
 
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
-    """The events that wandb's history rows were made from, `run_start` first."""
+    """Reconstruct the events behind wandb's history rows, `run_start` first."""
     run, _, environment = _sections(config)
     first = {"event": "run_start", "resumed_from": None, "world_size": environment.get("world_size") or 1}
     compute = (run.get("precision") or {}).get("compute")
@@ -79,7 +79,7 @@ def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterato
 
 
 def _groups(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """`train/loss: 3` as {"train": {"loss": 3}}; strings for non-finite numbers become floats."""
+    """Nest `train/loss: 3` as {"train": {"loss": 3}}, with strings for non-finite numbers converted to floats."""
     found: dict[str, dict[str, Any]] = {}
     for key, value in row.items():
         group, slash, name = key.partition("/")
@@ -98,6 +98,6 @@ def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
     try:
         run = wandb.Api(timeout=20).run(path)
         return sorted(run.scan_history(), key=lambda row: row.get("_step", 0)), dict(run.config), run.state
-    except Exception as error:  # no login, no network, no such run: the client has a class of its own for each
+    except Exception as error:  # no login, no network, no such run: the client raises a different class for each
         advice = "check the name, `wandb login` and the network"
         raise UserError(f"wandb:{path}: cannot be read ({one_line(error, 200)}); {advice}") from None

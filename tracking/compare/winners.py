@@ -1,4 +1,4 @@
-"""Decide which run is better, or why there is no winner: a caveat voids the measure, or the difference is noise."""
+"""Decide which run is better, or why none is: a caveat invalidates the measure, or the difference is noise."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
 _EQUAL = {"loss": 0.0005, "rate": 0.02, "bytes": 0.01, "money": 0.02}
-"""Relative distance below which two values count as the same; chosen, not measured."""
+"""Relative difference up to which two values are a tie, by kind of measure; chosen, not measured."""
 
 _MOST_NAMED = 4
-"""Sides that a tie names besides the best."""
+"""Maximum number of sides that a tie lists besides the best."""
 
 MAIN_MEASURES = frozenset(
     {
@@ -25,7 +25,7 @@ MAIN_MEASURES = frozenset(
 )
 
 _AS = {"loss": "loss_at_equal_tokens", "validation": "validation_at_equal_tokens"}
-"""The measure that is voided together with one where a run ended."""
+"""Measure whose caveat also applies to the loss where a run ended."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class _Side:
 def find_winners(
     runs: Sequence[RunFacts], rows: Sequence[Measure], groups: Sequence[Group], voided: Mapping[str, str]
 ) -> tuple[list[Measure], list[Measure], list[str]]:
-    """The measures, with those withheld that have no winner; the means of repeats; and a sentence for each main one.
+    """(measures, with `withheld` set where there is no winner; means over repeats; a sentence per main measure).
 
-    voided: measure to the caveat that voids it. Losses closer than their noise, and values within _EQUAL, are ties.
-    The noise of a loss is the larger of that of its own steps, and where there are repeats, of these. The means have a
+    voided: measure to the caveat that invalidates it. Losses closer than their noise, and values within _EQUAL, are
+    ties. The noise of a loss is that of its own steps or that of the repeats, whichever is larger. The means have one
     value per group, and are empty without repeats.
     """
     judged, means, lines = [], [], []
@@ -71,7 +71,7 @@ def _means(row: Measure, groups: Sequence[Group]) -> tuple[float, ...]:
 
 
 def _at_its_end(runs: Sequence[RunFacts], row: Measure, line: str) -> str:
-    """The loss of the run that a row is about, where the sentence leaves it out."""
+    """The loss of the run whose end the row is about, if the sentence does not mention it."""
     for run, value in zip(runs, row.values, strict=True):
         if row.key.endswith(f"_where_ended_{run.label}") and f"{run.label} " not in line.replace(row.title, ""):
             return f"; {run.label} {format_measure(row.kind, value)}"
@@ -79,9 +79,9 @@ def _at_its_end(runs: Sequence[RunFacts], row: Measure, line: str) -> str:
 
 
 def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[str, str]:
-    """(why no winner is named, or empty; the sentence, or empty where there is nothing to say)."""
+    """(why no winner is named, or empty; sentence, or empty if there is nothing to say)."""
     alone = [Group(run.label, (index,)) for index, run in enumerate(runs)]
-    sides, spread = _sides(runs, row, groups if row.kind in _EQUAL else alone)  # counts have no mean worth naming
+    sides, spread = _sides(runs, row, groups if row.kind in _EQUAL else alone)  # the mean of counts is not reported
     if len(sides) < 2:
         known = [float(value) for value in row.values if isinstance(value, float) and math.isfinite(value)]
         if not sides or row.kind not in _EQUAL or len(known) < 2 or len(set(known)) < 2:
@@ -107,7 +107,7 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
 
 
 def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) -> tuple[str, str]:
-    """(reason that no winner is named, sentence). sides: the best first. chance: how far two may be apart by chance."""
+    """(why no winner is named, sentence). sides: best first. chance: the difference that noise alone can explain."""
     best, equal = sides[0], _EQUAL[row.kind] * abs(sides[0].value)
     near = [side for side in sides[1:] if abs(best.value - side.value) <= max(equal, _chance(best, side))]
     named = [side.label for side in near[:_MOST_NAMED]]
@@ -132,7 +132,7 @@ def _chance(best: _Side, other: _Side) -> float:
 
 
 def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> tuple[list[_Side], float | None]:
-    """Compared sides (groups of repeats where there are any, else runs), and the repeats' relative deviation."""
+    """(sides to compare: one per group of repeats; relative standard deviation of the repeats, None without any)."""
     found: list[_Side] = []
     squares, freedom = 0.0, 0
     for group in groups:
@@ -155,7 +155,7 @@ def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     if not freedom:
         return found, None
     deviation = math.sqrt(squares / freedom)
-    # Without repeats of its own a side is taken to be as noisy as those that have some.
+    # A side without repeats is assumed to be as noisy as those that have some.
     wider = [
         replace(side, noise=float(np.fmax(side.noise, 2 * deviation / math.sqrt(len(side.runs))))) for side in found
     ]
@@ -164,7 +164,7 @@ def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
 
 
 def _margin(best: _Side, second: _Side, sides: Sequence[_Side], kind: str) -> str:
-    """The values behind a sentence, as the table has them: the best, and the baseline or the second best."""
+    """The values behind a sentence, formatted as in the table: the best, and the baseline or the second best."""
     base, value = next((side for side in sides if 0 in side.runs), None), format_measure(kind, best.value)
     if base is None or base is best:
         share = "" if base is None else _percent(base, second)

@@ -1,4 +1,4 @@
-"""A heat map in a terminal: one character a cell, in colour; shades of grey where the terminal has only ASCII."""
+"""A heat map in a terminal: one column per character in colour, or ASCII shades if the terminal has nothing else."""
 
 import numpy as np
 from rich.text import Text
@@ -11,7 +11,7 @@ from tracking.numbers import number, percent
 
 _LABEL = 24
 _SHADES = " .:-=+*#%@"
-# From matplotlib's viridis, at eight even places.
+# Eight evenly spaced colours of matplotlib's viridis.
 _COLOURS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
 _DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 
@@ -19,8 +19,8 @@ _DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bool = False) -> Text:
     """One panel in at most `height` lines of `width` characters.
 
-    Two rows share a line (the upper half of a character in one colour, the lower in another) unless ASCII is wanted.
-    Rows are modules where they fit, else kinds of modules or blocks, whichever are fewer.
+    Unless ASCII is requested, two rows share a line (upper and lower half of each character).
+    Rows are modules if they fit, else kinds of modules or blocks, whichever are fewer.
     """
     per_line = 1 if ascii_only else 2
     room = max(1, height - 1)
@@ -31,7 +31,7 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
     shown = shown.narrowed(columns)
     values = shown.panels[key]
     names = list(shown.rows)
-    if len(values) > room * per_line:  # more blocks than lines: even stretches of them
+    if len(values) > room * per_line:  # still too many rows: keep evenly spaced ones
         kept = np.linspace(0, len(values) - 1, room * per_line).astype(int)
         values, names = values[kept], [names[index] for index in kept]
     levels = _levels(shown, key, values)
@@ -53,7 +53,7 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
 
 
 def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
-    """Legend of a panel's colours."""
+    """Colour legend of a panel."""
     text = Text(no_wrap=True)
     if key == "dtype":
         for code, name in enumerate(DTYPES):
@@ -71,7 +71,7 @@ def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
 
 
 def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
-    """Colour index 0 to 7 of each value, or a dtype's position in DTYPES; -1 where there is no value."""
+    """Colour index of each value (0 to 7, or a position in DTYPES); -1 where there is no value."""
     if key == "dtype":
         return np.where(np.isfinite(values), np.nan_to_num(values), -1).astype(int)
     low, high = limits(heat, key)

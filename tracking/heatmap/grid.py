@@ -1,7 +1,7 @@
-"""Events of a run as (modules, steps) arrays, from which the heat maps are drawn.
+"""Collect a run's events into (modules, steps) arrays, from which the heat maps are drawn.
 
 The last attempt at a step counts, as in `tracking.compare.surviving`. Memory is bounded: beyond MOST_COLUMNS measured
-steps, neighbours share a column, merged as their panel says.
+steps, neighbouring steps share a column, merged by the rule of their panel.
 """
 
 import warnings
@@ -19,9 +19,9 @@ from tracking.heatmap.panels import DTYPES, PANELS, RANGES
 from tracking.jsonl import Follower
 
 MOST_COLUMNS = 600
-_MOST_CHANGES = 20_000  # non-finite findings and changes of dtype that are kept
+_MOST_CHANGES = 20_000  # maximum number of non-finite findings, and of dtype changes
 USED = ("run_start", "telemetry", "nonfinite", "incident", "note")
-"""Events that the collector reads."""
+"""Kinds of events that the collector uses."""
 _MEASURED = ("activation", "gradient", "underflow", "drift", "update", "lost")
 
 
@@ -29,8 +29,8 @@ _MEASURED = ("activation", "gradient", "underflow", "drift", "update", "lost")
 class Heat:
     """Panels of shape (rows, columns), float32, nan where nothing was measured.
 
-    rows: modules in the order of the forward pass. edges: (columns + 1,) steps; column j holds what was measured after
-    step edges[j] up to step edges[j + 1]. computes: the dtypes that are in force anywhere.
+    rows: modules in forward order. edges: (columns + 1,) steps; column j holds measurements after step edges[j] up to
+    and including step edges[j + 1]. computes: all dtypes in force in some module at some step.
     """
 
     rows: tuple[str, ...]
@@ -38,23 +38,23 @@ class Heat:
     panels: dict[str, np.ndarray]
     computes: tuple[str, ...]
     measured: int
-    """Telemetry events of the surviving history."""
+    """Number of telemetry events in the surviving history."""
     nonfinite: tuple[tuple[int, str, float], ...] = ()
-    """(step, module, values) of what was not finite, in file order."""
+    """(step, module, number of values) of non-finite tensors, in file order."""
     drift: tuple[int, float] = (0, 0.0)
-    """Telemetry events, of all attempts, that have a distance of 16-bit weights from their masters; the largest one."""
+    """(number of telemetry events, over all attempts, with a distance of 16-bit weights from masters; the largest)."""
 
     @property
     def steps(self) -> np.ndarray:
-        """(columns,) the last step of each column."""
+        """The last step of each column, shape (columns,)."""
         return self.edges[1:]
 
     def __bool__(self) -> bool:
-        """Whether there is anything to draw."""
+        """Whether there are any rows and columns to draw."""
         return bool(self.rows) and len(self.edges) > 1
 
     def has(self, panel: str) -> bool:
-        """Whether any value of the panel is known."""
+        """Whether the panel has any finite value."""
         return panel in self.panels and bool(np.isfinite(self.panels[panel]).any())
 
     def chosen(self, rows: Sequence[int]) -> Self:
@@ -63,7 +63,7 @@ class Heat:
         return replace(self, rows=tuple(self.rows[row] for row in rows), panels=panels)
 
     def by_kind(self, panel: str) -> Self:
-        """Order modules by kind, then block; modules without a value in `panel` are dropped."""
+        """Order modules by kind, then block, without those that have no value in `panel`."""
         first: dict[str, int] = {}
         for index, name in enumerate(self.rows):
             first.setdefault(folded_name(name, "kinds"), index)
@@ -71,9 +71,9 @@ class Heat:
         return self.chosen(sorted(known.tolist(), key=lambda row: (first[folded_name(self.rows[row], "kinds")], row)))
 
     def folded(self, fold: Fold, opened: Iterable[str] = ()) -> Self:
-        """Fold to one row per block, or per kind of module; modules of folds in `opened` are listed below their fold.
+        """Fold to one row per block or kind of module; each fold in `opened` is followed by rows for its modules.
 
-        A folded cell holds the largest, the sum or a mean of its modules.
+        A folded cell holds the maximum, sum or mean of its modules, as its panel says.
         """
         if fold == "modules":
             return self
@@ -92,7 +92,7 @@ class Heat:
         return replace(self, rows=tuple(name for name, _ in members), panels=panels)
 
     def at_its_steps(self) -> Self:
-        """Values that were not finite, in columns of a single step each and of what lies between."""
+        """The non-finite panel with a single-step column for each finding, and columns for the gaps in between."""
         first, last = int(self.edges[0]), int(self.edges[-1])
         steps = [at for step, _, _ in self.nonfinite for at in (step - 1, step)]
         edges = np.unique([first, *steps, last])
@@ -113,14 +113,14 @@ class Heat:
 
 
 def drawn_panels(heat: Heat) -> list[str]:
-    """Panels worth drawing: those with a value, except flags that are constant everywhere."""
+    """Panels worth drawing: those with values, except drift, nonfinite and dtype if constant."""
     flags = {key for key in ("drift", "nonfinite", "dtype") if heat.has(key)}
     constant = {key for key in flags if np.unique(np.nan_to_num(heat.panels[key])).size == 1}
     return [key for key in PANELS if heat.has(key) and key not in constant]
 
 
 def limits(heat: Heat, key: str) -> tuple[float, float]:
-    """Lower and upper limit of a panel's colour scale; never equal, and above 0 on a logarithmic scale."""
+    """Lower and upper limit of a panel's colour scale; always distinct, and positive on a logarithmic scale."""
     panel, values = PANELS[key], heat.panels[key]
     known = values[np.isfinite(values) & ((values > 0) | (not panel.log))]
     if known.size:
@@ -135,9 +135,9 @@ def limits(heat: Heat, key: str) -> tuple[float, float]:
 
 
 def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
-    """Merge values that share a cell along `axis`; nan where none is known."""
+    """Merge values along `axis` by the panel's rule, ignoring nan; nan if there is no value."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of slices without a value
+        warnings.simplefilter("ignore", RuntimeWarning)  # about slices without a value
         match PANELS[panel].merge:
             case "largest":
                 return np.nanmax(values, axis=axis)
@@ -153,7 +153,7 @@ def merged(panel: str, values: np.ndarray, axis: int) -> np.ndarray:
 
 @dataclass
 class _Column:
-    """Measurements of steps after `after` up to `step`; values by panel, one per row known by then."""
+    """Measurements up to `step`: an array for each panel, with one value per row known by then."""
 
     step: int
     values: dict[str, np.ndarray]
@@ -161,13 +161,13 @@ class _Column:
 
 
 class HeatCollector:
-    """Takes events in file order; `heat` gives the arrays so far, at any time."""
+    """Accumulates events in file order; `heat` returns the heat maps so far and may be called at any time."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
         self._columns: list[_Column] = []
-        self._share = 1  # measured steps that share a column
-        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # keys of the last event's mappings, and their rows
+        self._share = 1  # measured steps per column
+        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # keys of the last event's mappings, their rows
         self._forward: list[str] = []
         self._nonfinite: list[tuple[int, str, float]] = []
         self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
@@ -176,7 +176,7 @@ class HeatCollector:
         self._drift = (0, 0.0)
 
     def add(self, event: Event) -> None:
-        """Add one event of any kind; one whose values are of other types than were written is left out."""
+        """Add one event of any kind; events with values of unexpected types are ignored."""
         with suppress(TypeError, ValueError, AttributeError, OverflowError):
             self._add(event)
 
@@ -203,7 +203,7 @@ class HeatCollector:
 
     def _measure(self, step: int, event: Event) -> None:
         while self._columns and self._columns[-1].step >= step:
-            self._columns.pop()  # where steps share a column, also what came just before
+            self._columns.pop()  # if steps share a column, its earlier steps are lost too
         gradients, activations, drift = (event[name] or {} for name in ("gradients", "activation_max", "drift"))
         measures = list(gradients.values())
         if activations:
@@ -218,8 +218,8 @@ class HeatCollector:
         }
         if drift:
             count, largest = self._drift
-            self._drift = count + 1, float(np.maximum(largest, drift["maximum"]))  # nan stays
-        if "by_module" in drift:  # has only the modules whose weights are not their rounded masters
+            self._drift = count + 1, float(np.maximum(largest, drift["maximum"]))  # nan propagates
+        if "by_module" in drift:  # lists only modules whose weights differ from their rounded masters
             apart = drift["by_module"]
             names = dict.fromkeys([*gradients, *apart])
             found["drift"] = self._spread("drift", names, [apart.get(name, 0.0) for name in names])
@@ -233,7 +233,7 @@ class HeatCollector:
             self._share *= 2
 
     def _spread(self, what: str, named: dict[str, Any], values: list[Any]) -> np.ndarray:
-        """Values of named modules as an array by row."""
+        """Scatter values of named modules into an array with one entry per row."""
         keys = list(named)
         seen, rows = self._seen.get(what, ([], np.zeros(0, int)))
         if keys != seen:
@@ -280,7 +280,7 @@ class HeatCollector:
         return Heat(names, edges, panels, computes, measured, tuple(self._nonfinite), self._drift)
 
     def _ordered(self) -> tuple[str, ...]:
-        """Rows in the order of the forward pass; modules that were never measured come last."""
+        """Row names in forward order; modules without measurements come last."""
         known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
         unmeasured = (module for _, module, _ in self._nonfinite)
         return tuple(dict.fromkeys([*known, *unmeasured]))
@@ -289,14 +289,14 @@ class HeatCollector:
         steps = [column.step for column in self._columns]
         if not steps and not self._nonfinite:
             return np.zeros(0, int)
-        if len(steps) < 2 and self._nonfinite:  # as fine as there are findings
+        if len(steps) < 2 and self._nonfinite:  # use the steps of the findings as columns
             steps = sorted({*steps, *(step for step, _, _ in self._nonfinite)})[:MOST_COLUMNS]
         first = max(0, steps[0] - (steps[1] - steps[0] if len(steps) > 1 else steps[0]))
         newest = max((step for step, _, _ in self._nonfinite), default=0)
         return np.array([first, *steps, *([newest] if newest > steps[-1] else [])], int)
 
     def _dtype_grid(self, names: Sequence[str], rows: dict[str, int], edges: np.ndarray) -> np.ndarray:
-        """Positions in DTYPES. Under a manifest, modules outside of all regions are FP32, as is the residual stream."""
+        """Code in DTYPES per cell. Under a manifest, modules outside all regions are FP32, like the residual stream."""
         default = "fp32" if self._regions else self._default
         code = DTYPES.index(default) if default in DTYPES else 0
         grid = np.full((len(names), len(edges) - 1), float(code) if code else np.nan, np.float32)
@@ -309,7 +309,7 @@ class HeatCollector:
 
 
 def _nonfinite_grid(found: Sequence[tuple[int, str, float]], names: Sequence[str], edges: np.ndarray) -> np.ndarray:
-    """(rows, columns) values that were not finite."""
+    """Number of non-finite values per cell, shape (rows, columns)."""
     rows, grid = {name: index for index, name in enumerate(names)}, np.zeros((len(names), len(edges) - 1), np.float32)
     for step, module, count in found:
         if module in rows:
@@ -322,7 +322,7 @@ def _padded(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def read_heat(path: Path) -> Heat:
-    """The heat maps of one `events.jsonl`. Damaged lines are left out. Raises UserError when it cannot be read."""
+    """The heat maps of one `events.jsonl`; damaged lines are skipped. Raises UserError if it cannot be read."""
     collector = HeatCollector()
     for event in Follower(path).events(*USED, whole=True):
         collector.add(event)

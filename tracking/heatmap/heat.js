@@ -4,7 +4,7 @@ const VIRIDIS = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d
 const REDS = ["#fdd0c0", "#fcaf93", "#fc8a6a", "#f96044", "#e83429", "#c9181d", "#a30f15", "#67000d"];
 const APART = ["#2166ac", "#4f93c3", "#92c5de", "#d1e5f0", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"]; // lower, higher
 const DTYPE_COLOURS = ["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728"];
-const ROW = 15; // pixels; fewer where there are many
+const ROW = 15; // pixels per row; fewer if there are many rows
 
 function element(kind, className, text) {
   const made = document.createElement(kind);
@@ -36,7 +36,7 @@ function colourAt(colours, share) {
   return `rgb(${parts})`;
 }
 
-// One panel into `box`: title, canvas and scale. Called again it replaces what is there.
+// Draw one panel into `box`: title, canvas and scale. Replaces previous content.
 function drawHeatPanel(box, found, unfold) {
   const style = getComputedStyle(document.documentElement);
   const [dim, rule] = ["--dim", "--line"].map((name) => style.getPropertyValue(name).trim());
@@ -119,7 +119,7 @@ function drawHeatPanel(box, found, unfold) {
   box.replaceChildren(title, canvas, scale);
 }
 
-// All panels: findings stand open, and what is within its healthy range folds away. dataOf: the values of a panel.
+// Draw all panels: those with findings are open, healthy ones are folded. dataOf: returns the values of a panel.
 async function drawLayers(panels, dataOf, unfold) {
   const folded = document.getElementById("healthy");
   const [findings, healthy] = [panels.filter((panel) => panel.finding !== false), panels.filter((panel) => panel.finding === false)];
@@ -134,7 +134,7 @@ async function drawLayers(panels, dataOf, unfold) {
     const [holder, drawn] = [document.getElementById(`${prefix}panels`), chosen.filter((panel) => panel.varies !== false)];
     while (holder.children.length > drawn.length) holder.lastChild.remove();
     while (holder.children.length < drawn.length) holder.append(element("div", "chart"));
-    if (prefix && !folded.open) continue; // nothing has a width in there yet
+    if (prefix && !folded.open) continue; // nothing in there has a width yet
     for (const [index, panel] of drawn.entries()) {
       holder.children[index].id = `heat-${panel.key}`;
       drawHeatPanel(holder.children[index], await dataOf(panel), unfold);

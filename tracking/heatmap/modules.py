@@ -1,4 +1,4 @@
-"""Names of modules: their block and kind, folding by either, and many names in a few words."""
+"""Module names: parse block and kind, fold by either, and summarise many names in a few words."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,15 +6,15 @@ from typing import Literal
 
 _BLOCK = re.compile(r"^(?P<stem>.*?)\.(?P<index>\d+)(?:\.(?P<kind>.+))?$", re.ASCII)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
-_DIGITS = 6  # of a block's number; more is no block
+_DIGITS = 6  # maximum for a block number; a longer number is not a block
 
 Fold = Literal["blocks", "kinds", "modules"]
 FOLDS: tuple[Fold, ...] = ("blocks", "kinds", "modules")
 
 
 def place_of(name: str) -> tuple[str, int | None, str]:
-    """Stem, block and kind of a module: `model.layers.3.mlp.experts.5.up_proj` is in block 3 of `model.layers`, of kind
-    `mlp.experts.*.up_proj`. The block is None outside of blocks; the kind is empty for a whole block."""
+    """(stem, block, kind) of a module: ("model.layers", 3, "mlp.experts.*.up_proj") for
+    `model.layers.3.mlp.experts.5.up_proj`. block is None outside blocks; kind is empty for a whole block."""
     found = _BLOCK.match(name)
     if found is None or len(found["index"]) > _DIGITS:
         return name, None, name
@@ -22,7 +22,7 @@ def place_of(name: str) -> tuple[str, int | None, str]:
 
 
 def folded_name(name: str, fold: Fold) -> str:
-    """The row that a module belongs to when rows are blocks or kinds."""
+    """Name of the row that a module falls into when rows are `fold`."""
     stem, block, kind = place_of(name)
     if fold == "modules" or block is None:
         return name
@@ -30,19 +30,19 @@ def folded_name(name: str, fold: Fold) -> str:
 
 
 def short_name(name: str, most: int) -> str:
-    """The last `most` characters of a row's name; a folded row is named by its kind, such as `mlp.down_proj`."""
+    """A row's name in at most `most` characters, cut at the front; a row folded by kind is called by its kind."""
     short = re.sub(r"^.*\.\*\.", "", name).removeprefix("model.")
     return short if len(short) <= most else "..." + short[3 - most :]
 
 
 def leaves(names: Sequence[str]) -> list[bool]:
-    """Mask of the names that contain no other module; blocks and whole models do."""
+    """Mask of the modules that contain no other module (blocks and whole models do)."""
     parents = {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
     return [name not in parents and "." in name or name not in parents and len(names) == 1 for name in names]
 
 
 def in_words(names: Iterable[str], most: int = 3) -> str:
-    """Modules in a few words: `layers 20-31 down_proj`; at most `most` kinds, then how many more."""
+    """Summary of module names, such as `layers 20-31 down_proj`; at most `most` kinds, then the number of others."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name in names:
         stem, block, kind = place_of(name)
@@ -59,7 +59,7 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
 
 
 def _last(kind: str) -> str:
-    """Last name of a kind, such as `down_proj`; `q_proj.lora_A` for an adapter's module, without the adapter's name."""
+    """Last part of a kind, such as `down_proj`; for LoRA modules `q_proj.lora_A`, without the adapter's name."""
     inside, _, last = kind.rpartition(".")
     layer, _, adapter = inside.rpartition(".")
     if adapter.startswith("lora_"):
@@ -68,7 +68,7 @@ def _last(kind: str) -> str:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """`0-3, 7` of sorted numbers."""
+    """Sorted numbers as ranges, such as `0-3, 7`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

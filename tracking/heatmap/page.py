@@ -1,4 +1,4 @@
-"""A panel of a heat map, of a run or of two as their difference, as plain values that a page's heat.js draws."""
+"""Heat-map panels of one run, or the difference of two, as JSON-ready values drawn by heat.js."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,16 +13,16 @@ from tracking.heatmap.words import findings
 from tracking.numbers import number
 
 COMPARED = ("activation", "gradient", "underflow", "update")
-"""Panels that are drawn as the difference of two runs."""
+"""Panels that can be drawn as the difference of two runs."""
 MOST_COLUMNS = 240
-_FEWER_COLUMNS = 120  # of a page that is one file
-_LEAST = 0.05  # ends of the colours of a difference at least: log10 of a ratio, or a share
-_LABEL = 34  # characters of a row's name
+_FEWER_COLUMNS = 120  # in a page that is one file
+_LEAST = 0.05  # minimum half-range of a difference's colour scale: log10 of a ratio, or a share
+_LABEL = 34  # characters of a row label
 
 
 def panels_of(heat: Heat) -> list[dict[str, Any]]:
-    """Every panel that has values, with the line about it; `varies` where there is something to draw, `finding` where a
-    healthy run would have another line."""
+    """Every panel with values and its line of text. `varies`: whether there is something to draw; `finding`: whether
+    the line reports something that a healthy run would not show."""
     found = findings(heat)
     varying = drawn_panels(heat) if found else []
     return [
@@ -34,10 +34,10 @@ def panels_of(heat: Heat) -> list[dict[str, Any]]:
 def panel_data(
     heat: Heat, key: str, fold: Fold, opened: Iterable[str] = (), *, columns: int = MOST_COLUMNS
 ) -> dict[str, Any]:
-    """One panel, without the modules that have no value in it.
+    """One panel, without modules that have no value in it.
 
-    values: (rows, columns) in row order, on a logarithmic scale log10, None where nothing was measured. low, high: the
-    ends of the colours on the same scale.
+    values: (rows, columns), as log10 on a logarithmic scale, None where nothing was measured. low, high: the limits of
+    the colour scale, in the same units.
     """
     heat = heat.at_its_steps() if key == "nonfinite" else heat
     known = np.flatnonzero(np.isfinite(heat.panels[key]).any(axis=1)).tolist()
@@ -61,7 +61,7 @@ def _plain_panel(
     *,
     diverging: bool = False,
 ) -> dict[str, Any]:
-    """The object that heat.js draws. diverging: the colours have a middle, at 0."""
+    """The object that heat.js draws. diverging: whether the colour scale is centred at 0."""
     panel = PANELS[key]
     return {
         "key": key,
@@ -80,7 +80,7 @@ def _plain_panel(
 
 
 def static_heat(heat: Heat) -> list[dict[str, Any]]:
-    """All panels, those that vary by kind of module and by block, for a page that is one file."""
+    """All panels, for a page that is one file; those that vary are folded by kind of module and by block."""
     folds: tuple[Fold, ...] = ("kinds", "blocks")
     return [
         panel
@@ -94,10 +94,10 @@ def static_heat(heat: Heat) -> list[dict[str, Any]]:
 
 
 def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str, Any] | None:
-    """A panel of one run against a baseline, each step beside its nearest one; None where they have nothing in common.
+    """A panel of a run relative to a baseline's column that covers the same step; None if they share no value.
 
-    values: log10 of the run's value over the baseline's, on a linear scale their difference; None where either is not
-    known. Blue is lower than the baseline, red higher.
+    values: log10 of the ratio run / baseline, or the difference on a linear scale; None where either is unknown. Blue
+    is lower than the baseline, red higher.
     """
     if not (run.has(key) and baseline.has(key)):
         return None
@@ -121,7 +121,7 @@ def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str
 
 
 def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:
-    """All compared panels by kind of module and by block, each with a line, for a page that is one file."""
+    """All compared panels, by kind of module and by block, each with a line of text, for a page that is one file."""
     found = []
     for key in COMPARED:
         folds = {fold: difference_data(run, baseline, key, fold) for fold in ("kinds", "blocks")}
@@ -132,7 +132,7 @@ def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:
 
 
 def _line(found: dict[str, Any]) -> str:
-    """Names the module that is furthest from the baseline at the last step both have."""
+    """Sentence naming the module that is furthest from the baseline at the last common step."""
     values = np.array([[np.nan if v is None else v for v in row] for row in found["values"]])
     column = int(np.flatnonzero(np.isfinite(values).any(axis=0))[-1])
     newest = np.nan_to_num(values[:, column])

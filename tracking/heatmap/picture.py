@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _MOST_LABELS = 20
 _MOST_COLUMNS = 300
-_TITLE = 44  # characters of a line that end before the next panel
-_WIDTH = 72  # characters of the line under a panel
+_TITLE = 44  # characters per line of a title, so that it does not reach the next panel
+_WIDTH = 72  # characters per line of the text under a panel
 
 
 def draw_heat(heat: Heat, png: Path, *, title: str) -> Path:
-    """Draw every panel that varies to `png`, one below the other, and return `png`. Raises UserError for no panel."""
+    """Draw every panel that varies to `png`, two per row, and return `png`. Raises UserError if there is none."""
     keys = drawn_panels(heat)
     if not keys:
         raise UserError(f"{png}: no telemetry has been recorded, so there is no heat map to draw")
@@ -57,11 +57,11 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
         colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"])
         norm = BoundaryNorm(np.arange(-0.5, len(DTYPES)), len(DTYPES))
     else:
-        colours, low = ("Reds", low / 10) if key == "nonfinite" else ("viridis", low)  # the lowest red is white
+        colours, low = ("Reds", low / 10) if key == "nonfinite" else ("viridis", low)  # Reds starts at white
         norm = LogNorm(low, high, clip=True) if panel.log else Normalize(low, high)
     axis.set_facecolor("#e9e9e9")
     drawn: Any
-    if key == "nonfinite":  # one cell among thousands would not be seen
+    if key == "nonfinite":  # a single cell among thousands would be invisible
         rows, columns = np.nonzero(np.nan_to_num(values))
         found = np.minimum(values[rows, columns], 1e30)
         drawn = axis.scatter(heat.steps[columns], rows + 0.5, c=found, cmap=colours, norm=norm, edgecolors="k", s=40)
@@ -89,14 +89,14 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
 
 
 def row_labels(rows: tuple[str, ...]) -> tuple[list[float], list[str], list[int]]:
-    """Middles and names of the stretches of rows of one kind, where a label has room; and where they begin."""
+    """(centre and label of each stretch of rows of one kind that has room for a label; borders between stretches)."""
     starts = [
         index
         for index, name in enumerate(rows)
         if index == 0 or folded_name(name, "kinds") != folded_name(rows[index - 1], "kinds")
     ]
     ends = [*starts[1:], len(rows)]
-    room = len(rows) / (1.5 * _MOST_LABELS)  # rows that a label covers
+    room = len(rows) / (1.5 * _MOST_LABELS)  # rows that a label takes up
     stretches = [(start, end) for start, end in zip(starts, ends, strict=True) if end - start >= room]
     labels = [short_name(folded_name(rows[start], "kinds"), 26) for start, _ in stretches]
     return [(start + end) / 2 for start, end in stretches], labels, starts[1:]

@@ -1,5 +1,5 @@
 "use strict";
-// The heat maps of a page that is one file.
+// Draw the heat maps of a page that is one file.
 {
   const panels = JSON.parse(document.getElementById("heat-data").textContent);
   const show = () => drawLayers(panels, (panel) => panel.folds[document.getElementById("fold").value], null);

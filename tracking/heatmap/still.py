@@ -1,8 +1,8 @@
-"""A run that does not move: rounding hides almost all updates from the weights that compute.
+"""Detect a run that hardly moves: rounding hides almost all updates from the 16-bit weights used for compute.
 
-A learning rate that is small for 16 bits changes the FP32 masters, and the number that is computed with only once
-updates have added up to half a unit in its last place. A healthy fine-tuning loses most of a single step's updates in
-that way and moves all the same, so a module stands still only where it loses nearly all of them for long.
+With a learning rate that is small for 16 bits, updates change the FP32 masters at once, but a 16-bit weight only once
+they add up to half a unit in its last place. A healthy fine-tuning run loses most updates of a single step this way and
+still moves, so a module counts as still only if it loses nearly all of them for a long time.
 """
 
 import re
@@ -19,25 +19,25 @@ from tracking.run_dir import setting
 from tracking.run_facts import RunFacts
 
 STILL = 0.99
-"""Share of a step's updates that change no bit of the weight that computes, from which on a module stands still: its
-weights then take a hundred steps, on average, to change once."""
-_ENOUGH = 3  # measurements in a row
-_HALF = 0.5  # of the measurements, and of the modules
-_SHOWN = 3  # kinds of modules in a sentence
+"""A module is still if at least this share of a step's updates leaves the compute weight unchanged: its weights then
+take a hundred steps, on average, to change once."""
+_ENOUGH = 3  # consecutive measurements
+_HALF = 0.5  # share of the measurements, and of the modules
+_SHOWN = 3  # kinds of modules named in the sentence
 _NORM = re.compile(r"norm|(?:^|\.)ln(?:_|\d|$)", re.IGNORECASE | re.ASCII)
 
 
 def still_sentence(heat: Heat, *, after: int = 0) -> str:
-    """Sentence about the modules that stand still, worst first; empty unless at least half of them do.
+    """Sentence about the modules that are still, worst first; empty unless at least half of all modules are.
 
-    after: the end of the warm-up, which is left out. A module stands still for three measurements and half of all at
-    least: updates lost as a schedule ends say nothing about the run. Norms are left out. Their weights are near 1,
-    where the numbers of 16 bits lie far apart, and lose 91 to 100% in the demo, which learns.
+    after: last step of the warm-up, which is ignored. A module must be still for the last three measurements and half
+    of all at least: updates lost only as the schedule ends say nothing about the run. Norms are ignored: their weights
+    are near 1, where 16-bit numbers are far apart, and lose 91 to 100% of updates in the demo, which learns.
     """
     if not heat.has("lost"):
         return ""
     values, count = heat.panels["lost"], 0
-    kinds: dict[tuple[str, str], list[tuple[str, float, int]]] = {}  # by dtype and kind: module, share, since
+    kinds: dict[tuple[str, str], list[tuple[str, float, int]]] = {}  # (dtype, kind) to (module, share, since)
     measured = [row for row in np.flatnonzero(np.isfinite(values).any(axis=1)) if not _NORM.search(heat.rows[row])]
     for row in measured:
         known = np.flatnonzero(np.isfinite(values[row]) & (heat.steps > after))
@@ -67,11 +67,11 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
 
 
 def still_of_run(facts: RunFacts) -> str:
-    """`still_sentence` of a run. Raises UserError when its events cannot be read."""
+    """`still_sentence` for a run. Raises UserError if its events cannot be read."""
     return still_sentence(facts.heat, after=warmup_of(facts.config))
 
 
 def warmup_of(config: Mapping[str, Any]) -> int:
-    """Steps of warm-up in a recorded config; 0 where it does not say."""
+    """Warm-up steps of a recorded config; 0 if not set."""
     steps = setting(config, "schedule.warmup_steps")
     return steps if isinstance(steps, int) else 0

@@ -1,19 +1,19 @@
-"""Growth of a magnitude, and the step at which it reaches a limit."""
+"""Fit the growth of a magnitude and predict the step at which it reaches a limit."""
 
 import math
 from dataclasses import dataclass
 
 import numpy as np
 
-_LEAST = 6  # points that make a trend
-_MOST = 60  # of them are used, from the newest back: all pairs are compared
-_LEAST_GROWTH = 1.1  # over the points; less is no trend
-_CERTAIN = 4.0  # how many times the growth has to exceed the usual distance of a point from its line
+_LEAST = 6  # minimum number of points for a trend
+_MOST = 60  # maximum number of points in a fit, which compares all pairs
+_LEAST_GROWTH = 1.1  # minimum growth factor over the points
+_CERTAIN = 4.0  # minimum ratio of the growth to the median distance of the points from the line
 
 
 @dataclass(frozen=True)
 class Trend:
-    """Growth of a positive magnitude over its newest points."""
+    """Growth of a positive magnitude over its most recent points."""
 
     value: float
     """Value of the fitted line at the last point."""
@@ -22,7 +22,7 @@ class Trend:
     rate: float
     """[per step] Logarithmic growth at the last point."""
     linear: bool
-    """Whether it grows by the same amount each step rather than by the same factor."""
+    """Whether it grows by a constant amount per step rather than a constant factor."""
 
     @property
     def per_100_steps(self) -> float:
@@ -30,18 +30,18 @@ class Trend:
         return 100 * self.rate if self.linear else math.expm1(min(100 * self.rate, 100.0))
 
     def reaches(self, limit: float) -> float:
-        """The step at which it reaches `limit` if the growth continues."""
+        """Step at which it reaches `limit` if the growth continues."""
         if self.linear:
             return self.last + (limit / self.value - 1) / self.rate
         return self.last + math.log(limit / self.value) / self.rate
 
 
 def trend(steps: np.ndarray, values: np.ndarray) -> Trend | None:
-    """The growth of `values` at `steps`, both (points,); None where they do not clearly grow.
+    """Growth of `values` at `steps`, both (points,); None if they do not clearly grow.
 
-    The slope is Theil and Sen's, the median over all pairs of points (P. K. Sen, JASA 63, 1968), which single spikes do
-    not turn. It is taken over the longest of three stretches of the newest points that a line fits: all of them, a
-    half, a quarter. Of a line through the values and one through their logarithms, the better one counts.
+    Uses the Theil-Sen slope, the median over all pairs of points (P. K. Sen, JASA 63, 1968), which is robust to single
+    spikes. The fit uses all points, else the newest half, else the newest quarter, whichever first shows clear growth.
+    The better of a line through the values and one through their logarithms counts.
     """
     usable = np.isfinite(values) & (values > 0)
     at, sizes = steps[usable].astype(float), values[usable].astype(float)
@@ -57,7 +57,7 @@ def trend(steps: np.ndarray, values: np.ndarray) -> Trend | None:
 
 
 def _fit(at: np.ndarray, sizes: np.ndarray) -> Trend | None:
-    """A line through few points of which at least two differ in their step."""
+    """Fit a few points, at least two of which differ in their step; None if they do not clearly grow."""
     logs = np.log(sizes)
     slope, level, spread = _line(at, logs)
     straight, height, distance = _line(at, sizes)
@@ -71,7 +71,7 @@ def _fit(at: np.ndarray, sizes: np.ndarray) -> Trend | None:
 
 
 def _line(x: np.ndarray, y: np.ndarray) -> tuple[float, float, float]:
-    """Slope, value at the last point, and median distance of the points, of the Theil-Sen line."""
+    """(slope, value at the last point, median distance of the points) of the Theil-Sen line."""
     low, high = np.triu_indices(len(x), 1)
     slope = float(np.median((y[high] - y[low]) / (x[high] - x[low])))
     level = float(np.median(y - slope * x))

@@ -1,4 +1,4 @@
-"""The line under each panel, which names what stands out."""
+"""Write the line under each panel, which names what stands out."""
 
 import math
 import warnings
@@ -14,20 +14,20 @@ from tracking.heatmap.trend import trend
 from tracking.numbers import number, percent
 
 NEAR = 0.25
-"""Share of FP16's range from which an activation is worth a word, growing or not."""
-_FAR = 2.0  # a forecast reaches this many times as far as the measured steps
-_ALIKE = 1.5  # members of one sentence: their values lie within this factor
-_CHANGED = 10.0  # a gradient that changed by this factor is worth a word
-_MUCH = 0.01  # share of values below the smallest normal number that is worth a word
+"""Share of FP16's range from which an activation is reported, whether it grows or not."""
+_FAR = 2.0  # a forecast looks ahead by this many times the measured steps
+_ALIKE = 1.5  # modules share a clause if their values are within this factor
+_CHANGED = 10.0  # factor of change from which a value is reported
+_MUCH = 0.01  # share of values below the smallest normal number from which it is reported
 
 
 def sentences(heat: Heat) -> dict[str, str]:
-    """A line for each panel of `heat` that has values."""
+    """One line of text for each panel of `heat` with values."""
     return {key: line for key, (line, _) in findings(heat).items()}
 
 
 def findings(heat: Heat) -> dict[str, tuple[str, bool]]:
-    """For each panel that has values a line, and whether a healthy run would have another one."""
+    """Panel to (line of text, whether it reports something that a healthy run would not show)."""
     writers = {
         "activation": _activations,
         "gradient": _gradients,
@@ -42,7 +42,7 @@ def findings(heat: Heat) -> dict[str, tuple[str, bool]]:
 
 
 def _grouped(heat: Heat, found: list) -> list[list]:
-    """Findings of one kind of module whose values are alike, soonest first."""
+    """Group findings of the same kind of module with similar values, soonest first."""
     groups: dict[str, list[list]] = {}
     for item in sorted(found, key=lambda item: (item[3], -item[1])):
         alike = groups.setdefault(in_words([heat.rows[item[0]]]).rpartition(" ")[2], [])
@@ -58,10 +58,10 @@ def _grouped(heat: Heat, found: list) -> list[list]:
 
 
 def _endangered(heat: Heat) -> list[list]:
-    """Modules near the end of FP16's range or growing towards it, as (row, share of the range, trend, step at which the
-    range is reached), in groups that are alike, the soonest first.
+    """Groups of similar modules near the end of FP16's range or growing towards it, soonest first; each module as (row,
+    share of the range, trend, step at which the range is reached).
 
-    A block repeats what its modules pass on, so it is left out where modules were found.
+    Blocks only pass on the values of their modules, so they are dropped if any module was found.
     """
     horizon, found = heat.steps[-1] + _FAR * (heat.steps[-1] - heat.edges[0]), []
     for row, values in enumerate(heat.panels["activation"]):
@@ -69,7 +69,7 @@ def _endangered(heat: Heat) -> list[list]:
         if not known.size:
             continue
         last = float(values[known[-1]])
-        growth = trend(heat.steps, values) if last > NEAR**4 else None  # 0.4%: nothing below is in danger soon
+        growth = trend(heat.steps, values) if last > NEAR**4 else None  # below 0.4% there is no danger soon
         step = growth.reaches(1.0) if growth is not None and growth.value < 1 else math.inf
         if last >= NEAR or step <= horizon:
             found.append((row, last, growth, step))
@@ -89,7 +89,7 @@ def _activations(heat: Heat) -> tuple[str, bool]:
         return f"largest: {most} of {range_of}, {_name(heat, row)} at {_step(heat, column)}; none is near it.", False
     lines = []
     for group in found[:3]:
-        rows, (_, _, growth, step) = sorted(row for row, *_ in group), group[0]  # which is the soonest
+        rows, (_, _, growth, step) = sorted(row for row, *_ in group), group[0]  # the soonest
         largest = percent(max(share for _, share, _, _ in group), 2)
         line = f"{in_words([heat.rows[row] for row in rows])}: activations at {largest} of {range_of}"
         values = np.nanmax(np.nan_to_num(heat.panels["activation"][rows], nan=0.0), axis=0)
@@ -114,23 +114,23 @@ def _gradients(heat: Heat) -> tuple[str, bool]:
 
 
 def _extremes(heat: Heat, panel: str) -> tuple[int, np.ndarray, int, int]:
-    """The last column with a value, its values, and the rows of the smallest and largest of them."""
+    """(last column with a value, its values, row of the smallest value, row of the largest)."""
     column = _newest(heat.panels[panel])
     newest = heat.panels[panel][:, column]
     return column, newest, int(np.nanargmin(newest)), int(np.nanargmax(newest))
 
 
 def _changed_modules(heat: Heat, panel: str) -> str:
-    """Modules whose values changed by a large factor since the first quarter of the steps; empty when none did."""
+    """Clause naming modules whose values changed by a large factor since the second eighth of the steps; else empty."""
     values = heat.panels[panel]
     count = values.shape[1]
     if count < 8:
         return ""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of modules without a value
+        warnings.simplefilter("ignore", RuntimeWarning)  # about modules without a value
         logs = np.log(np.where(values > 0, values, np.nan))
         early, late = (np.nanmedian(part, axis=1) for part in (logs[:, count // 8 : count // 4 + 1], logs[:, -2:]))
-        # Against what all modules did: gradients shrink together as a run converges.
+        # Relative to the median module: all gradients shrink together as a run converges.
         change = late - early - np.nanmedian(late - early)
     rows = np.flatnonzero(np.abs(np.nan_to_num(change)) > math.log(_CHANGED))
     if not rows.size:
@@ -215,7 +215,7 @@ def _dtypes(heat: Heat) -> tuple[str, bool]:
 
 
 def _newest(values: np.ndarray) -> int:
-    """The last column with a value."""
+    """Index of the last column with a value."""
     return int(np.flatnonzero(np.isfinite(values).any(axis=0))[-1])
 
 

@@ -1,12 +1,12 @@
 "use strict";
-// Draws the curves of runs with uPlot: one x axis, one zoom and one cursor for all charts. Tables are plain HTML already.
+// Draw the curves of runs with uPlot, sharing x axis, zoom and cursor among all charts. Tables are already plain HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const state = {
   axis: "step", logx: false, smoothing: 0, log: false, events: true, cut: false, seeds: false, range: null, hidden: new Set(), focus: null,
 };
-const CUT = 0.05; // share of a run at its start that the height of some charts ignores when `cut` is set, beside runs that diverged
+const CUT = 0.05; // initial share of a run that the y range of some charts ignores if `cut` is set, as it does diverged runs
 
-// Eight hues that stay apart for colour-blind eyes (after Okabe and Ito), in a shade for each theme; then other dashes.
+// Eight hues that colour-blind readers can tell apart (after Okabe and Ito), with a shade per theme; then other dashes.
 const HUES = {
   light: ["#0072b2", "#d55e00", "#00795a", "#b5528a", "#a87400", "#2e9bd6", "#6b4fbb", "#4a4f57"],
   dark: ["#5cb3ea", "#ff8a3d", "#2cc79b", "#e58fbf", "#f0b429", "#b3e0fa", "#a997f5", "#c9ced6"],
@@ -26,7 +26,7 @@ const scales = (run) => run.curve.loss_scale.some((value) => value !== null && v
 const unit = data.unit && ` (${data.unit})`;
 const LOSS = { name: "loss", title: `Training loss${unit}`, cut: CUT, noisy: true };
 const FIGURES = data.figures.map((figure) => ({ ...figure, name: figure.names[0], log: figure.log ? 10 : 0, zero: !figure.spread && !figure.log, noisy: true }));
-// What all runs are followed by leads; a loss that says nothing comes after it.
+// The headline metric of all runs comes first; the loss, uninformative in that case, comes later.
 const LEADING = FIGURES.filter((chart) => chart.names.includes(data.headline)).map((chart) => ({ ...chart, wide: true, marks: true }));
 const CHARTS = [
   ...LEADING,
@@ -56,7 +56,7 @@ const shown = (chart, value) => (chart.name === "loss_scale" ? scale(value) : ch
 
 // --- what is drawn
 
-// Exponential moving average, of which `weight` is that of the value before; without a pull of the first ones towards 0.
+// Exponential moving average; `weight` is that of the previous average. Debiased, so that it does not start near 0.
 function smoothed(values, weight) {
   let [sum, total] = [0, 0];
   return values.map((value) => {
@@ -65,7 +65,7 @@ function smoothed(values, weight) {
   });
 }
 
-// x ascending; y as the axis can show it.
+// x in ascending order; y scaled, null where the axis cannot show it.
 function points(chart, x, y) {
   const log = isLog(chart);
   const kept = [[], []];
@@ -80,7 +80,7 @@ function points(chart, x, y) {
 
 const isLog = (chart) => chart.log || (state.log && (chart.name === "loss" || chart.name === "validation") ? chart.log || 10 : 0);
 
-// The curves of a run in a chart: as recorded, and for smoothing the means of all its steps.
+// The curves of a run in a chart: as recorded, and means over all steps for smoothing.
 function columns(chart, run) {
   const item = data.runs[run];
   if (chart.names) {
@@ -120,7 +120,7 @@ function lineOf(chart, run, add) {
   columns(chart, run).forEach(({ raw, means, key, spread, dots, ...look }) => {
     const [x, y] = [raw[state.axis], raw[key]];
     const smooth = state.smoothing > 0 && chart.noisy && !dots;
-    const below = run === 0 && few && data.runs.length > 1; // a run on top of it that is the same must not hide it
+    const below = run === 0 && few && data.runs.length > 1; // drawn wider, so that an identical run on top does not hide it
     if (spread && few && !smooth) {
       const edge = (sign) => y.map((value, index) => (value === null || spread[index] === null ? null : value + sign * spread[index]));
       add(run, x, edge(1), { width: 0, top: true });
@@ -132,7 +132,7 @@ function lineOf(chart, run, add) {
   });
 }
 
-// Which line of a chart of metrics is which.
+// Legend text for the lines of a chart of metrics.
 function keyOf(chart) {
   if (!chart.names) return "";
   const has = (part, name) => data.runs.some((run) => run[part][name]);
@@ -145,9 +145,9 @@ function keyOf(chart) {
 
 // --- axes
 
-const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // distances of ticks: a step is an integer
+const WHOLE = Array.from({ length: 13 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat(); // tick distances for integer steps
 
-// From the first to the last point of all runs that are shown.
+// The x range that covers all visible runs.
 function whole() {
   let [low, high] = [Infinity, -Infinity];
   data.runs.forEach((run, index) => {
@@ -161,7 +161,7 @@ function whole() {
   return low < high ? [low, high] : low === high ? [low - (state.logx ? low / 2 : 1), high + 1] : state.logx ? [1, 10] : [0, 1];
 }
 
-// The lowest and the highest value, without a share of each run at its start, and without runs that diverged beside others.
+// [lowest, highest] value, ignoring an initial share of each run, and diverged runs unless there are no others.
 function usual(series, share) {
   let [low, high] = [Infinity, -Infinity];
   const sound = series.filter((one) => data.runs[one.run].verdict !== "diverged");
@@ -177,7 +177,7 @@ function usual(series, share) {
   return low > high ? [null, null] : [low, high];
 }
 
-// The y range of a chart. low, high: of what is in the present stretch of the x axis; null where nothing is.
+// The y range of a chart. low, high: over the current x range; null if it is empty.
 function heights(chart, low, high) {
   if (state.cut && chart.cut !== undefined && !state.range) [low, high] = usual(chart.series, chart.cut);
   if (low === null || low === undefined) return isLog(chart) ? [0.5, 2] : [0, 1];
@@ -187,7 +187,7 @@ function heights(chart, low, high) {
   return [chart.zero && low === 0 ? 0 : low - room, high + room];
 }
 
-// Where a logarithmic axis has its numbers: at powers of two, or at 1, 2 and 5 of each decade, at most about eight.
+// Tick positions of a logarithmic axis: powers of two, or 1, 2 and 5 of each decade, at most about eight.
 function logSplits(base) {
   return (u, axis, low, high) => {
     if (!(low > 0) || !(high > low)) return [];
@@ -214,7 +214,7 @@ function marksOf(chart) {
   return data.runs.flatMap((item, run) => (state.hidden.has(run) ? [] : item.marks.filter((mark) => kinds.includes(mark.kind)).map((mark) => ({ ...mark, run }))));
 }
 
-// Where a mark is drawn, in pixels of the canvas: on the curve, or at the upper edge where the step has no value there.
+// Position of a mark in canvas pixels: on the curve, or at the upper edge if the step has no value.
 function spot(u, chart, mark) {
   const at = mark[state.axis];
   if (at === null || at < u.scales.x.min || at > u.scales.x.max) return null;
@@ -285,7 +285,7 @@ function nearest(one, x) {
   return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
 }
 
-// The values under the cursor: of few runs in the heading of every chart, of all near ones beside the mouse.
+// Values under the cursor: in the heading of every chart for few runs, and beside the mouse for all nearby ones.
 function readout(u, chart) {
   const { left, top } = u.cursor;
   chart.values.replaceChildren();
@@ -334,10 +334,10 @@ function readout(u, chart) {
 // --- drawing
 
 const holder = document.getElementById("charts");
-const machine = document.querySelector("#machine .charts"); // of the page of one run
+const machine = document.querySelector("#machine .charts"); // only on the page of a single run
 const drawn = [];
 
-// One zoom for all charts: they show the same stretch of the run, each at the height of what is in it.
+// One zoom for all charts: they share the x range, and each adapts its y range.
 function selected(u) {
   const { left, width } = u.select;
   if (width < 2) return;
@@ -345,7 +345,7 @@ function selected(u) {
   zoomTo([u.posToVal(left, "x"), u.posToVal(left + width, "x")]);
 }
 
-// range: on the present axis; null is the whole run.
+// range: in units of the current x axis; null shows the whole run.
 function zoomTo(range) {
   state.range = range;
   const [min, max] = range || whole();
@@ -354,7 +354,7 @@ function zoomTo(range) {
 
 function options(chart) {
   const log = isLog(chart);
-  const empty = chart.series.every((one) => one.data[1].every((value) => value === null)); // its range means nothing
+  const empty = chart.series.every((one) => one.data[1].every((value) => value === null)); // then its range is meaningless
   const axis = { stroke: () => css("--dim"), grid: { stroke: () => css("--line"), width: 1 }, ticks: { stroke: () => css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
   return {
     width: chart.plot.clientWidth || 500,
@@ -398,7 +398,7 @@ function draw() {
   document.body.dataset.drawn = "yes";
 }
 
-// Fade all runs but one; null: none.
+// Fade all runs but one; null fades none.
 function focus(run) {
   state.focus = run;
   drawn.forEach((u, index) => {

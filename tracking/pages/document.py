@@ -1,6 +1,6 @@
-"""A page that a tool writes in Markdown, and the same page as HTML: one file with its pictures, for a browser.
+"""Write a tool's page as Markdown and as HTML, the latter as one file with its pictures inlined.
 
-What stands between the heading and the first section is the verdict, and is framed as such.
+Text between the heading and the first section is the verdict, and is framed as such.
 """
 
 import re
@@ -24,10 +24,10 @@ _NO_PICTURE = re.compile(r"^([a-z]+:|//|/)", re.IGNORECASE)
 
 
 def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
-    """Write `path` (PAGE.md) and PAGE.html beside it; returns the former. Raises OSError when one cannot be written.
+    """Write `path` (PAGE.md) and PAGE.html beside it; returns the former. Raises OSError if either cannot be written.
 
-    markdown: opens with a heading; what comes from a run is escaped in it as `tracking.pages.markdown` does. Pictures
-    are files beside the page. tone: that of the verdict.
+    markdown: starts with a heading; text from a run has to be escaped by `tracking.pages.markdown`. Pictures are files
+    beside the page. tone: of the verdict.
     """
     write_atomically(path, markdown.encode())
     write_atomically(path.with_suffix(".html"), document(markdown, path.parent, tone=tone).encode())
@@ -35,7 +35,7 @@ def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
 
 
 def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
-    """The HTML page, UTF-8 text. HTML within the Markdown is text on it. folder: of the pictures."""
+    """The page as HTML. HTML tags within the Markdown are shown as text. folder: where the pictures are."""
     renderer = Renderer(folder)
     tokens = PARSER.parse(markdown)
     title, rest = _heading(tokens)
@@ -43,13 +43,13 @@ def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
     pictured = [any(child.type == "image" for child in token.children or ()) for token in rest[:at]]
     verdict = pictured.index(True) if any(pictured) else at
     while verdict < at and verdict and rest[verdict].type != "paragraph_open":
-        verdict -= 1  # a picture belongs to the body, with the paragraph that it is in
+        verdict -= 1  # a picture and its paragraph belong to the body
     lead, body = (renderer.render(part, PARSER.options, {}) for part in (rest[:verdict], rest[verdict:]))
     return render("pages/document.html", title=title, lead=Markup(lead), body=Markup(body), tone=tone)
 
 
 def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
-    """Text of the heading that the page opens with, and the tokens after it."""
+    """(text of the page's first heading, tokens after it)."""
     if not tokens or tokens[0].type != "heading_open":
         return "", list(tokens)
     text = "".join(child.content for child in tokens[1].children or ())
@@ -57,14 +57,14 @@ def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
 
 
 class Renderer(RendererHTML):
-    """Puts pictures into the page and lets wide tables scroll."""
+    """Inlines pictures and makes wide tables scroll."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
 
     def image(self, tokens: Sequence[Token], index: int, options: Any, env: Any) -> str:
-        """One picture; its text alone where it is no file beside the page."""
+        """An inlined picture; only its text if it is not a file beside the page."""
         token = tokens[index]
         name, said = unquote(str(token.attrGet("src") or "")), token.content
         file = self._folder / name
@@ -74,6 +74,6 @@ class Renderer(RendererHTML):
         return str(shown.format(said, picture(file)))
 
     def render(self, tokens: Sequence[Token], options: Any, env: Any) -> str:
-        """HTML in which each table has a box that it scrolls in."""
-        html: str = super().render(tokens, options, env)  # a tag in a text is escaped
+        """HTML in which each table is wrapped in a scrolling box."""
+        html: str = super().render(tokens, options, env)  # tags within text are escaped
         return html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>")

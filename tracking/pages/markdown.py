@@ -1,6 +1,6 @@
-"""Text, tables and whole pages that the tools write, in Markdown; tables for a terminal, too.
+"""Build the tools' Markdown text, tables and pages; tables also render in a terminal.
 
-Values from a run are text in them, never markup, and never a secret.
+Values from a run always end up as text, never as markup, and secrets are hidden.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NUMBER = re.compile(r"[-+.]*\d|-$")
 
 
 def text(value: object) -> str:
-    """Any value as text on one line, with what Markdown or HTML would take for markup escaped."""
+    """Any value as text on one line, with Markdown and HTML markup escaped."""
     escaped = _MARKUP.sub(lambda found: f"\\{found[0]}", shown(value))
     return escaped if escaped[:1].isalpha() else _OPENS_A_BLOCK.sub(_escape_block, escaped)
 
 
 def code(value: object) -> str:
-    """Any value as code within a line."""
+    """Any value as inline code."""
     said = shown(value)
     edge = " " if said.startswith("`") or said.endswith("`") or not said.strip() else ""
     fence = _fence(said, 1)
@@ -36,16 +36,16 @@ def code(value: object) -> str:
 
 
 def fenced(block: str, language: str = "text") -> str:
-    """Several lines as a block of code."""
+    """Lines of text as a fenced code block."""
     said = printable(redact(block.rstrip()))
     fence = _fence(said, 3)
     return f"{fence}{language}\n{said}\n{fence}"
 
 
 def page(*blocks: object) -> str:
-    """Blocks of Markdown with a blank line between them and a line break at the end; empty ones are left out.
+    """Join blocks of Markdown with blank lines, without empty blocks, ending in a newline.
 
-    A list of strings is a list of points.
+    A list of strings becomes a bulleted list.
     """
     whole = [
         "\n".join(f"- {point}" for point in block) if isinstance(block, list) else str(block or "").strip("\n")
@@ -55,15 +55,15 @@ def page(*blocks: object) -> str:
 
 
 def section(title: str, *blocks: object) -> str:
-    """Blocks as of `page` under a heading; nothing where all are empty."""
+    """Blocks, as for `page`, under a heading; empty if all of them are."""
     body = page(*blocks)
     return f"## {title}\n\n{body}" if body else ""
 
 
 class Table:
-    """Rows under a head. As a string it is Markdown, and so has to be what is in it: `text` and `code` make it so.
+    """Rows under a header. As a string it is Markdown, so cells have to be Markdown too, as from `text` and `code`.
 
-    For a terminal a cell is any value, or a `Text` of rich. A column of numbers stands on the right there.
+    In a terminal a cell may be any value or a rich `Text`, and columns of numbers are right-aligned.
     """
 
     def __init__(self, head: Sequence[object], rows: Iterable[Iterable[object]] = (), *, title: str = "") -> None:
@@ -74,14 +74,14 @@ class Table:
         return bool(self.rows)
 
     def add(self, *cells: object, style: str = "") -> None:
-        """Add a row. style: for a terminal, such as `bold red`."""
+        """Add a row. style: for terminals, such as `bold red`."""
         self.rows.append((cells, style))
 
     def __str__(self) -> str:
         return "\n".join([_row(self.head), f"|{'---|' * len(self.head)}", *(_row(cells) for cells, _ in self.rows)])
 
     def padded(self) -> str:
-        """Markdown whose columns line up as plain text, too; nothing where there is no row."""
+        """Markdown whose columns also line up as plain text; empty without rows."""
         if not self.rows:
             return ""
         rows = [[_cell(cell) for cell in cells] for cells in (self.head, *(cells for cells, _ in self.rows))]
@@ -90,7 +90,7 @@ class Table:
         return "\n".join([lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]])
 
     def lines(self) -> list[str]:
-        """Plain text, a row a line, below the head where that is not empty."""
+        """Plain text, one line per row, under the header unless it is empty."""
         head = [self.head] if any(self.head) else []
         rows = [[shown(cell) for cell in cells] for cells in (*head, *(cells for cells, _ in self.rows))]
         aligned = []
@@ -100,7 +100,7 @@ class Table:
         return ["  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
     def grid(self, *, boxed: bool = True) -> Grid:
-        """The table for a console of rich, which is loaded here alone: some tools start without it."""
+        """The table for a rich console. rich is imported only here, because some tools start without it."""
         from rich.table import Table as Grid
         from rich.text import Text
 
@@ -117,7 +117,7 @@ class Table:
         return grid
 
     def _right(self) -> list[bool]:
-        """Mask of the columns that hold only numbers, or dashes for missing ones."""
+        """Mask of columns that hold only numbers, or dashes for missing ones."""
         columns = zip(*(cells for cells, _ in self.rows), strict=True) if self.rows else ((),) * len(self.head)
         said = [[str(cell) for cell in column if str(cell)] for column in columns]
         return [bool(column) and all(map(_NUMBER.match, column)) for column in said]
@@ -128,12 +128,12 @@ def _row(cells: Sequence[object]) -> str:
 
 
 def _cell(cell: object) -> str:
-    """A cell on one line, with each `|` escaped, in code too, since it would end the cell."""
+    """A cell on one line. Every `|` is escaped, even inside code, since it would end the cell."""
     return re.sub(r"\\.|\|", lambda found: "\\|" if found[0] == "|" else found[0], line(str(cell)))
 
 
 def _fence(said: str, least: int) -> str:
-    """Backticks that no run of backticks within `said` ends."""
+    """A fence of at least `least` backticks, longer than any run of backticks in `said`."""
     return "`" * max(least, 1 + max((len(run) for run in _FENCES.findall(said)), default=0))
 
 

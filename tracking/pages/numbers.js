@@ -1,5 +1,5 @@
 "use strict";
-// Numbers as text, by the rules of tracking/numbers.py.
+// Format numbers by the rules of tracking/numbers.py.
 const stripped = (text) => (text.includes(".") ? text.replace(/\.?0+$/, "") : text);
 
 function number(value, digits = 4, plainFrom = 1e-3) {

@@ -1,4 +1,4 @@
-"""Fill a template: what comes from a run is text, and a page loads nothing."""
+"""Fill a template: everything from a run is rendered as text, and a page loads no other file."""
 
 import json
 from base64 import b64encode
@@ -16,17 +16,17 @@ _FOLDER = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """The whole page, UTF-8 text. template: a path below `tracking/`; values: what it needs, else UndefinedError."""
+    """The rendered page. template: path below `tracking/`. Raises UndefinedError if `values` lack one it uses."""
     return _environment().get_template(template).render(**values)
 
 
 def picture(png: Path) -> str:
-    """A picture as the value of `src`: the page stays one file. Raises OSError when it cannot be read."""
+    """A picture as a data URL for `src`, so that the page stays one file. Raises OSError if it cannot be read."""
     return f"data:image/png;base64,{b64encode(png.read_bytes()).decode()}"
 
 
 def script_json(value: Any) -> str:
-    """Plain values as JSON that ends no <script>, opens no comment in it, and holds nothing that a page would obey."""
+    """Plain values as JSON that is safe inside <script>: it cannot close it or open a comment."""
     content = json.dumps(_printable(redact(value)), allow_nan=False, separators=(",", ":"))
     return content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -47,17 +47,17 @@ def _environment() -> Environment:
     return found
 
 
-_shown_text = lru_cache(1 << 15)(shown)  # a table of runs has the same few texts again and again
+_shown_text = lru_cache(1 << 15)(shown)  # a table of runs repeats a few texts many times
 
 
 def _shown(value: Any) -> Any:
-    """Names and texts without control and bidirectional characters; autoescape does the rest."""
+    """Text without control and bidirectional characters; autoescape does the rest."""
     return value if isinstance(value, Markup) else _shown_text(value) if isinstance(value, str) else shown(value)
 
 
 @cache
 def _asset(name: str) -> Markup:
-    """One of the repository's own scripts or styles below `tracking/`, as it is."""
+    """One of the repository's scripts or stylesheets below `tracking/`, verbatim."""
     return Markup((_FOLDER.parent / name).read_text(encoding="utf-8"))
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// A search field with data-filter="ID" shows the rows of that table that have all of its words.
+// A search field with data-filter="ID" shows only the rows of table ID that contain all of its words.
 document.addEventListener("input", ({ target }) => {
   if (!target.matches("[data-filter]")) return;
   const words = target.value.toLowerCase().split(/\s+/).filter(Boolean);

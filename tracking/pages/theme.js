@@ -1,5 +1,5 @@
 "use strict";
-// Light or dark as the reader's system has it, until the button is pressed. Charts redraw themselves on "theme".
+// Light or dark as set in the reader's system, until the button is pressed. Charts redraw on "theme".
 const isDark = () => document.documentElement.classList.contains("dark");
 function setTheme(dark) {
   document.documentElement.classList.toggle("dark", dark);

@@ -1,7 +1,7 @@
 """The matmuls of a profile: dtype, shape and module; those in FP32, and those whose sizes do not suit tensor cores.
 
-Sizes: cuBLAS uses tensor cores best where M, N and K are multiples of 16 bytes, which are 8 elements of 16 bits, and on
-A100 and later of 128 bytes, which are 64 elements (NVIDIA, Matrix Multiplication Background, section 4.1).
+cuBLAS uses tensor cores most efficiently if M, N and K are multiples of 16 bytes (8 elements of 16 bits), and on A100
+and later of 128 bytes (64 elements); see NVIDIA, Matrix Multiplication Background, section 4.1.
 """
 
 from collections import defaultdict
@@ -22,20 +22,20 @@ NAMES = {
     "int": "int32",
     "bool": "bool",
 }
-"""Our name of a dtype, by its name in a trace."""
-# Operator to the positions of its two matrices.
+"""Dtype name in a trace to ours."""
+# Operator to the argument positions of its two matrices.
 _OPERATORS = {
     **dict.fromkeys(("aten::mm", "aten::bmm", "aten::_scaled_mm"), (0, 1)),
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), (0, 1)),
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addbmm", "aten::_addmm_activation"), (1, 2)),
 }
 GOOD, BEST = 8, 64
-"""[16-bit elements] Sizes should be multiples of these, at least and at best."""
+"""[16-bit elements] Sizes should be multiples of GOOD, ideally of BEST."""
 
 
 @dataclass
 class Matmul:
-    """One matrix product in a trace."""
+    """One matmul in a trace."""
 
     event: Event
     dtype: str
@@ -47,12 +47,12 @@ class Matmul:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 def matmul_of(event: Event) -> Matmul | None:
-    """The matrix product of an event; None for any other operator."""
+    """The matmul that an event computes; None for any other operator."""
     if event.kind != "cpu_op" or event.name not in _OPERATORS:
         return None
     first, second = _OPERATORS[event.name]
@@ -73,16 +73,16 @@ def matmul_of(event: Event) -> Matmul | None:
 
 
 def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
-    """Rows by module, phase, dtype and shape, longest first."""
+    """One row per module, phase, dtype and shape, longest first."""
     keyed = [((m.event.module, m.event.phase, m.dtype, m.batch, m.m, m.n, m.k), m) for m in matmuls]
     return _rows(keyed, ("module", "phase", "dtype", "batch", "m", "n", "k"))
 
 
 def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
-    """Modules whose matmuls ran in FP32 or FP64 in a run that computes in 16 bits, longest first.
+    """Modules whose matmuls ran in FP32 or FP64 although the run computes in 16 bits, longest first.
 
-    regions: dtype in the precision manifest, by module; None where the whole run has one dtype, `compute`. A row's
-    "wanted" says whether the manifest asks for FP32.
+    regions: module to its dtype in the precision manifest; None if the whole run has one dtype, `compute`. "wanted" in
+    a row says whether the manifest asks for FP32.
     """
     if not {"bf16", "fp16"} & {compute, *(regions or {}).values()}:
         return []
@@ -101,8 +101,8 @@ def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str]
 def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> list[dict[str, Any]]:
     """Sizes that are not multiples of 8, then those that are not multiples of 64, by module and size, longest first.
 
-    M, N and K count, the batch of a batched product does not. Of fused attention it is the head size, where it is not a
-    multiple of 8. FP32 matmuls are included: they may run in 16 bits later.
+    Checks M, N and K but not the batch of a batched matmul; for fused attention only whether the head size is a
+    multiple of 8. FP32 matmuls are included, since they may run in 16 bits later.
     """
     sized = [
         ((found.event.module, size), found) for found in matmuls for size in {found.m, found.n, found.k} if size % BEST
@@ -120,7 +120,7 @@ def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> 
 
 
 def _rows(keyed: Iterable[tuple[tuple[Any, ...], Matmul]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """A row with the totals of each key, longest first. names: of the parts of a key."""
+    """One row with totals per key, longest first. names: column names of the parts of a key."""
     groups: defaultdict[tuple[Any, ...], list[Matmul]] = defaultdict(list)
     for key, found in keyed:
         groups[key].append(found)
@@ -129,7 +129,7 @@ def _rows(keyed: Iterable[tuple[tuple[Any, ...], Matmul]], names: Sequence[str])
 
 
 def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:
-    """The manifest's dtype of the nearest region around a module."""
+    """Dtype of the innermost manifest region that contains a module; None if there is none."""
     while regions is not None and module:
         if module in regions:
             return regions[module]

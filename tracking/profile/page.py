@@ -9,23 +9,23 @@ from tracking.pages.markdown import Table, code, page, section
 from tracking.profile.matmul import BEST, GOOD
 
 _ROWS = 15
-_BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # the number of a block in a module's name
+_BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # block number within a module name
 
 
 def profile_page(summary: dict[str, Any], trace: str) -> str:
-    """The page. summary: from `tracking.profile.summary.summarise`. trace: name of the trace's file."""
+    """The page as Markdown. summary: from `tracking.profile.summary.summarise`. trace: file name of the trace."""
     parts = (_where, _matmuls, _fp32_matmuls, _misaligned_sizes, _casts, _how)
     title = f"# Profile of {which_steps(summary['steps'])}"
     return page(title, *_verdict(summary), _opening(summary, trace), *(part(summary) for part in parts))
 
 
 def which_steps(steps: list[int]) -> str:
-    """step 6, or steps 6 to 8."""
+    """Text such as `step 6` or `steps 6 to 8`."""
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def largest_parts(summary: dict[str, Any]) -> str:
-    """The three categories that took longest, with their shares of the time."""
+    """The three categories that took longest, with their share of the time."""
     parts = summary["device_time"]["categories"] if summary["device_time"] else summary["host"]
     total = sum(summary["steps_seconds"])
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
@@ -33,7 +33,7 @@ def largest_parts(summary: dict[str, Any]) -> str:
 
 
 def _verdict(summary: dict[str, Any]) -> tuple[str, list[str]]:
-    """A summary of what took longest, and of what makes matmuls slower than they have to be."""
+    """(sentence on what took longest, points on what makes matmuls slower than necessary)."""
     points = []
     unintended = merge_blocks([row for row in summary["fp32_matmuls"] if not row["wanted"]])
     if unintended:
@@ -189,9 +189,9 @@ def _how(summary: dict[str, Any]) -> str:
 
 
 def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
-    """Merge rows that differ only in the block numbers of their modules, and not in `keys`; longest first.
+    """Merge rows whose modules differ only in the block number and whose `keys` are equal; longest first.
 
-    Numbers are summed; `modules` names the modules.
+    Other numbers are summed; `modules` describes the merged modules.
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
@@ -208,7 +208,7 @@ def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]
 
 
 def _first(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[object]:
-    """A table of the first rows, and how many more there are; nothing where there is none."""
+    """A table of the first rows and the number of further ones; empty without rows."""
     more = f"And {len(rows) - _ROWS} more in the .json file." if len(rows) > _ROWS else ""
     return [Table(head, rows[:_ROWS]), more] if rows else []
 

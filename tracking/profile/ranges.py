@@ -1,3 +1,3 @@
-"""Prefixes of the ranges that Mantissa adds to a trace."""
+"""Name prefixes of the profiler ranges that Mantissa adds to a trace."""
 
 STEP, STAGE, MODULE = "mantissa step ", "mantissa stage ", "mantissa module "

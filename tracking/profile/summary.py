@@ -1,7 +1,7 @@
-"""The summary of a profile: the time of a step by category, matmuls in FP32, and sizes that do not suit tensor cores.
+"""Summarise a profile: step time by category, matmuls in FP32, and sizes that do not suit tensor cores.
 
-Every moment of the profiled steps is counted once, under the innermost
-category. On a GPU the kernels' time is divided alike, and the rest is idle.
+Every moment of the profiled steps is counted once, under the innermost category. On a GPU, kernel time is split into
+the same categories, and the rest is idle.
 """
 
 import json
@@ -22,7 +22,7 @@ _RANGES = ("user_annotation",)
 
 
 def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
-    """Plain numbers, times in seconds over all profiled steps. facts: those of `Profiling`, included in the result."""
+    """The summary as plain values; times in seconds over all profiled steps. facts: from `Profiling`, included."""
     for event in timeline.events:
         event.category = _category(event)
     matmuls = [product for event in timeline.events if (product := matmul_of(event)) is not None]
@@ -45,7 +45,7 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_summary(trace: Path, facts: dict[str, Any]) -> str:
-    """Write .json, .md and .html next to the trace. Returns the headline. Raises ValueError: no step in the trace."""
+    """Write .json, .md and .html next to the trace; returns the headline. Raises ValueError without a step in it."""
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
@@ -59,7 +59,7 @@ def headline(summary: dict[str, Any]) -> str:
 
 
 def _category(event: Event) -> str:
-    """The category of an event's own time; its parent's is known already."""
+    """Category of an event's self time; its parent's category must be set already."""
     above = event.parent.category if event.parent is not None else ""
     if above in (DATA, COMMUNICATION):
         return above
@@ -83,7 +83,7 @@ def _category(event: Event) -> str:
 
 
 def _cast_of(event: Event) -> str | None:
-    """ "from -> to" of a copy into another dtype; None for other operators."""
+    """Dtypes `from -> to` of a copy between dtypes; None for other operators."""
     types = event.dtypes
     if event.name != "aten::copy_" or len(types) < 2 or types[0] == types[1]:
         return None
@@ -91,9 +91,9 @@ def _cast_of(event: Event) -> str | None:
 
 
 def _host(timeline: Timeline) -> dict[str, float]:
-    """Seconds of the training thread by category; they add up to the steps' time.
+    """Seconds of the training thread by category, adding up to the time of the steps.
 
-    Python that waits while another thread communicates counts as communication.
+    Python time during which another thread communicates counts as communication.
     """
     elsewhere = merged((e.start, e.end) for e in timeline.elsewhere if e.name.lower().startswith(_COMMUNICATION))
     found: defaultdict[str, float] = defaultdict(float)
@@ -115,9 +115,9 @@ def _by(timeline: Timeline, key: Any) -> dict[str, float]:
 
 
 def _device(timeline: Timeline) -> dict[str, Any]:
-    """Kernel time by category, clipped to the steps, and how long no kernel ran.
+    """Kernel time by category, clipped to the steps, and the time without a kernel.
 
-    Kernels of several streams run at the same time, so categories may add up to more than the busy time.
+    Streams run concurrently, so categories may add up to more than the busy time.
     """
     found: defaultdict[str, float] = defaultdict(float)
     busy = []
@@ -136,7 +136,7 @@ def _device(timeline: Timeline) -> dict[str, Any]:
 
 
 def _communication(timeline: Timeline) -> dict[str, float]:
-    """Seconds in which a collective was running, on any thread or stream, overlapped with other work or not."""
+    """Seconds during which a collective was running on any thread or stream, whether overlapped or not."""
     host = [*timeline.events, *timeline.elsewhere]
     spans = [(e.start, e.end) for e in host if e.name.lower().startswith(_COMMUNICATION)]
     spans += [(e.start, e.end) for e in timeline.device if "nccl" in e.name.lower()]
@@ -144,7 +144,7 @@ def _communication(timeline: Timeline) -> dict[str, float]:
 
 
 def _casts(timeline: Timeline) -> list[dict[str, Any]]:
-    """Count, seconds and elements by kind and module, longest first."""
+    """Dtype casts outside the optimizer: count, seconds and elements by kind and module, longest first."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
     for event in timeline.events:
         kind = _cast_of(event)
@@ -165,7 +165,7 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
-    """Set each matmul's time to that of the kernels it launched. GPU only."""
+    """On a GPU, set each matmul's time to that of the kernels it launched."""
     if not on_device:
         return
     by_event = {id(found.event): found for found in matmuls}

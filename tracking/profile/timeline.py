@@ -1,7 +1,7 @@
-"""A torch.profiler trace as a tree of nested events with their modules, and the training thread's time by event.
+"""Parse a torch.profiler trace into a tree of nested events with their modules, and the training thread's time spans.
 
-Read from the Chrome trace file, whose fields are the same in every torch that Mantissa supports, so that a trace can be
-summarised later and elsewhere. Works without torch.
+Reads the Chrome trace file, whose fields are the same in all torch versions that Mantissa supports, so that a trace can
+be summarised later and elsewhere. Needs no torch.
 """
 
 import bisect
@@ -21,7 +21,7 @@ _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 @dataclass(slots=True, eq=False)
 class Event:
-    """One event of a trace. Times in microseconds of the trace's clock."""
+    """One event of a trace. Times are microseconds on the trace's clock."""
 
     name: str
     kind: str
@@ -34,22 +34,22 @@ class Event:
     stage: str = ""
     """The part of the step: data, forward_backward, health, optimizer."""
     module: str = ""
-    """Innermost module: for a backward operator that of the forward operator it belongs to. Empty outside of any."""
+    """Innermost module; for a backward operator, that of its forward operator. Empty outside of modules."""
     phase: str = ""
     """forward, backward, recompute (forward again inside backward, for activation checkpointing), or empty."""
     category: str = ""
     """Set by `tracking.profile.summary`."""
     device_us: float = 0.0
-    """Time of the kernels that it launched itself."""
+    """Time of the kernels that this event itself launched."""
 
     @property
     def dims(self) -> list[list[int]]:
-        """Shapes of the inputs; empty for those that are not tensors."""
+        """Shapes of the inputs; an empty list for each input that is not a tensor."""
         return self.arguments.get("Input Dims", [])
 
     @property
     def dtypes(self) -> list[str]:
-        """C++ names of the inputs' dtypes, such as float and c10::BFloat16."""
+        """C++ dtype names of the inputs, such as float and c10::BFloat16."""
         return self.arguments.get("Input type", [])
 
 
@@ -58,11 +58,11 @@ class Timeline:
     """The steps of one trace."""
 
     events: list[Event]
-    """Events of the training thread and autograd's thread within the steps, by start."""
+    """Events of the training and autograd threads within the steps, sorted by start."""
     segments: list[tuple[float, float, Event]]
-    """Start, end, innermost event: together exactly the time of the steps."""
+    """(start, end, innermost event) spans that exactly cover the steps."""
     device: list[Event]
-    """Kernels and copies on a GPU; `parent` launched them."""
+    """GPU kernels and copies; `parent` is the operator that launched them."""
     elsewhere: list[Event]
     """Operators of other threads."""
     steps: list[tuple[float, float]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Timeline:
 
     @property
     def wall_us(self) -> float:
-        """Time of all steps."""
+        """Total time of all steps."""
         return sum(end - start for start, end in self.steps)
 
 
@@ -81,7 +81,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def build_timeline(trace: dict[str, Any]) -> Timeline:
-    """The tree. Raises ValueError when the trace has no step of Mantissa."""
+    """Build the timeline. Raises ValueError if the trace contains no step of Mantissa."""
     raw = [entry for entry in trace["traceEvents"] if entry.get("ph") == "X"]
     events = [
         Event(e["name"], e["cat"], e["ts"], e["ts"] + e["dur"], e["tid"], e.get("args") or {})
@@ -107,7 +107,7 @@ def build_timeline(trace: dict[str, Any]) -> Timeline:
 
 
 def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The union of the intervals, as disjoint ones in order."""
+    """The union of the intervals, as sorted disjoint intervals."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -118,7 +118,7 @@ def merged(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> float:
-    """The part of start..end that `intervals` cover, which come from `merged`."""
+    """Length of start..end that is covered by `intervals`, which come from `merged`."""
     total = 0.0
     for index in range(max(0, bisect.bisect_right(intervals, (start, start)) - 1), len(intervals)):
         low, high = intervals[index]
@@ -129,7 +129,7 @@ def overlap(start: float, end: float, intervals: list[tuple[float, float]]) -> f
 
 
 def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
-    """Set parents, and yield each span of time with its innermost event."""
+    """Set parents and yield (start, end, innermost event) spans. events: sorted by start, outer before inner."""
     stack: list[Event] = []
     cursor = 0.0
     for event in events:
@@ -142,7 +142,7 @@ def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
             if event.start > cursor:
                 yield cursor, event.start, stack[-1]
             event.parent = stack[-1]
-            event.end = min(event.end, stack[-1].end)  # the file's times are rounded to a nanosecond
+            event.end = min(event.end, stack[-1].end)  # times in the file are rounded to a nanosecond
         cursor = event.start
         stack.append(event)
     while stack:
@@ -153,7 +153,7 @@ def _nest(events: list[Event]) -> Iterator[tuple[float, float, Event]]:
 
 
 def _origins(trace: dict[str, Any], events: list[Event]) -> dict[tuple[Any, float], Event]:
-    """(thread, start) of a backward operator -> its forward operator, by the trace's flow events."""
+    """(thread, start) of a backward operator to its forward operator, from the trace's flow events."""
     at = {(event.thread, event.start): event for event in events if event.kind == "cpu_op"}
     flows = [entry for entry in trace["traceEvents"] if entry.get("cat") == "fwdbwd"]
     starts = {entry["id"]: at.get((entry["tid"], entry["ts"])) for entry in flows if entry["ph"] == "s"}
@@ -166,7 +166,7 @@ def _origins(trace: dict[str, Any], events: list[Event]) -> dict[tuple[Any, floa
 
 
 def _name_modules(events: list[Event], origins: dict[tuple[Any, float], Event]) -> None:
-    """Stage, module and phase of each event, from what encloses it. events: parents before children."""
+    """Set stage, module and phase of each event from those enclosing it. events: parents before children."""
     for event in events:
         above = event.parent
         if above is not None:
@@ -184,7 +184,7 @@ def _name_modules(events: list[Event], origins: dict[tuple[Any, float], Event]) 
 
 
 def _link_kernels(device: list[Event], host: list[Event]) -> None:
-    """Set each kernel's launching operator, and add the kernel's time to that operator."""
+    """Set the operator that launched each kernel as its parent, and add the kernel's time to that operator."""
     calls = {e.arguments["correlation"]: e for e in host if "correlation" in e.arguments}
     by_id = {e.arguments["External id"]: e for e in host if "External id" in e.arguments and e.kind == "cpu_op"}
     for kernel in device:

@@ -1,2 +1,2 @@
-"""Prometheus as a sink: metrics.py defines the metrics and how each event updates them, sink.py keeps them for a run,
-server.py answers whoever asks."""
+"""Prometheus as a sink: metrics.py defines the metrics and how events update them, sink.py holds those of a run,
+server.py serves them."""

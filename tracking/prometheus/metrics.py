@@ -1,7 +1,7 @@
-"""The Prometheus metrics of a run: each with its unit and meaning, and how each event updates it.
+"""The Prometheus metrics of a run: their units, their meaning, and how each event updates them.
 
-Names follow Prometheus' own rules. Every metric has the label `run`; a `rank` only where the number belongs to one
-rank. Counters start at zero in each process, which `rate` and `increase` handle. Gauges carry the run's own count.
+Names follow Prometheus conventions. Every metric has the label `run`; `rank` only if the value belongs to one rank.
+Counters start at zero in each process, which `rate` and `increase` handle. Gauges carry the run's own totals.
 """
 
 import math
@@ -19,9 +19,9 @@ VERDICTS = ("SKIP", "CUT_LR", "CORRECT", "PROMOTE", "ROLLBACK", "ABORT")
 _TENSORS = ("activation", "gradient", "parameter", "loss")
 _KINDS = ("inf", "nan")
 _SCALE_REASONS = ("overflow", "hysteresis", "growth")
-_RANKS_SHOWN = 16  # ranks with series of their own; a step event lists no more
+_RANKS_SHOWN = 16  # maximum number of ranks with their own series; a step event lists no more
 
-# Name without the prefix: (type, help, further labels).
+# Name without the prefix to (type, help, labels besides `run`).
 METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "info": (
         Gauge,
@@ -74,7 +74,7 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
     "exit_code": (Gauge, "Exit code: 0 done, 3 numerics, 71 broken machine, 74 checkpoints, 75 preempted.", ()),
 }
 
-# Counters exist from the start, at zero: `increase` misses the first count of a series that appears with it.
+# Create counters at zero from the start: `increase` misses the first count of a series that appears with it.
 _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "steps_total": [("applied",), ("skipped",)],
     "scale_changes_total": [(reason,) for reason in _SCALE_REASONS],
@@ -83,7 +83,7 @@ _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "checkpoints_total": [("true",), ("false",)],
 }
 
-_GAUGES = {  # event -> gauges, each with the field of the event or of its metrics that it shows where that was recorded
+_GAUGES = {  # event to gauges, each with the field of the event or of its metrics that sets it, if recorded
     "run_start": {
         "step": "step",
         "session_start_timestamp_seconds": "time",
@@ -110,7 +110,7 @@ _GAUGES = {  # event -> gauges, each with the field of the event or of its metri
     "run_end": {"exit_code": "exit_code"},
 }
 
-_COUNTERS = {  # event -> counters, each with the fields of the event that are its labels
+_COUNTERS = {  # event to counters, each with the event fields used as labels
     "scale": (("scale_changes_total", "reason"),),
     "incident": (("incidents_total", "verdict"),),
     "nonfinite": (("nonfinite_total", "tensor", "kind"), ("nonfinite_by_rank_total", "rank")),
@@ -121,10 +121,10 @@ _COUNTERS = {  # event -> counters, each with the fields of the event that are i
 
 
 class Metrics:
-    """The metrics of one run in a registry of their own. Not thread-safe for writers: one thread calls `update`."""
+    """The metrics of one run, in their own registry. Only one thread may call `update`."""
 
     def __init__(self, run: str, *, planned_steps: int, facts: Mapping[str, str]) -> None:
-        """run: the label of everything. facts: host and scheduler_job, as labels of `mantissa_info`."""
+        """run: the label on every metric. facts: host and scheduler_job, as labels of `mantissa_info`."""
         self.registry = CollectorRegistry(auto_describe=False)
         self._run, self._facts, self._planned = run, facts, planned_steps
         self._families: dict[str, Any] = {}
@@ -139,7 +139,7 @@ class Metrics:
         self._consecutive = 0
 
     def _of(self, name: str, *labels: str) -> Any:
-        """The series of a metric with these further label values; looked up once."""
+        """The series of a metric with these values of its further labels, cached."""
         key = (name, *labels)
         if key not in self._children:
             self._children[key] = self._families[name].labels(self._run, *labels)

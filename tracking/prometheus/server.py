@@ -1,8 +1,8 @@
-"""The HTTP server of the metrics: whoever reaches its port can hold few resources of the run, and none for long.
+"""The HTTP server for the metrics, built so that clients can tie up few resources of the run, and only briefly.
 
-It lives in the process that trains. So connections, and with them threads, are bounded in number; the one that has been
-open longest makes room for a new one, each ends after `LONGEST_SECONDS`, and collecting the metrics takes at
-most a tenth of a core. A scrape of a real Prometheus takes milliseconds: it is the last to suffer.
+It runs in the training process, so the number of connections, and hence threads, is bounded; the oldest connection
+makes room for a new one, each ends after `LONGEST_SECONDS`, and collecting the metrics takes at most a tenth of a core.
+A real Prometheus scrape takes milliseconds and is the least affected.
 """
 
 import gzip
@@ -23,25 +23,25 @@ from prometheus_client.exposition import choose_encoder
 PATH = "/metrics"
 MOST_CONNECTIONS = 8
 LONGEST_SECONDS = 5.0
-"""Lifetime of a connection."""
-_IDLE_SHARE = 9  # the next collection waits this many times the duration of the last
+"""Maximum lifetime of a connection."""
+_IDLE_SHARE = 9  # the next collection waits this many times the CPU time of the last
 _ACCEPT_PAUSE_S = 0.01  # at most a hundred connections a second
-_RETRY_S = 1.0  # before the next attempt when a connection could not be accepted
+_RETRY_S = 1.0  # pause after a connection could not be accepted
 
 
 class MetricsServer(ThreadingMixIn, TCPServer):
-    """Answers `GET` of `PATH` with the metrics of a registry, and nothing else."""
+    """Answers `GET PATH` with the metrics of a registry, and nothing else."""
 
     daemon_threads = True
     allow_reuse_address = True
     request_queue_size = 16
 
     def __init__(self, address: str, port: int, registry: CollectorRegistry) -> None:
-        """Open the port. Raises OSError, OverflowError or UnicodeError: it is not available."""
+        """Open the port. Raises OSError, OverflowError or UnicodeError if it is not available."""
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family, _, _, _, place = found[0]
         self._registry = registry
-        self._open: dict[socket.socket, float] = {}  # when each was accepted, oldest first
+        self._open: dict[socket.socket, float] = {}  # connection to the time it was accepted, oldest first
         self._changed = threading.Condition()
         self._collecting = threading.Lock()
         self._next_collection = 0.0
@@ -54,7 +54,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         return int(self.server_address[1])
 
     def start(self) -> None:
-        """Serve from a thread of its own."""
+        """Serve from a background thread."""
         threading.Thread(target=self.serve_forever, daemon=True, name="metrics").start()
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         self._end_connections(older_than=0.0)
 
     def collect(self, accept: str, names: list[str]) -> tuple[str, bytes]:
-        """Content type and text of the metrics. names: the metrics to return; an empty list returns all."""
+        """(content type, text) of the metrics. names: the metrics to return; empty returns all."""
         with self._collecting:
             time.sleep(max(0.0, self._next_collection - time.monotonic()))
             started = time.thread_time()
@@ -75,8 +75,8 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         return content_type, text
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Accept a connection. A failure, such as a lack of file descriptors, is printed once and followed by a pause:
-        it lasts, and the waiting client would keep this thread busy."""
+        """Accept a connection. A failure, such as a lack of file descriptors, is printed once and followed by a pause,
+        because it persists and the waiting client would keep this thread spinning."""
         try:
             return super().get_request()
         except OSError as error:
@@ -88,7 +88,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, once there is room; a connection that finds none within a second is closed."""
+        """Answer in a separate thread once there is room; close the connection if there is none within a second."""
         with self._changed:
             if len(self._open) >= MOST_CONNECTIONS:
                 _end(next(iter(self._open)))
@@ -100,18 +100,18 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         time.sleep(_ACCEPT_PAUSE_S)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was answered, or whose client has left."""
+        """Close a connection that was answered or whose client has left."""
         super().shutdown_request(request)
         with self._changed:
             self._open.pop(request, None)
             self._changed.notify_all()
 
     def service_actions(self) -> None:
-        """End the connections that have been open for too long; called twice a second."""
+        """End connections that have been open for too long; called twice a second."""
         self._end_connections(older_than=LONGEST_SECONDS)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves or is cut off in the middle of an answer is none of the run's concern."""
+        """Ignore clients that leave, or are cut off, in the middle of an answer."""
 
     def _end_connections(self, *, older_than: float) -> None:
         with self._changed:
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: MetricsServer
 
     def do_GET(self) -> None:
-        """The metrics."""
+        """Answer with the metrics."""
         asked = urlsplit(self.path)
         if asked.path != PATH:
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"The metrics are at {PATH}.")
@@ -147,10 +147,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Silent."""
+        """Log nothing."""
 
 
 def _end(connection: socket.socket) -> None:
-    """Cut a connection off, which wakes the thread that waits for it; that thread closes it."""
+    """Shut a connection down, which wakes the thread that serves it; that thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -1,8 +1,8 @@
 """Prometheus as a sink: rank 0 answers `GET /metrics` from daemon threads (server.py).
 
-Loopback only, unless `tracking.prometheus_address` is set: there is no authentication. The last events of a run would
-be lost between two scrapes, so `close` waits for one more: only when there were scrapes before, for little longer than
-their interval, and never for a preempted run.
+Listens on loopback unless `tracking.prometheus_address` is set, since there is no authentication. The last events of a
+run would be lost between two scrapes, so `close` waits for one more, but only if there were scrapes before, for little
+longer than their interval, and never for a preempted run.
 """
 
 import math
@@ -20,23 +20,23 @@ from tracking.prometheus.metrics import Metrics
 from tracking.prometheus.server import PATH, MetricsServer
 
 LONGEST_WAIT_S = 30.0
-_SLACK = 1.5  # a scrape may take this many times the interval before it
-_ANSWERED_S = 0.2  # from collecting to the last byte of the response
+_SLACK = 1.5  # wait this many times the last scrape interval
+_ANSWERED_S = 0.2  # time to send the response after collecting
 
 
 class PrometheusSink:
-    """Serves the metrics of one run. A port that cannot be opened raises RuntimeError in the first `write`."""
+    """Serves the metrics of one run. If the port cannot be opened, the first `write` raises RuntimeError."""
 
     def __init__(self, run: str, *, planned_steps: int, port: int, address: str = "127.0.0.1") -> None:
-        """Open the port at once; 0 takes any free one (see `url`). address: of the interface to listen on."""
-        disable_created_metrics()  # an unneeded second series for each counter
+        """Open the port immediately; 0 takes any free one (see `url`). address: interface to listen on."""
+        disable_created_metrics()  # they add a useless second series for each counter
         self.url: str | None = None
-        """URL of the metrics; None when the port could not be opened."""
+        """URL of the metrics; None if the port could not be opened."""
         self._failure = ""
         self._server: MetricsServer | None = None
-        self._await_scrape = False  # whether the end should be scraped
+        self._await_scrape = False  # whether `close` waits for a last scrape
         pod = socket.gethostname() if "KUBERNETES_SERVICE_HOST" in os.environ else ""
-        # The job as GPU exporters name it: the Slurm job ID, or the pod's name.
+        # The job as named by GPU exporters: the Slurm job ID, or the pod's name.
         facts = {"host": socket.gethostname(), "scheduler_job": os.environ.get("SLURM_JOB_ID", pod)}
         self._metrics = Metrics(run, planned_steps=planned_steps, facts=facts)
         self._scrapes = _Scrapes()
@@ -44,7 +44,7 @@ class PrometheusSink:
         try:
             server = MetricsServer(address, port, self._metrics.registry)
             server.start()
-        except (OSError, OverflowError, UnicodeError, RuntimeError) as error:  # in use, not this host's, no thread left
+        except (OSError, OverflowError, UnicodeError, RuntimeError) as error:  # in use, wrong address, no thread left
             reason = getattr(error, "strerror", None) or str(error)
             self._failure = f"no metrics at {address}:{port} ({reason}); choose another tracking.prometheus_port"
             return
@@ -53,7 +53,7 @@ class PrometheusSink:
         self._server = server
 
     def write(self, event: Event) -> None:
-        """Update the metrics. RuntimeError when the port could not be opened."""
+        """Update the metrics. Raises RuntimeError if the port could not be opened."""
         if self._failure:
             raise RuntimeError(self._failure)
         self._metrics.update(event)
@@ -62,7 +62,7 @@ class PrometheusSink:
             self._scrapes.reset()
 
     def close(self) -> None:
-        """Wait for one last scrape, for at most `LONGEST_WAIT_S`, and close the port."""
+        """Wait at most `LONGEST_WAIT_S` for one last scrape, then close the port."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -72,7 +72,7 @@ class PrometheusSink:
 
 
 class _Scrapes:
-    """A collector that counts scrapes: it is collected once in each."""
+    """A collector that counts scrapes, since each scrape collects it once."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -80,7 +80,7 @@ class _Scrapes:
         self._seen = threading.Event()
 
     def collect(self) -> Iterator[Metric]:
-        """One metric: scrapes before this one."""
+        """Yield one metric: the number of scrapes before this one."""
         now = time.monotonic()
         self._last, self._interval = now, now - self._last
         yield GaugeMetricFamily("mantissa_exporter_scrapes", "Scrapes of this process before this one.", self._count)
@@ -88,11 +88,11 @@ class _Scrapes:
         self._seen.set()
 
     def reset(self) -> None:
-        """Ignore the scrapes so far in `wait`."""
+        """Make `wait` ignore the scrapes so far."""
         self._seen.clear()
 
     def wait(self) -> bool:
-        """Wait for the next scrape; False when it did not come, or when there was none to derive an interval from."""
+        """Wait for the next scrape; False if none came, or if there were too few to know their interval."""
         if math.isnan(self._interval):
             return False
         due = self._last + min(_SLACK * self._interval, LONGEST_WAIT_S)

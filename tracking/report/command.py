@@ -1,9 +1,9 @@
 """The twelve measures of a run with verdicts, or the service levels of many runs, from run folders alone.
 
-    python -m tracking.report RUN [--baseline FP32_RUN]     writes RUN/report.md too; also of a crashed or running run
+    python -m tracking.report RUN [--baseline FP32_RUN]     also writes RUN/report.md; for crashed and running runs too
     python -m tracking.report --runs 'runs/*'               job success, divergence and restores, with an error budget
 
-Exit codes: 0; 2 a run cannot be read or an option is wrong; 3 with --gate, when a verdict is "fail".
+Exit codes: 0; 2 if a run cannot be read or an option is wrong; 3 with --gate if a verdict is "fail".
 """
 
 import argparse
@@ -57,13 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def limits_from(arguments: Sequence[str]) -> dict[str, Limit]:
-    """LIMITS with those replaced that KEY=VALUE `arguments` name. Raises UserError for an unknown key or no number."""
+    """LIMITS, overridden by KEY=VALUE `arguments`. Raises UserError for an unknown key or a value that is no number."""
     given = numbers_given("--limit", arguments, LIMITS, "epoch_time=0.8")
     return LIMITS | {key: replace(LIMITS[key], value=value, chosen=False) for key, value in given.items()}
 
 
 def _one(options: argparse.Namespace) -> bool:
-    """Whether a measure of the run fails."""
+    """Report on one run; returns whether any measure fails."""
     context = MeasureContext(
         run=read_run(options.run),
         baseline=read_run(options.baseline) if options.baseline is not None else None,
@@ -76,10 +76,10 @@ def _one(options: argparse.Namespace) -> bool:
     report = None
     try:
         report = write_report(context)
-    except OSError as error:  # a run folder that may only be read
+    except OSError as error:  # a read-only run folder
         print(shown(f"report.md was not written: {error.filename}: {error.strerror}"), file=sys.stderr)
     if options.html is not None:
-        from tracking.serve.run_page import printed  # brings Jinja2
+        from tracking.serve.run_page import printed  # imports Jinja2
 
         write_page(options.html, printed(context))
     if options.json:
@@ -97,7 +97,7 @@ def _one(options: argparse.Namespace) -> bool:
 
 
 def _many(options: argparse.Namespace) -> bool:
-    """Whether an objective is missed."""
+    """Report the service levels of many runs; returns whether any objective is missed."""
     now = time.time()
     since = -math.inf if options.days is None else now - options.days * _DAY
     objectives = objectives_from(options.objective)
@@ -127,7 +127,7 @@ def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: 
 
 
 def show_levels(found: ServiceLevels, console: Console) -> None:
-    """Print service levels, the weeks, and what went wrong."""
+    """Print the service levels, overall and by week, and what went wrong."""
     for table in levels_tables(found, lambda verdict: Text(verdict, style=STYLES[verdict])):
         console.print(table.grid())
     for failure in found.failures:

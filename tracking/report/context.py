@@ -1,4 +1,4 @@
-"""A report's measures, their limits and verdicts, and what they are computed from: a run, and a comparable baseline."""
+"""Limits and verdicts of a report's measures, and their inputs: a run and a comparable baseline."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,16 +15,16 @@ class Limit:
     """The limit of a measure. sense: "most" is an upper limit, "least" a lower one."""
 
     title: str
-    """Name of the measure for people."""
+    """Display name of the measure."""
     value: float
     sense: Literal["most", "least"]
     text: str
-    """The limit as text, with {} for the value or {%} for the value in percent."""
+    """Template for the limit as text: {} is the value, {%} the value in percent."""
     chosen: bool = False
-    """Whether the value was chosen by Mantissa, where there is no published one."""
+    """Whether Mantissa chose the value because there is no published one."""
 
     def allows(self, value: float) -> bool:
-        """Whether `value` is within the limit. nan never is."""
+        """Whether `value` is within the limit; False for nan."""
         slack = 1e-9 * max(1.0, abs(self.value))
         return value <= self.value + slack if self.sense == "most" else value >= self.value - slack
 
@@ -46,16 +46,15 @@ LIMITS = {
     "low_precision": Limit("low-precision FLOP share", 0.95, "least", "at least {%} of the FLOPs", chosen=True),
     "drift": Limit("drift from the masters", 0.0, "most", "at most {}", chosen=True),
 }
-"""Limits by measure, in the order of a report."""
+"""Limits by measure, in report order."""
 
 
 @dataclass(frozen=True)
 class Finding:
     """A measure, its value and its verdict.
 
-    value: what is compared with the limit; None where it was not measured. shown: the value for people; it may be given
-    where the value relative to a baseline is not known. how: how it was computed. reason: why it fails, or why it was
-    not measured.
+    value: compared with the limit; None if not measured. shown: the value as text; may be set even if the value
+    relative to the baseline is unknown. how: how it was computed. reason: why it fails, or why it was not measured.
     """
 
     key: str
@@ -70,9 +69,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class MeasureContext:
-    """A run, and everything that its measures are compared with.
+    """A run, and everything its measures are compared with.
 
-    price: money per device and hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
+    price: per device-hour; None leaves costs out. peak: FLOP/s of one device; None uses the data sheet's.
     """
 
     run: RunFacts
@@ -84,7 +83,7 @@ class MeasureContext:
 
 @dataclass(frozen=True)
 class Measured:
-    """The value of a measure. why: the reason shown when it fails; the rest as in `Finding`."""
+    """The value of a measure. why: reason to show if it fails; other fields as in `Finding`."""
 
     value: float
     shown: str
@@ -93,7 +92,7 @@ class Measured:
 
 
 class NotMeasured(Exception):
-    """A measure that has no verdict, and why. shown: what is known of it all the same."""
+    """A measure has no verdict. reason: why. shown: what is known nevertheless."""
 
     def __init__(self, reason: str, how: str, shown: str = "") -> None:
         super().__init__(reason)
@@ -101,7 +100,7 @@ class NotMeasured(Exception):
 
 
 def find(measure: Callable[[MeasureContext], Measured], context: MeasureContext) -> Finding:
-    """Compute a measure, whose name is that of its limit, and compare it with the limit."""
+    """Compute a measure and compare it with the limit of the same name."""
     key = measure.__name__
     limit = context.limits[key]
     own = "; there is no published limit, this one was chosen by Mantissa" if limit.chosen else ""

@@ -1,4 +1,4 @@
-"""Arguments of commands: run folders by patterns, KEY=NUMBER, and the page that --html asks for."""
+"""Handle command-line arguments: run folder patterns, KEY=NUMBER, and the page for --html."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -10,13 +10,13 @@ from config.files import write_atomically
 
 
 def matching(pattern: str) -> list[Path]:
-    """Paths that match a glob, sorted; for a pattern without wildcards that path, whether it exists or not."""
+    """Paths that match a glob, sorted; a pattern without wildcards is returned as a path, existing or not."""
     path = Path(pattern).expanduser()
     return sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor)))) if has_magic(pattern) else [path]
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write the page that --html asks for. Raises UserError when it cannot be written."""
+    """Write the page requested by --html. Raises UserError if it cannot be written."""
     try:
         write_atomically(path, text.encode())
     except OSError as error:
@@ -24,7 +24,7 @@ def write_page(path: Path, text: str) -> None:
 
 
 def numbers_given(option: str, arguments: Sequence[str], known: Iterable[str], example: str) -> dict[str, float]:
-    """The numbers of KEY=NUMBER `arguments` by key. Raises UserError for a key that is not known, and no number."""
+    """Parse KEY=NUMBER `arguments` into key to number. Raises UserError for an unknown key or a bad number."""
     found = {}
     for argument in arguments:
         key, _, text = argument.partition("=")

@@ -1,4 +1,4 @@
-"""The last lines of a run: of what it printed, where that was kept, and of its events."""
+"""The last lines of a run's log, if one was kept, and its newest events."""
 
 import os
 import re
@@ -12,21 +12,21 @@ from tracking.run_facts import RunFacts
 
 _LINES = 20
 _BYTES = 1 << 16
-_NUMBERS = ("precision", "self_check")  # events without a sentence
+_NUMBERS = ("precision", "self_check")  # events without a descriptive sentence
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 
 
 def log_files(run_dir: RunDir) -> list[Path]:
-    """Logs in the run folder, and the one that a sweep or another launcher keeps beside the folder of runs."""
+    """Logs in the run folder, and the one that a sweep or other launcher keeps next to the runs."""
     folder = run_dir.path.resolve()
-    number = folder.name.rpartition("-")[2]  # of a trial of a sweep
+    number = folder.name.rpartition("-")[2]  # number of a sweep's trial
     inside = sorted([*run_dir.path.glob("*.log"), *(run_dir.path / "logs").glob("*.log")])
     beside = [folder.parent.parent / "logs" / f"{folder.name}.log", folder.parent / "logs" / f"{number}.log"]
     return [path for path in (*inside, *beside) if path.is_file()]
 
 
 def last_lines(path: Path) -> str:
-    """The last lines of a log without colours, cursor movements and secrets; empty when it cannot be read."""
+    """The last lines of a log, stripped of colours, cursor movements and secrets; empty if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _BYTES))
@@ -38,7 +38,7 @@ def last_lines(path: Path) -> str:
 
 
 def newest_events(facts: RunFacts, most: int = _LINES) -> list[tuple[Event, str]]:
-    """The newest events but steps, each with its line of text, the newest last."""
+    """The newest events other than steps, each with a line of text, newest last."""
     if not most:
         return []
     kept = [event for kind, events in facts.rare_events.items() if kind not in _NUMBERS for event in events[-most:]]

@@ -1,7 +1,7 @@
 """The twelve measures of a mixed-precision run, each with a verdict, from its run folder alone.
 
-Relative measures are compared with a baseline, the same work in FP32. A measure whose inputs were not recorded, or
-whose baseline is not comparable, is not measured and says why. Nothing is guessed.
+Relative measures are compared with a baseline, the same run in FP32. If inputs were not recorded or the baseline is not
+comparable, the measure is reported as not measured, with the reason. Nothing is guessed.
 """
 
 import math
@@ -18,26 +18,26 @@ from tracking.run_dir import setting
 from tracking.run_facts import WIDE, RunFacts
 
 GOOD_ENDINGS = frozenset({"healthy", "finished with warnings", "stopped"})
-"""Verdicts on a run that ended as it should: all steps done, or stopped on request with its state saved."""
+"""Verdicts of runs that ended as they should: all steps done, or stopped on request with the state saved."""
 
 _MILLION = 1_000_000
 _FEWEST_NORMS = 20
 
 
 def all_measures(context: MeasureContext) -> list[Finding]:
-    """All twelve, in the order of `context.LIMITS`."""
+    """All twelve findings, in the order of `LIMITS`."""
     return [find(measure, context) for measure in _MEASURES]
 
 
 def count_verdicts(findings: Sequence[Finding]) -> str:
-    """Sentence with the number of measures that passed, failed and were not measured."""
+    """One sentence with the numbers of measures that passed, failed and were not measured."""
     count = Counter(finding.verdict for finding in findings)
     failed = f"{count['fail']} failed" if count["fail"] else "none failed"
     return f"{count['pass']} of {len(findings)} measures pass, {failed}, {count['not measured']} not measured"
 
 
 def caveats(context: MeasureContext) -> list[str]:
-    """Sentences that limit the verdicts: about a run that hardly moves, or a baseline that is none."""
+    """Sentences that qualify the verdicts: the run hardly moves, or the baseline is not in FP32 or has not ended."""
     still = still_of_run(context.run)
     found = [still] if still else []
     baseline = context.baseline
@@ -53,7 +53,7 @@ def caveats(context: MeasureContext) -> list[str]:
 def comparable_baseline(
     context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = ""
 ) -> RunFacts:
-    """The baseline. Raises NotMeasured: there is none, or it differs from the run in one of `same`."""
+    """The baseline. Raises NotMeasured if there is none, or if it differs from the run in one of `same`."""
     baseline = context.baseline
     if baseline is None:
         raise NotMeasured(f"no baseline; give one with --baseline{hint}", how, shown)
@@ -78,7 +78,7 @@ SAME_DATA = ("training set", "sequence length")
 
 
 def epoch_time(context: MeasureContext) -> Measured:
-    """Time per epoch against the baseline's."""
+    """Time per epoch relative to the baseline's."""
     tokens, what = _amount(context.run)
     how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
     if what != "an epoch":
@@ -96,7 +96,7 @@ def epoch_time(context: MeasureContext) -> Measured:
 
 
 def utilisation(context: MeasureContext) -> Measured:
-    """Share of the device's peak FLOP/s that the model uses."""
+    """Model FLOPs utilisation: share of the device's peak FLOP/s that the model uses."""
     run = context.run
     how = (
         "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
@@ -125,7 +125,7 @@ def utilisation(context: MeasureContext) -> Measured:
 
 
 def peak_memory(context: MeasureContext) -> Measured:
-    """Peak memory against the baseline's."""
+    """Peak memory relative to the baseline's."""
     how = "peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU"
     own = context.run.peak_memory_bytes
     if not own > 0:
@@ -138,7 +138,7 @@ def peak_memory(context: MeasureContext) -> Measured:
 
 
 def validation_delta(context: MeasureContext) -> Measured:
-    """Validation loss against the baseline's at equal tokens."""
+    """Validation loss relative to the baseline's at equal tokens."""
     how = "validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between"
     _, tokens, _, losses = context.run.evaluations
     if not len(losses):
@@ -160,7 +160,7 @@ def validation_delta(context: MeasureContext) -> Measured:
 
 
 def norm_variance(context: MeasureContext) -> Measured:
-    """Relative variance of gradient norms against the baseline's."""
+    """Relative variance of gradient norms, as a multiple of the baseline's."""
     how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
     own, count = _relative_variance(context.run)
     if count < _FEWEST_NORMS:
@@ -184,7 +184,7 @@ def _relative_variance(facts: RunFacts) -> tuple[float, int]:
 
 
 def epoch_cost(context: MeasureContext) -> Measured:
-    """Cost per epoch against the baseline's."""
+    """Cost per epoch relative to the baseline's."""
     tokens, what = _amount(context.run)
     how = (
         f"price x devices x hours for {what}; hours are those of all sessions, with evaluations, saves and steps done "
@@ -214,13 +214,13 @@ def _hours_a_token(run: RunFacts) -> float:
 
 
 def _amount(run: RunFacts) -> tuple[int, str]:
-    """Tokens that times and costs are given for: those of an epoch, where they were recorded."""
+    """Tokens for which time and cost are given, and their name: an epoch if recorded, else a million tokens."""
     tokens = (run.environment.get("data") or {}).get("train_tokens")
     return (tokens, "an epoch") if tokens else (_MILLION, "a million tokens")
 
 
 def _device(run: RunFacts) -> str:
-    """Name of the accelerator, or cpu."""
+    """Name of the accelerator, `cpu`, or `unknown`."""
     return str((run.environment.get("accelerator") or {}).get("device", "unknown"))
 
 
@@ -238,18 +238,18 @@ _PEAK_TFLOPS = (
     ("V100 PCIE", 112.0),
     ("T4", 65.0),
 )
-"""Words of the device's name as the driver reports it, and its dense (not sparse) FP16 tensor-core peak with FP32
-accumulation in TFLOP/s, equal to BF16's where there is BF16; the first match counts."""
+"""(words in the device name reported by the driver, dense (not sparse) FP16 tensor-core peak with FP32 accumulation in
+TFLOP/s, the same as for BF16 if supported); the first match counts."""
 
 
 def peak_flops(device: str) -> float | None:
-    """Dense 16-bit matmul FLOP/s of one `device`; None for one that is not in the table."""
+    """Dense 16-bit matmul FLOP/s of one `device`; None if it is not in the table."""
     words = set(device.replace("-", " ").split())
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if words.issuperset(name.split())), None)
 
 
 def nonfinite(context: MeasureContext) -> Measured:
-    """Steps that were not finite, without overflows that the loss scale handled."""
+    """Number of non-finite steps, not counting overflows handled by the loss scale."""
     run = context.run
     how = (
         "attempted steps whose loss or gradient norm was not finite, over all sessions, except overflows: steps with "
@@ -262,7 +262,7 @@ def nonfinite(context: MeasureContext) -> Measured:
 
 
 def restore_success(context: MeasureContext) -> Measured:
-    """Share of restores that came back from the newest checkpoint."""
+    """Share of restores that succeeded from the newest checkpoint."""
     how = (
         "rollbacks, and sessions that had a checkpoint to resume from; one succeeds that resumes from the newest "
         "without skipping a damaged one or another run's. A start that fails before its first event is not seen"
@@ -274,7 +274,7 @@ def restore_success(context: MeasureContext) -> Measured:
 
 
 def overflow_rate(context: MeasureContext) -> Measured:
-    """Share of steps that the loss scale had to skip."""
+    """Share of attempted steps that overflowed."""
     how = "attempts whose overflow the dynamic loss scale handled, or that no scale helps, over all attempts at a step"
     run, attempts = context.run, context.run.counts["step"]
     if not attempts:
@@ -299,7 +299,7 @@ def job_success(context: MeasureContext) -> Measured:
 
 
 def low_precision(context: MeasureContext) -> Measured:
-    """Share of matmul FLOPs that were computed below FP32: the rest is fallback."""
+    """Share of the forward pass's matmul FLOPs computed below FP32."""
     how = (
         "share of the forward pass's matmul FLOPs that were computed below FP32, from the newest precision event. "
         "The rest fell back to FP32, or is configured to stay there"
@@ -315,7 +315,7 @@ def low_precision(context: MeasureContext) -> Measured:
 
 
 def drift(context: MeasureContext) -> Measured:
-    """Distance of 16-bit parameters from their FP32 masters."""
+    """Largest relative distance of 16-bit parameters from their rounded FP32 masters."""
     how = (
         "largest relative distance of a 16-bit parameter from its master rounded to 16 bits, over all telemetry events"
     )

@@ -1,4 +1,4 @@
-"""Descriptions of a run's task, adapter and samples, from its resolved config."""
+"""Describe a run's task, adapter and samples, from its resolved config."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tracking.run_dir import setting
 
 
 def task_in_words(config: dict[str, Any]) -> str:
-    """The task with the settings that decide its loss; empty where the config has none."""
+    """The task with the settings that determine its loss; empty if the config has none."""
     task = str(setting(config, "task") or "")
     own = setting(config, {"dpo": "preference"}.get(task, task))
     own = own if isinstance(own, dict) else {}
@@ -44,7 +44,7 @@ def adapter_in_words(config: dict[str, Any]) -> str:
 
 
 def samples_in_words(config: dict[str, Any]) -> str:
-    """Unit that a batch is counted in, with its length."""
+    """Unit in which a batch is counted, with its length in tokens."""
     task, length = setting(config, "task"), setting(config, "data.sequence_length")
     if task == "dpo":
         return f"pairs of at most {length} tokens a side"

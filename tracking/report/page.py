@@ -1,4 +1,4 @@
-"""`report.md`, one page about a run from its folder alone; and the same numbers as a table for the console."""
+"""Write `report.md`, one page about a run from its folder alone, and show the same numbers as a console table."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 _MOST_WARNINGS = 20
 _MOST_SAMPLES = 20
-_TOKENS_PER_PARAMETER = 20  # from which a model from random weights is trained (Hoffmann et al., 2022)
+_TOKENS_PER_PARAMETER = 20  # below, a model from scratch counts as undertrained (Hoffmann et al., 2022)
 
 
 def write_report(context: MeasureContext, *, sample: str | None = None, resume_command: str = "") -> Path:
     """Draw the plots, write `report.md` and return its path.
 
-    sample: text from the trained model, written to `sample.txt`; None uses the one already there. resume_command: where
-    another one is known than that of the run folder. Raises UserError where its events cannot be read any more, OSError
-    when the page itself cannot be written.
+    sample: text from the trained model, written to `sample.txt`; None uses the existing file. resume_command: overrides
+    the one in the run folder. Raises UserError if the events can no longer be read, OSError if the page itself cannot
+    be written.
     """
     run, findings = context.run, all_measures(context)
     run_dir, verdict = RunDir(Path(run.source)), run.verdict
@@ -73,7 +73,7 @@ def write_report(context: MeasureContext, *, sample: str | None = None, resume_c
 
 
 def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
-    """The parts of a report that are text, in Markdown by their titles: those of `report.md` and of the page."""
+    """Title to Markdown for the textual parts of a report, shared by `report.md` and the HTML page."""
     run_dir, rare = RunDir(Path(run.source)), run.rare_events
     ledger = [(escaped(row["what"]), row["dtype"], mib(row["bytes"])) for row in run.environment.get("ledger") or ()]
     warned, saved, seen = (rare.get(kind, []) for kind in ("warning", "checkpoint", "precision"))
@@ -83,7 +83,7 @@ def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
     sampled = [event for event in rare.get("eval", []) if event.get("sample")][-_MOST_SAMPLES:]
     earlier = [part for event in sampled for part in (f"At step {event['step']:,}:", fenced(str(event["sample"])))]
     known, started = (run.environment.get(name) for name in ("resume_command", "command_line"))
-    notes = dict.fromkeys(event["text"] for event in rare.get("note", []))  # which each session repeats
+    notes = dict.fromkeys(event["text"] for event in rare.get("note", []))  # each session repeats them
     return {
         "What ran": page(_facts(_what_ran(run))),
         "Results": page(_facts(results(run))),
@@ -104,14 +104,14 @@ def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
 
 
 def sample_title(run: RunFacts) -> str:
-    """The sample's place in the training, and whether text can be expected to make sense there."""
+    """Title with the sample's step, which says so if the model is too little trained to produce sensible text."""
     few = run.columns.tokens.max(initial=0) < _TOKENS_PER_PARAMETER * run.start["parameters"]
     untrained = few and run.config.get("model") and setting(run.config, "model.name_or_path") is None
     return f"Sample after {len(run.columns):,} steps{', untrained text is expected' if untrained else ''}"
 
 
 def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
-    """A table of the measures and how each was computed below it."""
+    """A table of the measures, and below it how each was computed."""
     table = Table(("measure", "value", "limit", "verdict"))
     for item in findings:
         word = f"**{item.verdict}**" if item.verdict == "fail" else item.verdict
@@ -127,7 +127,7 @@ def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:
 
 
 def _layers(run: RunFacts, png: Path) -> str:
-    """The heat maps, drawn to `png`, and what stands out in them; nothing without telemetry."""
+    """Section with the heat maps, drawn to `png`, and what stands out in them; empty without telemetry."""
     if not drawn_panels(run.heat):
         return ""
     drawn = _attempt(png, lambda: draw_heat(run.heat, png, title=run.label))
@@ -143,7 +143,7 @@ def _points(events: Sequence[Event], words_of: Callable[[Event], str]) -> list[s
 
 
 def _canary(run_dir: RunDir) -> list[str]:
-    """Decisions of `launch.canary` about the run, from the folder beside it; none without one."""
+    """Decisions of `launch.canary` about the run, from the folder beside it; empty if there was no canary."""
     path, lines = run_dir.path.with_name(f"{run_dir.name}-canary") / "canary.jsonl", []
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(ValueError, KeyError, TypeError):
@@ -152,7 +152,7 @@ def _canary(run_dir: RunDir) -> list[str]:
 
 
 def _attempt(path: Path, write: Callable[[], object]) -> bool:
-    """Write one file of the report; whether that worked. The report is written without it, and one line says so."""
+    """Write one file of the report; returns whether it worked. If not, prints one line and the report goes without."""
     try:
         write()
     except OSError as error:
@@ -168,7 +168,7 @@ def summary_table(run: RunFacts) -> Grid:
 
 
 def results(run: RunFacts) -> list[tuple[str, str]]:
-    """The results as (measure, value) rows; a measure that does not apply is left out."""
+    """The results as (measure, value) rows, without measures that do not apply."""
     steps, rare, start, attempted = run.columns, run.rare_events, run.start, len(run.columns)
     course = steps.metrics.get(run.headline, steps.loss)
     finite = np.flatnonzero(np.isfinite(course))
@@ -216,7 +216,7 @@ def results(run: RunFacts) -> list[tuple[str, str]]:
 
 
 def _measured(event: Event) -> Mapping[str, float]:
-    """The metrics of an evaluation beside the one that is followed, and the losses of its parts."""
+    """Metrics of an evaluation other than the headline, and its losses by data source."""
     metrics = {name: value for name, value in (event.get("metrics") or {}).items() if name not in HEADLINES}
     return metrics | {f"loss, {part}": value for part, value in event.get("by_source", {}).items()}
 
@@ -264,7 +264,7 @@ def _what_ran(run: RunFacts) -> list[tuple[str, str]]:
 
 
 def _data(config: dict[str, Any]) -> str:
-    """Source and path of the data, or of each part of a mixture."""
+    """Source, path and name of the data, or of each part of a mixture."""
     sources = setting(config, "data.sources")
     if sources:
         return "; ".join(_join(item.get("name"), item.get("source"), item.get("path")) for item in sources)
@@ -272,7 +272,7 @@ def _data(config: dict[str, Any]) -> str:
 
 
 def _hardware(environment: dict[str, Any], world_size: int) -> str:
-    """Host and devices: the accelerators as recorded by training, else the CPU."""
+    """Host and devices: the recorded accelerators, or the CPU."""
     accelerator = (environment.get("accelerator") or {}).get("device", "cpu")
     cpu = environment.get("cpu", {})
     devices = f"{cpu.get('model', '?')}, {cpu.get('usable_cores', '?')} cores"
@@ -290,7 +290,7 @@ def _facts(rows: list[tuple[str, str]]) -> Table:
 
 
 def _observed(event: dict[str, Any]) -> str:
-    """The dtypes in which sums inside the modules were observed; empty for a run that did not observe."""
+    """Dtypes observed inside modules; empty for a run without observations."""
     counted = {
         what: [f"{dtype} ({count:,})" for dtype, count in dtypes.items()] for what, dtypes in computed(event).items()
     }

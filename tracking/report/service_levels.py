@@ -1,9 +1,8 @@
 """Service levels of many runs: how many ended as they should, and how much of the error budget is left.
 
-The terms are those of Google's SRE workbook. An indicator is good events over valid events; an objective is its
-minimum; the error budget is one minus the objective, times the valid events: how many may fail. A burn rate of
-1 spends exactly the budget of its period. A run that may still be running is not counted yet. Only one run at a time is
-held in memory.
+Terms follow Google's SRE workbook. An indicator is the ratio of good to valid events; an objective is its minimum; the
+error budget is the number of events that may fail: (1 - objective) x valid events. A burn rate of 1 spends exactly the
+budget of its period. Runs that may still be running are not counted yet. Only one run at a time is held in memory.
 """
 
 import math
@@ -26,7 +25,7 @@ from tracking.run_facts import RunFacts
 from tracking.summary import read_run
 
 OBJECTIVES = {"job_success": 0.99, "no_divergence": 0.99, "restore_success": 1.0}
-"""Least share of good events by level. Job success and restores follow industry practice; the other was chosen."""
+"""Minimum share of good events by level. Job success and restores follow industry practice; the other was chosen."""
 
 TITLES = {
     "job_success": "jobs that ended as they should",
@@ -39,18 +38,18 @@ _MARKS: dict[Passed, str] = {"pass": "✓ pass", "fail": "**✗ fail**", "not me
 
 @dataclass
 class Tally:
-    """Counted events."""
+    """Number of good events and of all events."""
 
     good: int = 0
     count: int = 0
 
     @property
     def bad(self) -> int:
-        """Events that are not good."""
+        """Number of events that are not good."""
         return self.count - self.good
 
     def add(self, good: int, count: int) -> None:
-        """Count further events."""
+        """Add `count` events, `good` of them good."""
         self.good += good
         self.count += count
 
@@ -60,7 +59,7 @@ class Tally:
 
 @dataclass
 class Level:
-    """One service level: its objective and what was counted, in all and by ISO week of the runs' ends."""
+    """One service level: its objective and its counts, in total and by the ISO week in which runs ended."""
 
     key: str
     objective: float
@@ -69,17 +68,17 @@ class Level:
 
     @property
     def reached(self) -> float | None:
-        """Share of good events; None without any."""
+        """Share of good events; None without events."""
         return self.total.good / self.total.count if self.total.count else None
 
     @property
     def allowed(self) -> float:
-        """The whole error budget, in events."""
+        """The total error budget, in events."""
         return (1.0 - self.objective) * self.total.count
 
     @property
     def budget_left(self) -> float | None:
-        """Share of the error budget that is not spent, negative when overspent; None where there is no budget."""
+        """Unspent share of the error budget, negative if overspent; None if there is no budget."""
         return 1.0 - self.total.bad / self.allowed if self.allowed > 0 else None
 
     @property
@@ -90,7 +89,7 @@ class Level:
         return "pass" if self.reached >= self.objective - 1e-12 else "fail"
 
     def burn_rate(self, tally: Tally) -> float | None:
-        """Share of bad events in a period over the share that the objective allows; None where it allows none."""
+        """Share of bad events in a period relative to the share that the objective allows; None if it allows none."""
         if not tally.count or self.objective >= 1.0:
             return None
         return tally.bad / tally.count / (1.0 - self.objective)
@@ -105,21 +104,21 @@ class Failure(NamedTuple):
 
     @property
     def day(self) -> str:
-        """The day, UTC."""
+        """Date in UTC."""
         return datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d")
 
 
 @dataclass
 class ServiceLevels:
-    """All levels over the runs that were read."""
+    """All service levels of a set of runs."""
 
     levels: list[Level]
     ended: int = 0
     running: int = 0
     left_out: int = 0
-    """Runs that ended before the requested period."""
+    """Number of runs that ended before the requested period."""
     failures: list[Failure] = field(default_factory=list)
-    """The newest, newest first."""
+    """Up to _MAX_FAILURES of the most recent failures, newest first."""
     more_failures: int = 0
     unreadable: list[str] = field(default_factory=list)
 
@@ -130,7 +129,7 @@ class ServiceLevels:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about runs that were not counted."""
+        """Sentences about runs that were not counted, and about budgets below one failure."""
         found = [f"{self.running:,} runs may still be running and are not counted"] if self.running else []
         if self.left_out:
             found.append(f"{self.left_out:,} runs ended before the period and are not counted")
@@ -171,7 +170,7 @@ class ServiceLevels:
 def service_levels(
     folders: Iterable[Path], *, objectives: Mapping[str, float], now: float, since: float = -math.inf
 ) -> ServiceLevels:
-    """Count the runs in `folders` that ended after `since`. now, since: seconds since the epoch."""
+    """Service levels of the runs in `folders` that ended after `since`. now, since: seconds since the epoch."""
     found = ServiceLevels([Level(key, objective) for key, objective in objectives.items()])
     newest: list[Failure] = []
     for folder in folders:
@@ -196,7 +195,7 @@ def service_levels(
 
 
 def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
-    """Count a run; a line for each of its failures, one for a run that diverged."""
+    """Count a run in every level; returns a line for each kind of failure."""
     good, (restored, due) = run.verdict.word in GOOD_ENDINGS, run.restores
     aborted = next((session.aborted for session in run.sessions if session.aborted is not None), None)
     stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in run.sessions)
@@ -218,7 +217,7 @@ def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
 
 
 def run_folders(patterns: Sequence[str]) -> list[Path]:
-    """The run folders that folders and globs name, each once, by name. Raises UserError when there is none."""
+    """The run folders that paths and globs name, without duplicates. Raises UserError if there are none."""
     found: dict[Path, None] = {}
     for pattern in patterns:
         found |= {path: None for path in matching(pattern) if RunDir(path).events.is_file()}
@@ -230,7 +229,7 @@ def run_folders(patterns: Sequence[str]) -> list[Path]:
 
 
 def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
-    """OBJECTIVES with those replaced that KEY=SHARE `arguments` name. Raises UserError for a wrong argument."""
+    """OBJECTIVES, overridden by KEY=SHARE `arguments`. Raises UserError for a wrong argument."""
     given = numbers_given("--objective", arguments, OBJECTIVES, "job_success=0.99")
     for key, value in given.items():
         if not 0.0 < value <= 1.0:
@@ -240,7 +239,7 @@ def objectives_from(arguments: Sequence[str]) -> dict[str, float]:
 
 
 def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> list[Table]:
-    """The levels, and the same by week. mark: makes the cell of a verdict."""
+    """Tables of the levels, in total and by week. mark: makes the cell of a verdict."""
     rows = [
         (
             TITLES[level.key],
@@ -265,8 +264,8 @@ def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> lis
 
 
 def levels_page(found: ServiceLevels) -> str:
-    """The whole page about many runs, UTF-8 text."""
-    from tracking.pages.document import document  # brings Jinja2
+    """The HTML page about many runs."""
+    from tracking.pages.document import document  # imports Jinja2
 
     levels, weeks = levels_tables(found, _MARKS.__getitem__)
     failures = [(failure.day, code(failure.run), text(failure.what)) for failure in found.failures]

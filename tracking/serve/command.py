@@ -1,8 +1,8 @@
 """Show all runs of a folder on a live local page: `python -m tracking.serve [RUNS]`.
 
 An overview with the verdict, loss, skips, loss scale, incidents and config differences of every run; a page for
-each run with curves, heat maps of its layers, incidents and report; and any selection as a comparison. It reads the run
-folders and writes nothing but your notes and tags (notes.json), needs no network, and answers this machine alone unless
+each run with curves, heat maps of its layers, incidents and report; and comparisons of any selection. It reads the run
+folders and writes nothing but your notes and tags (notes.json), needs no network, and answers only this machine unless
 --host says otherwise.
 """
 
@@ -20,7 +20,7 @@ PORT = 8600
 
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
-    """Serve until Ctrl-C; 2 when the folder does not exist or the port is not available."""
+    """Serve until Ctrl-C. Exit code 2 if the folder does not exist or the port is not available."""
     options = _parser().parse_args(arguments)
     library = Library(options.runs)
     try:

@@ -1,8 +1,8 @@
-"""The runs in a folder: found, read and looked after in the background.
+"""Find the runs in a folder, read them, and keep them up to date in the background.
 
-A run is a folder with an `events.jsonl`, at most DEPTH below the root. Its key is its path from there, and only keys
-of runs that were found are ever looked up, so no request can name a path. Links that lead out of the root are not
-followed.
+A run is a folder with an `events.jsonl`, at most DEPTH levels below the root. Its key is its path relative to the root,
+and only keys of known runs are ever looked up, so a request cannot name an arbitrary path. Links that lead out of the
+root are not followed.
 """
 
 import json
@@ -31,46 +31,46 @@ from tracking.status import Status, run_status
 from tracking.verdict import Verdict
 
 DEPTH = 3
-"""Folders below the root that are searched: a sweep's trials are two deep."""
+"""Maximum search depth below the root; the trials of a sweep are two levels deep."""
 MOST_RUNS = 2000
 POINTS = 60
-"""Places of a file at which the curve of the overview is read."""
+"""Number of places in a file at which the overview's curve is sampled."""
 _REFRESH_S = 2.0
-_LOOK_S = 5.0  # between two searches for new folders
-_CHECK_S = 10.0  # between two looks at the processes of a run whose events do not change
-_OPEN_RUNS = 4  # whole runs kept in memory
+_LOOK_S = 5.0  # interval between searches for new folders
+_CHECK_S = 10.0  # interval between checks of a run's process while its events do not change
+_OPEN_RUNS = 4  # maximum number of whole runs in memory
 _PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
-_FEW_BROKEN = 3  # losses in a row that are not finite, below which the last finite one is shown
+_FEW_BROKEN = 3  # with fewer steps since the first non-finite loss, the last finite one is shown
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One run as the overview has it."""
+    """One run as shown in the overview."""
 
     key: str
-    """The run's path below the root, which is also its name."""
+    """Path of the run relative to the root, which is also its name."""
     folder: Path
     facts: RunFacts
-    """Without the columns of steps."""
+    """Facts without per-step columns."""
     status: Status
     verdict: Verdict
     followed: str
-    """Name of the measure in `curve`: the loss, or a reward."""
+    """Name of the measure in `curve`: the loss or a reward."""
     curve: np.ndarray
-    """(points, 2): steps and finite values at about POINTS steps."""
+    """Step and finite value at about POINTS steps, shape (points, 2)."""
     settings: dict[str, Any]
-    """Dotted keys of the resolved config that may change a number, without secrets."""
+    """Dotted key to value for the settings that may affect results, without secrets."""
     hypothesis: str
     planned: int | None
     group: str
-    """The settings without the seed, as text: runs that share it are repeats; empty without a config."""
+    """The settings without the seed, as text that repeats have in common; empty without a config."""
     changed: float
-    """[seconds since the epoch] Time of the last change of its events."""
+    """[seconds since the epoch] Modification time of its events."""
     notes: Notes = Notes()
 
     @property
     def newest(self) -> float:
-        """The newest value; that of the newest sound step where only a few were not finite since."""
+        """The newest value, or the newest finite one if only a few steps have been non-finite since."""
         step, broken = self.facts.newest, self.facts.evidence.not_finite_since
         _, value = followed(step)
         lasting = broken is not None and step.get("step", broken) - broken >= _FEW_BROKEN
@@ -78,7 +78,7 @@ class Entry:
 
 
 class _Run:
-    """State of one run between two looks at it."""
+    """State of one run between two updates."""
 
     def __init__(self, key: str, folder: Path, root: Path) -> None:
         self.key, self.folder, self._root = key, folder, root
@@ -88,7 +88,7 @@ class _Run:
         self._checked = 0.0
 
     def update(self, now: float) -> bool:
-        """Look at the run; whether anything about it changed. Raises OSError or UserError when it cannot be read."""
+        """Refresh the run; returns whether it changed. Raises OSError or UserError if it cannot be read."""
         events = self.folder / "events.jsonl"
         changed = events.stat().st_mtime
         seen = [_stamp(path) for path in (events, self.folder / NOTES)]
@@ -100,7 +100,7 @@ class _Run:
             return False
         self.live.read()
         notes = Notes()
-        with suppress(UserError):  # whoever opens them is told
+        with suppress(UserError):  # reported when the notes are opened
             notes = read_notes(self.folder) if is_inside(self.folder / NOTES, self._root) else notes
         try:
             require_inside(self.folder, self._root)
@@ -134,7 +134,7 @@ class _Run:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with a file; empty where there is none."""
+    """A value that changes whenever a file does; empty if there is none."""
     try:
         found = path.stat()
     except OSError:
@@ -143,7 +143,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def read_entry(folder: Path) -> Entry:
-    """One run folder, wherever its files lead. Raises OSError or UserError when it cannot be read."""
+    """Entry for one run folder, following any links in it. Raises OSError or UserError if it cannot be read."""
     run = _Run(folder.name, folder, Path(folder.anchor))
     run.update(time.monotonic())
     assert run.entry is not None, "the first look makes it"
@@ -151,20 +151,20 @@ def read_entry(folder: Path) -> Entry:
 
 
 class Library:
-    """All runs below a folder. `start` looks after them from a thread; every method may be called from any thread."""
+    """All runs below a folder. `start` keeps them up to date from a thread; all methods are thread-safe."""
 
     def __init__(self, root: Path, *, depth: int = DEPTH) -> None:
-        """Raises UserError when there is no such folder."""
+        """Raises UserError if there is no such folder."""
         self._depth = depth
         if not root.is_dir():
             raise UserError(f"{root}: there is no such folder; give one that holds run folders, such as runs/")
         self.root = root.resolve()
         self.version = 0
-        """Grows whenever an entry changed."""
+        """Increases whenever an entry changes."""
         self.left_out = 0
-        """Runs beyond MOST_RUNS."""
+        """Number of runs beyond MOST_RUNS."""
         self.unread: dict[str, str] = {}
-        """Keys that were found and not read: yet, or why they cannot be."""
+        """Keys of runs that are not read: empty text if not yet, else why they cannot be."""
         self._runs: dict[str, _Run] = {}
         self._open: dict[str, LiveRun] = {}
         self._lock = threading.Lock()
@@ -172,35 +172,35 @@ class Library:
         self._looked = -_LOOK_S
 
     def start(self) -> None:
-        """Look after the runs until the process ends."""
+        """Keep the runs up to date until the process ends."""
         threading.Thread(target=self._look_after, daemon=True, name="library").start()
 
     def entries(self) -> list[Entry]:
-        """The runs that have been read, newest first."""
+        """All runs that have been read, most recently changed first."""
         with self._lock:
             found = [run.entry for run in self._runs.values() if run.entry is not None]
         return sorted(found, key=lambda entry: -entry.changed)
 
     def entry(self, key: str) -> Entry | None:
-        """One run; None for a key that is none."""
+        """One run; None for an unknown key."""
         with self._lock:
             run = self._runs.get(key)
         return run.entry if run is not None else None
 
     def live(self, key: str) -> LiveRun | None:
-        """The whole run, read from its events so far; None for a key that is none. The newest few stay in memory."""
+        """The whole run, for reading its events; None for an unknown key. The most recently used few stay in memory."""
         entry = self.entry(key)
         if entry is None:
             return None
         with self._lock:
             live = self._open.pop(key, None) or LiveRun(entry.folder, key)
-            self._open[key] = live  # the newest last
+            self._open[key] = live  # most recently used last
             while len(self._open) > _OPEN_RUNS:
                 del self._open[next(iter(self._open))]
         return live
 
     def note(self, key: str, notes: Notes) -> None:
-        """Replace a run's notes. Raises KeyError for a key that is none, OSError or UserError where that cannot be."""
+        """Replace a run's notes. Raises KeyError for an unknown key, OSError or UserError if it cannot be done."""
         with self._lock:
             run = self._runs[key]
             if run.entry is None:
@@ -210,7 +210,7 @@ class Library:
             run.entry = replace(run.entry, notes=notes)
 
     def look(self) -> None:
-        """Look for runs and at each of them, once."""
+        """Search for runs, if due, and update each of them once."""
         if time.monotonic() - self._looked >= _LOOK_S:
             self._find()
             self._looked = time.monotonic()
@@ -219,7 +219,7 @@ class Library:
         for run in sorted(runs, key=lambda run: run.entry is not None):
             try:
                 changed = run.update(time.monotonic())
-            except Exception as problem:  # one damaged run must not end the look at the others
+            except Exception as problem:  # one damaged run must not stop the others
                 self.unread[run.key] = one_line(problem, 200)
                 continue
             self.unread.pop(run.key, None)
@@ -255,7 +255,7 @@ class Library:
 
 
 def require_inside(folder: Path, root: Path) -> None:
-    """Raise UserError when a file of the run folder is a link that leads out of `root`."""
+    """Raise UserError if a file of the run folder is a link that leads out of `root`."""
     run_dir = RunDir(folder)
     for path in (
         *(run_dir.events, run_dir.config, run_dir.deepspeed_config, run_dir.environment),
@@ -266,7 +266,7 @@ def require_inside(folder: Path, root: Path) -> None:
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path leads to a place inside `root`, whatever links there are on the way."""
+    """Whether a path is inside `root` after resolving links."""
     try:
         return path.resolve().is_relative_to(root)
     except (OSError, RuntimeError):

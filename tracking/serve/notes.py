@@ -1,4 +1,4 @@
-"""Notes and tags of a run, which its readers write on the overview: `notes.json` in the run folder."""
+"""Notes and tags that readers give a run on the overview, stored as `notes.json` in the run folder."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -12,20 +12,20 @@ from config.printable import line, printable
 
 NOTES = "notes.json"
 MOST_BYTES = 1 << 16
-"""Size of a file that is read, and of a request that is taken."""
+"""Maximum size of the file and of a request."""
 MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Tags and a note that readers gave a run."""
+    """A run's tags and note."""
 
     tags: tuple[str, ...] = ()
     note: str = ""
 
 
 def read_notes(folder: Path) -> Notes:
-    """The notes of a run folder. Raises UserError where the file is damaged."""
+    """The notes of a run folder. Raises UserError if the file cannot be read or is damaged."""
     path = folder / NOTES
     try:
         with path.open("rb") as file:
@@ -37,14 +37,14 @@ def read_notes(folder: Path) -> Notes:
 
 
 def write_notes(folder: Path, notes: Notes) -> None:
-    """Replace the notes of a run folder, all at once. Raises OSError, or UserError where what is there is damaged."""
+    """Replace the notes of a run folder atomically. Raises OSError, or UserError if the existing file is damaged."""
     read_notes(folder)
     content = json.dumps(asdict(notes), ensure_ascii=False, indent=1)
     write_atomically(folder / NOTES, f"{content}\n".encode())
 
 
 def parse(content: bytes) -> Notes:
-    """Notes from JSON, of printable text, each tag once. Raises ValueError for anything else."""
+    """Parse notes from JSON into printable text and distinct tags. Raises ValueError for anything else."""
     if len(content) > MOST_BYTES:
         raise ValueError(f"notes of more than {MOST_BYTES:,} bytes")
     found: Any = json_text.parse(content.decode())

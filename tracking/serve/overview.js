@@ -1,11 +1,11 @@
 "use strict";
-// Search, order, grouping, columns, notes and the choice of runs; the table itself comes from the server.
+// Search, sorting, grouping, columns, notes and selection of runs; the server renders the table itself.
 const asked = document.getElementById("asked");
 const runs = document.getElementById("runs");
 const chosen = new Set();
 const MOST = 24;
 const usual = asked.dataset.usual;
-let downwards = null; // the column whose usual order is turned round
+let downwards = null; // column whose default order is reversed
 
 function query() {
   const form = new URLSearchParams(new FormData(asked));
@@ -76,10 +76,10 @@ document.addEventListener("click", (event) => {
 document.getElementById("usual").addEventListener("click", () => { choose(usual); again(); });
 document.getElementById("clear").addEventListener("click", () => { chosen.clear(); mark(); });
 document.getElementById("compare").addEventListener("click", () => {
-  location.href = `/compare?${[...chosen].map((key) => `run=${key}`).join("&")}`; // keys are quoted already
+  location.href = `/compare?${[...chosen].map((key) => `run=${key}`).join("&")}`; // keys are already quoted
 });
 
-// --- notes and tags, where the server takes them
+// --- notes and tags, if the server accepts them
 
 const box = document.getElementById("edit");
 async function said(answer) {

@@ -1,4 +1,4 @@
-"""Contents of the overview: a line for each run, or for each group of runs that differ only in their seed."""
+"""Content of the overview: one line per run, or per group of runs that differ only in their seed."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from tracking.serve.library import Entry
 from tracking.verdict import WORDS
 
 WIDTH, HEIGHT = 140, 34
-"""[pixels] Size of a sparkline."""
+"""[pixels] Size of the sparkline."""
 _PLACES = 60
 _MOST_SETTINGS = 4
 _MOST_CHOICES = 60
@@ -43,33 +43,33 @@ COLUMNS = {
     "started": "started",
     "changed": "changed",
 }
-"""Columns by their key, with their headings. A setting can be one too: its dotted key with a dot before it."""
+"""Column key to heading. A setting can be a column too: its dotted key with a leading dot."""
 USUAL = ("verdict", "settings", "loss", "validation", "step", "skips", "changed")
-"""Columns until the reader chooses others: they fit into 1,280 pixels."""
+"""Default columns, which fit into 1,280 pixels."""
 _DESCENDING = frozenset({"step", "speed", "skips", "scale", "warnings", "incidents", "started", "changed"})
 _CONFIG_FIRST = ("precision.", "optimizer.", "deepspeed.", "model.", "batch.", "data.", "run.")
 _FORMULA = re.compile(r"[=+\-@\t\r\uff0b\uff0d\uff1d\uff20]")
-_AROUND = 30  # characters shown on either side of what a search found
+_AROUND = 30  # characters of context on either side of a search hit
 _IN_SIGHT = {"name": 10_000, "tag": 10_000, "verdict": 100, "hypothesis": 40, "note": 40}
-"""Characters of a text that the line shows in any case."""
+"""Number of leading characters of each text that the line always shows."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Search, order, grouping and columns that the reader asked for."""
+    """Search, order, grouping and columns requested by the reader."""
 
     search: str = ""
-    """Words, all of which must occur in the run's name, tags, note, verdict, hypothesis or settings."""
+    """Words that must all occur in the run's name, tags, note, verdict, hypothesis or settings."""
     sort: str = "changed"
     descending: bool = True
     by_seed: bool = False
     columns: tuple[str, ...] = USUAL
     dates: bool = False
-    """Whether times are dates, and not how long ago."""
+    """Whether times are shown as dates rather than as ages."""
 
     @classmethod
     def of(cls, search: str, sort: str, group: str, columns: Sequence[str], time: str) -> Self:
-        """Parse a query's fields. sort: a column, with `-` before it for the opposite direction."""
+        """Parse the fields of a query. sort: a column, prefixed with `-` to reverse its direction."""
         column = sort.removeprefix("-")
         if (column not in COLUMNS or column == "settings") and not column.startswith("."):
             column = "changed"
@@ -77,19 +77,19 @@ class Asked:
         known = [name for name in dict.fromkeys(columns) if name in places or name.startswith(".")]
         chosen = sorted(
             known, key=lambda name: places.get(name, places["settings"])
-        )  # settings of their own side by side
+        )  # keep columns for settings side by side
         descending = (column in _DESCENDING) != sort.startswith("-")
         usual = tuple(name for name in chosen if name != "name") or USUAL
         return cls(search.strip()[:200], column, descending, group == "seed", usual, time == "date")
 
     @property
     def words(self) -> list[str]:
-        """Words that are searched for, in small letters."""
+        """Search words in lower case."""
         return self.search.lower().split()
 
 
 def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, Any]:
-    """The overview of `entries` for `serve/runs.html`. now: seconds since the epoch."""
+    """Values for `serve/runs.html`, the overview of `entries`. now: seconds since the epoch."""
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
     groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
@@ -113,25 +113,25 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, An
         "asked": asked,
         "runs": len(entries),
         "shown": len(wanted),
-        "words": words,  # how many runs have each verdict, the worst first
+        "words": words,  # number of runs by verdict, worst first
         "columns": {name: titles[name] for name in ("name", *asked.columns)},
         "orders": {name: title for name, title in titles.items() if name != "settings"},
         "choices": {name: titles[name] if name in COLUMNS else name[1:] for name in titles if name != "name"},
         "differing": len(keys),
-        "scale": scales[0] if len(edges) == len(scales) == 1 else "",  # of all curves
+        "scale": scales[0] if len(edges) == len(scales) == 1 else "",  # of the sparklines, if they share one
     }
 
 
 def export(entries: Sequence[Entry], asked: Asked) -> str:
-    """The runs that match, in order, as CSV: a line each, with every setting in which they differ.
+    """The matching runs, in order, as CSV with every setting in which they differ.
 
-    A text that a spreadsheet would take for a formula gets an apostrophe before it.
+    Text that a spreadsheet would take for a formula is prefixed with an apostrophe.
     """
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
     wanted.sort(key=lambda entry: _rank(_sorted_by([entry], asked.sort), descending=asked.descending))
     file = io.StringIO()
-    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)  # some spreadsheets split at semicolons, too
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)  # some spreadsheets also split at semicolons
     writer.writerow([*(name for name, _ in _fields(wanted[0])), *map(_csv, keys)] if wanted else ["run"])
     for entry in wanted:
         values = [*(value for _, value in _fields(entry)), *(entry.settings.get(key) for key in keys)]
@@ -172,9 +172,9 @@ def _csv(value: Any) -> Any:
 
 
 def differing(entries: Sequence[Entry]) -> list[str]:
-    """Dotted keys of the settings that are not the same in all of `entries` that have them, the most telling first.
+    """Dotted keys of settings with different values among the `entries` that have them, most informative first.
 
-    Learning rate and seed lead; the others follow by how many values they take.
+    Learning rate and seed lead; the others follow by their number of distinct values.
     """
     found: dict[str, set[str]] = {}
     for entry in entries:
@@ -189,7 +189,7 @@ def differing(entries: Sequence[Entry]) -> list[str]:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """The shortest end of each dotted key that no other one has."""
+    """Dotted key to its shortest suffix that no other key has."""
     ends = Counter(
         ".".join(parts[at:]) for parts in (key.split(".") for key in dict.fromkeys(keys)) for at in range(len(parts))
     )
@@ -201,7 +201,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def marked(text: object, words: Sequence[str]) -> Markup:
-    """A text of a run, with what is searched for marked in it."""
+    """A run's text with search hits in <mark>."""
     said = shown(text)
     if not words:
         return Markup.escape(said)
@@ -219,7 +219,7 @@ def _wanted(entries: Sequence[Entry], asked: Asked) -> list[Entry]:
 
 
 def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
-    """Part of a run that has the word in it, and its text; None where none has."""
+    """(first part of a run that contains the word, its text); None if no part does."""
     for what, text in _searched(entry):
         if word in text.lower():
             return what, text
@@ -229,17 +229,17 @@ def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
 def _searched(entry: Entry) -> Iterator[tuple[str, str]]:
     texts = [("verdict", entry.verdict.text), ("note", entry.notes.note), ("hypothesis", entry.hypothesis)]
     for what, text in [("name", entry.key), *(("tag", tag) for tag in entry.notes.tags), *texts]:
-        yield what, _said(text)  # before it is cut, or half a secret would be none
+        yield what, _said(text)  # hide secrets before cutting: half of one would not be recognised
     for key, value in entry.settings.items():
         yield "setting", f"{key}={_value(value)}"
         yield "setting", f"{key}={value}"
 
 
-_said = lru_cache(1 << 14)(shown)  # every search asks for the same texts again
+_said = lru_cache(1 << 14)(shown)  # every search needs the same texts again
 
 
 def _found(entry: Entry, words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Excerpts around the words that the line itself does not show."""
+    """Excerpts around search hits that the line itself does not show."""
     for word in words:
         what, text = _place_of(entry, word) or ("name", "")
         at = text.lower().find(word)
@@ -276,7 +276,7 @@ _NUMBERS: dict[str, tuple[Callable[[Entry], float], Callable[[Sequence[float]], 
     "started": (lambda entry: entry.facts.start.get("time") or math.nan, _mean),
     "changed": (lambda entry: entry.changed, max),
 }
-"""Column to its number for a run, and how those of a group become one."""
+"""Column to (number of one run, reduction over a group)."""
 
 
 def _values(group: Sequence[Entry], column: str) -> list[float]:
@@ -295,7 +295,7 @@ def _sorted_by(group: Sequence[Entry], column: str) -> Any:
 
 
 def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
-    """Sort key: numbers, then texts; unknown values come last in both directions."""
+    """Sort key: numbers, then text; unknown values come last in both directions."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return 2, 0
     if isinstance(value, int | float):
@@ -312,7 +312,7 @@ def _line(
     asked: Asked,
     now: float,
 ) -> dict[str, Any]:
-    """One line of the table, for a run or a group."""
+    """One line of the table: a run or a group."""
     first, alone = group[0], len(group) == 1
     incidents = Counter(event["verdict"] for entry in group for event in entry.facts.rare_events.get("incident", ()))
     worst = _worst(group)
@@ -360,18 +360,18 @@ def _iso(time: float) -> str:
 
 
 def _time(time: float, now: float, *, dates: bool) -> tuple[str, str, str]:
-    """A time for machines, as how long ago or the date, whichever is asked for, and the other one."""
+    """(ISO time, age or date as requested, the other of the two)."""
     if math.isnan(time):
         return "", "", ""
     date, age = datetime.fromtimestamp(time).astimezone(), now - time
-    largest = re.match(r"\d+[a-z]", duration(age)) if age >= 60 else None  # a table that is the same is not sent again
+    largest = re.match(r"\d+[a-z]", duration(age)) if age >= 60 else None  # coarse: an unchanged table is not resent
     ago = f"{largest[0]} ago" if largest else "just now"
     words = f"{date:%Y-%m-%d %H:%M}"
     return (_iso(time), words, ago) if dates else (_iso(time), ago, f"{words} {date:%Z}")
 
 
 def _spread(values: Sequence[float]) -> str:
-    """The mean of a group and how far its seeds lie from it."""
+    """Mean of a group and the largest deviation from it."""
     known, mean = [value for value in values if math.isfinite(value)], _mean(values)
     if len(known) < 2:
         return loss(mean) if known else ""
@@ -383,7 +383,7 @@ def _skipped(skipped: int, steps: int) -> str:
 
 
 def scale_text(value: float) -> str:
-    """A loss scale; empty where nothing is scaled."""
+    """A loss scale; empty without loss scaling."""
     return "" if math.isnan(value) or value == 1.0 else scale(value)
 
 
@@ -392,10 +392,10 @@ def _worst(group: Sequence[Entry]) -> Entry:
 
 
 def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
-    """The values between which all curves are drawn: of the runs that train, or of all where none does.
+    """(low, high) shared by all sparklines: over the sound runs, or over all if there are none.
 
-    A first value far above all others would flatten the curves, so the highest 3% of each do not count, nor does a run
-    that is _UNLIKE times as high as the median one, such as one with another objective.
+    A first value far above the rest would flatten the curves, so the highest 3% of each curve are ignored, and so are
+    runs _UNLIKE times as high as the median one, such as those with another objective.
     """
     sound = [entry for entry in entries if entry.verdict.word not in ("diverged", "not learning")]
     curves: list[np.ndarray] = []
@@ -410,9 +410,9 @@ def _edges(entries: Sequence[Entry]) -> tuple[float, float] | None:
 
 
 def _sparkline(group: Sequence[Entry], edges: tuple[float, float] | None) -> dict[str, Any] | None:
-    """The mean curve of a group, the band from its lowest to its highest one, and the x at which a verdict begins.
+    """SVG points of a group's mean curve, of the band of all its curves, and the x at which its verdict begins.
 
-    In a box of WIDTH by HEIGHT, from the start to the planned end, as points of SVG; None for fewer than two values.
+    They fill a box of WIDTH by HEIGHT, from the start to the planned end; None for fewer than two values.
     """
     usable = [curve for entry in group if len(curve := entry.curve) > 1]
     if not usable or edges is None:

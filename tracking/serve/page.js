@@ -1,5 +1,5 @@
 "use strict";
-// Replaces an element's content by a part of a page that the server rendered, if it has changed.
+// Replace an element's content with a fragment rendered by the server, if it has changed.
 const tags = new Map();
 async function refresh(element, address) {
   const answer = await fetch(address, { headers: tags.get(element)?.address === address ? { "If-None-Match": tags.get(element).tag } : {}, cache: "no-store" });
@@ -9,13 +9,13 @@ async function refresh(element, address) {
   return true;
 }
 
-// Calls `work` again and again while the page is seen, `seconds` apart.
+// Call `work` every `seconds` while the page is visible.
 function keepDoing(work, seconds) {
   let timer = null;
   const turn = async () => {
     clearTimeout(timer);
     if (!document.hidden) {
-      try { await work(); } catch { /* the server has ended, or is not back yet */ }
+      try { await work(); } catch { /* the server has stopped, or is not back yet */ }
     }
     timer = setTimeout(turn, seconds * 1000);
   };

@@ -1,4 +1,4 @@
-"""Every address of the server and what it answers: a template, or JSON for its script."""
+"""All addresses of the server and their answers: a rendered template, or JSON for its script."""
 
 import secrets
 import time
@@ -45,16 +45,16 @@ _STATIC = {
     "uPlot.js": ("pages/uplot/uPlot.iife.min.js", _SCRIPT),
     "heat.js": ("heatmap/heat.js", _SCRIPT),
 }
-"""Files by the name under which they are served."""
+"""Served name to (file, content type)."""
 
 
 class NotFound(Exception):
-    """There is no such address, or no such run."""
+    """Raised for an unknown address or run."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. policy: which scripts it may run."""
+    """An answer. policy: content security policy, by its name in server.py."""
 
     body: bytes
     kind: str
@@ -68,7 +68,7 @@ class Pages:
     def __init__(self, library: Library, *, editable: bool) -> None:
         self._library = library
         self.token = secrets.token_urlsafe(16) if editable else ""
-        """Secret that the page sends along with notes, unreadable for other pages; empty: notes are not edited."""
+        """Secret that our page sends along with notes and other sites cannot read; empty if notes are read-only."""
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/favicon.ico": lambda query: _static("icon.svg"),
@@ -86,7 +86,7 @@ class Pages:
         }
 
     def reply(self, path: str, query: Query) -> Reply:
-        """The answer to a request. Raises NotFound, or ValueError, OSError or UserError: it cannot be answered."""
+        """The answer to a request. Raises NotFound, or ValueError, OSError or UserError if it cannot be answered."""
         if path.startswith("/static/"):
             return _static(path.removeprefix("/static/"))
         try:
@@ -96,7 +96,7 @@ class Pages:
         return answer(query)
 
     def write(self, path: str, query: Query, content: bytes) -> Reply:
-        """Replace the notes of a run. Raises as `reply` does."""
+        """Replace the notes of a run. Raises the same errors as `reply`."""
         if path != "/run/notes":
             raise NotFound("Nothing is written here.")
         self._entry(query)
@@ -164,7 +164,7 @@ class Pages:
         if ready := live.ready():
             live.read()
         facts = live.events() if ready else sketch(live.folder, live.label)
-        with suppress(UserError):  # utilisation needs the files beside the events
+        with suppress(UserError):  # utilisation also needs the config and environment
             facts = self._facts(one(query, "key")) if ready else facts
         return _json({"drawn": run_page.curves(facts), "steps": len(facts.columns), "sketch": not ready})
 
@@ -192,7 +192,7 @@ class Pages:
         return self._render("report/sections.html", **found)
 
     def _measured(self, query: Query) -> MeasureContext:
-        """The whole run, to be measured."""
+        """The run as the input of its measures."""
         facts = self._facts(one(query, "key"))
         if not facts.start:
             raise ValueError("nothing was recorded in this run folder")
@@ -217,7 +217,7 @@ class Pages:
 
 
 def _quoted(key: str) -> str:
-    """A run's key for a query, also of a folder whose name is no UTF-8."""
+    """A run's key quoted for a query, even if the folder's name is not UTF-8."""
     return quote(key, safe="", errors="surrogateescape")
 
 
@@ -227,7 +227,7 @@ def _asked(query: Query) -> overview.Asked:
 
 
 def one(query: Query, name: str) -> str:
-    """The value of a field; empty when it was not given."""
+    """The value of a query field; empty if missing."""
     return query.get(name, [""])[0]
 
 

@@ -1,13 +1,13 @@
 "use strict";
-// The page of one run: its curves (charts.js) and heat maps (heat.js) from JSON, the rest as the server rendered it.
+// The page of one run: curves (charts.js) and heat maps (heat.js) from JSON, the rest as rendered by the server.
 {
-  const key = document.getElementById("run").dataset.key; // quoted already
+  const key = document.getElementById("run").dataset.key; // already quoted
   const at = (path, more = []) => `${path}?key=${key}&${new URLSearchParams(more)}`;
   const [folds, sections] = [document.getElementById("fold"), document.getElementById("sections")];
   const opened = new Set();
   let curves = null; // what charts.js draws
-  let newer = false; // than the sections
-  let due = 0; // when they may be asked for again: of a long run they take seconds
+  let newer = false; // whether there are newer events than in the sections
+  let due = 0; // when sections may be requested again: they take seconds for a long run
 
   async function get(address) {
     const answer = await fetch(address, { cache: "no-store" });
@@ -44,7 +44,7 @@
     document.body.dataset.curves = found.steps;
   }
 
-  // A click on a row of folded modules shows them one by one, and hides them again.
+  // A click on a row of folded modules expands it into single modules, or collapses it again.
   function unfold(name) {
     if (folds.value === "modules") return;
     opened.has(name) ? opened.delete(name) : opened.add(name);
@@ -58,7 +58,7 @@
     await drawLayers(about.panels, (panel) => get(at("/run/heat", [["panel", panel.key], ...asked])), unfold);
   }
 
-  // What the reader has opened and searched for stays as it is.
+  // Keep what the reader has opened and searched for.
   async function drawSections() {
     await refresh(document.getElementById("incidents"), at("/run/incidents"));
     if (sections.contains(document.activeElement)) return;

@@ -1,6 +1,6 @@
-"""The page of one run, which the server shows and `tracking.report --html` writes as one file.
+"""The page of one run, shown by the server and written as one file by `tracking.report --html`.
 
-`report/body.html` has its order.
+`report/body.html` defines the order of its parts.
 """
 
 import json
@@ -38,13 +38,13 @@ from tracking.serve.overview import scale_text
 
 _MOST_INCIDENTS = 200
 _MOST_OPEN = 50
-_LONGEST = 300  # characters of a setting
+_LONGEST = 300  # maximum characters of a setting
 _MARKS = {"fail": "✗ fail", "pass": "✓ pass", "not measured": "not measured"}
-"""Marks of verdicts, in the order of the page."""
+"""Verdict to its mark, in page order."""
 
 
 def state(entry: Entry, *, now: float) -> dict[str, Any]:
-    """The head of the page: `facts` by their names, and the share that is `done`. now: seconds since the epoch."""
+    """Header of the page: (name, value) `facts`, and the share of steps `done`. now: seconds since the epoch."""
     last, start = entry.facts.newest, entry.facts.start
     step, planned = entry.status.step, entry.planned
     seconds = last.get("step_seconds")
@@ -82,16 +82,16 @@ def state(entry: Entry, *, now: float) -> dict[str, Any]:
 
 
 def fragment(markdown: str) -> Markup:
-    """Markdown without pictures as a part of a page."""
+    """HTML of a piece of Markdown, without pictures."""
     return Markup(Renderer(Path()).render(PARSER.parse(markdown), PARSER.options, {}))
 
 
 def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = None) -> dict[str, Any]:
-    """Settings of a run that the baseline of its group did not have, as `rows` of the setting, the baseline's value and
-    the run's; and what they are `about`. baseline: another run instead.
+    """How a run's settings differ from a `baseline`: `rows` of (setting, the baseline's value, the run's value), and
+    `about`, which baseline it is. baseline: overrides the default.
 
-    A group has the same model, data and task; its baseline is the sound run of it that began first. Of a run that is
-    alone in its group, the sound run with the fewest other settings stands in.
+    By default it is the first sound run with the same model, data and task. If there is no other run with these, the
+    sound run with the fewest differing settings stands in.
     """
     if not own.settings:
         return {"baseline": None, "rows": [], "about": "its config.yaml is missing or cannot be read"}
@@ -114,7 +114,7 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
 
 
 def _work(entry: Entry) -> dict[str, Any]:
-    """Facts that all runs of a group have in common."""
+    """Settings that all runs of a group have in common: model, data and task."""
     return {key: value for key, value in entry.settings.items() if key == "task" or key.startswith(("model.", "data."))}
 
 
@@ -133,7 +133,7 @@ def _setting(value: Any) -> str:
 
 
 def curves(run: RunFacts) -> dict[str, Any]:
-    """The curves for charts.js, a few thousand points at most, as plain values."""
+    """Curves for charts.js as plain values, a few thousand points at most."""
     drawn = run_data(run)
     share = find(utilisation, MeasureContext(run)).value if run.start else None
     if share is not None:
@@ -145,7 +145,7 @@ def curves(run: RunFacts) -> dict[str, Any]:
 
 
 def incidents(run: RunFacts) -> list[dict[str, Any]]:
-    """Whatever a verdict counts as a warning, newest first, with what was not finite at its step."""
+    """Everything that a verdict counts as a warning, newest first; incidents with the step's non-finite tensors."""
     found = []
     causes: dict[int, list[str]] = {}
     for event in run.rare_events.get("nonfinite", []):
@@ -171,7 +171,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
 
 
 def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str, Any]:
-    """One panel as plain values; or, without one, which panels there are and what stands out in each.
+    """One panel as plain values, or the list of panels and what stands out in each if `panel` is empty.
 
     Raises ValueError for a panel without values.
     """
@@ -184,7 +184,7 @@ def heat(found: Heat, panel: str, fold: str, opened: Sequence[str]) -> dict[str,
 
 
 def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
-    """Values for `report/sections.html`, below the curves and layers. root: nothing outside of it is shown."""
+    """Values for `report/sections.html`, below the curves and layers. root: logs outside of it are not shown."""
     facts, findings = context.run, all_measures(context)
     run_dir, newest = RunDir(Path(facts.source)), newest_events(facts)
     return {
@@ -210,7 +210,7 @@ def sections(context: MeasureContext, *, root: Path) -> dict[str, Any]:
 
 
 def _config(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The settings, those that are not the default first, with the default beside them."""
+    """All settings, non-default ones first, each with its default if it differs."""
     defaults, found = dict(flat(to_dict(Config()))), []
     for key, value in flat(redact(config)):
         changed = defaults.get(key) != value
@@ -220,7 +220,7 @@ def _config(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def whole(entry: Entry, changed: dict[str, Any], context: MeasureContext, *, root: Path) -> str:
-    """The page as one file, UTF-8 text. root: as for `sections`."""
+    """The page as one HTML file. root: as for `sections`."""
     return render(
         "report/run.html",
         title=entry.key,
@@ -235,7 +235,7 @@ def whole(entry: Entry, changed: dict[str, Any], context: MeasureContext, *, roo
 
 
 def printed(context: MeasureContext) -> str:
-    """The page of a run folder as one file, UTF-8 text. Raises UserError or OSError: it cannot be read."""
+    """The page of a run folder as one HTML file. Raises UserError or OSError if it cannot be read."""
     folder, *others = (Path(run.source).resolve() for run in (context.run, context.baseline) if run)
     own, baseline = read_entry(folder), read_entry(others[0]) if others else None
     beside = Library(folder.parent, depth=1)

@@ -1,10 +1,10 @@
-"""The HTTP server of the pages: it answers GET of a fixed set of addresses, and writes the notes of a run.
+"""The HTTP server for the pages: it answers GET for a fixed set of addresses, and stores notes on runs.
 
-Runs are named by their key in the query, which is looked up among the runs that were found; nothing of a request
-becomes a path. Scripts come from files of this package alone (Content-Security-Policy), so a text that got into a
-page as markup would still do nothing. On a loopback address a request has to name the address that it came to, or a
-page from elsewhere could have its own name resolved to this machine and read what is here. A note is taken from a page
-of this server alone: the request's Origin has to be this server, and it has to bring the token that is in that page.
+Runs are identified by a key in the query, which is looked up among the known runs; no part of a request becomes a path.
+Content-Security-Policy admits only scripts from files of this package, so text injected as markup could not run any.
+On a loopback address the Host header has to name this server, which prevents DNS rebinding: a foreign page could
+otherwise resolve its own name to this machine and read the runs. Notes are accepted only from this server's pages: the
+request's Origin has to be this server, and it has to carry the token in the page.
 """
 
 import gzip
@@ -25,14 +25,14 @@ from tracking.serve.library import Library
 from tracking.serve.notes import MOST_BYTES
 from tracking.serve.pages import NotFound, Pages, Reply
 
-_SECONDS = 30.0  # for a request, and for each part of the answer to be taken
-_FIELDS = 200  # of a query: a selection of runs
+_SECONDS = 30.0  # timeout for reading a request and for writing each part of the answer
+_FIELDS = 200  # maximum number of query fields, enough for a selection of runs
 _COMPRESSED_FROM = 4096
 _POLICIES = {
-    # Charts set styles on their elements.
+    # 'unsafe-inline' because charts set styles on their elements.
     "page": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
-    # A page that is one file: its own script runs, without an origin, so that it reaches nothing else of this server.
+    # A page in one file: its inline script runs without an origin, so that it cannot reach the rest of this server.
     "single": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; sandbox allow-scripts",
 }
@@ -44,14 +44,14 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, host: str, port: int, library: Library, *, editable: bool | None = None) -> None:
-        """Open the port. editable: whether notes may be written; None: on a loopback address alone.
+        """Open the port. editable: whether notes may be written; None: only on a loopback address.
 
         Raises OSError, OverflowError or UnicodeError if the port is not available.
         """
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         self.names: frozenset[str] | None = None
-        """Accepted values of a request's Host header; None accepts any."""
+        """Accepted host names in the Host header; None accepts any."""
         super().__init__((str(found[0][4][0]), port), _Handler)
         if ipaddress.ip_address(str(self.server_address[0])).is_loopback:
             self.names = frozenset({host, "localhost", "127.0.0.1", "[::1]"})
@@ -63,7 +63,7 @@ class PageServer(ThreadingHTTPServer):
         return int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that leaves in the middle of an answer is no news; anything else is one line."""
+        """Ignore clients that disconnect in the middle of an answer; print one line for any other error."""
         error = sys.exception()
         if not isinstance(error, OSError):
             print(shown(f"mantissa: a request failed: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
@@ -77,11 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "mantissa", ""
 
     def do_GET(self) -> None:
-        """A page, a part of one, or its data."""
+        """Answer with a page, a part of one, or its data."""
         self._answer()
 
     def do_POST(self) -> None:
-        """Take the notes of a run."""
+        """Store the notes of a run."""
         length, host = self.headers.get("Content-Length", ""), self.headers.get("Host")
         own = self.headers.get("Origin") in (f"http://{host}", f"https://{host}")
         token, brought = self.server.pages.token, self.headers.get("X-Token", "")
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         except (ValueError, UserError, OSError) as problem:
             reply = Reply(json.dumps({"error": shown(problem)}).encode(), "application/json", status=400)
-        except Exception as problem:  # a page that fails must not look like a server that is gone
+        except Exception as problem:  # a failing page must not look like a dead server
             print(shown(f"mantissa: {self.path}: {type(problem).__name__}: {problem}"), file=sys.stderr, flush=True)
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
@@ -137,4 +137,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:
-        """Silent."""
+        """Log nothing."""

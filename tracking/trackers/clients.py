@@ -1,6 +1,6 @@
 """The process that runs a tracker's client, and the clients behind one small interface.
 
-Their packages are optional, and imported only here. Each event becomes the row that wandb gets, on the same axis.
+Their packages are optional and imported only here. Each event becomes the same row as for wandb, on the same axis.
 """
 
 import csv
@@ -18,7 +18,7 @@ from tracking.trackers.tensorboard_client import TensorBoard
 from tracking.wandb.charts import AXIS
 
 DELIVERED = ".{}_delivered"
-"""File of the run folder: how many events the tracker of that name has taken. The first session makes it."""
+"""File in the run folder with the number of event lines that the named tracker has stored."""
 
 CSV_COLUMNS = (
     *("attempt", "step", "time", "tokens", "train/loss", "train/grad_norm", "train/clip_coefficient", "train/lr"),
@@ -28,22 +28,22 @@ CSV_COLUMNS = (
 
 
 class Client(Protocol):
-    """One tracker's run. Anything may raise: the worker ends then, and training continues."""
+    """One tracker's run. Any method may raise: the worker then ends, and training continues."""
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """An event, and its numbers by name, some not finite, at one place of the axis."""
+        """Log an event and its numbers by name, which may be non-finite. attempt: position on the axis."""
 
     def flush(self) -> None:
         """Store everything logged so far."""
 
     def close(self, exit_code: int) -> None:
-        """The run has ended, or crashed (then not 0)."""
+        """Mark the run as ended; a non-zero code means it failed."""
 
 
 class MLflow:
-    """A run at MLFLOW_TRACKING_URI, or in RUN/mlflow.db where that is not set; a resumed run continues it."""
+    """A run at MLFLOW_TRACKING_URI, or in RUN/mlflow.db if that is not set; a resumed run continues it."""
 
-    _MOST_METRICS, _MOST_PARAMS, _MOST_TEXT = 1000, 100, 500  # of one batch, and of a parameter's value
+    _MOST_METRICS, _MOST_PARAMS, _MOST_TEXT = 1000, 100, 500  # per batch; characters of a parameter
 
     def __init__(self, job: dict[str, Any]) -> None:
         from mlflow.entities import Param
@@ -70,7 +70,7 @@ class MLflow:
                 self._client.log_batch(self._run, params=batch)
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Metrics, sent with the next flush; the verdict becomes tags."""
+        """Queue metrics for the next flush; the verdict becomes tags."""
         from mlflow.entities import Metric
 
         at = int(event["time"] * 1000)
@@ -80,20 +80,20 @@ class MLflow:
                 self._client.set_tag(self._run, name, event[name])
 
     def flush(self) -> None:
-        """Send them."""
+        """Send the queued metrics."""
         pending, self._pending = self._pending, []
         for batch in _batches(pending, self._MOST_METRICS):
             self._client.log_batch(self._run, metrics=batch)
 
     def close(self, exit_code: int) -> None:
-        """FINISHED, KILLED when it was preempted, or FAILED."""
+        """Set the status: FINISHED, KILLED if preempted, or FAILED."""
         self.flush()
         status = {0: "FINISHED", 75: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self._run, status=status)
 
 
 class Trackio:
-    """A run of Trackio: local, in TRACKIO_DIR, unless its own variables name a Space."""
+    """A Trackio run, stored locally in TRACKIO_DIR unless Trackio's environment variables name a Space."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         import trackio
@@ -101,25 +101,25 @@ class Trackio:
         self._trackio = trackio
         config = dict(flat(job["config"]))
         options = {"group": job["group"]} if job["group"] else {}
-        # Trackio finds the run to resume by its name, and every run folder of that name would be the same run.
+        # Trackio resumes runs by name, so that another run folder of the same name would continue this run.
         resume = "allow" if (Path(job["folder"]) / DELIVERED.format("trackio")).exists() else "never"
         trackio.init(project=job["project"], name=job["name"], config=config, resume=resume, **options)
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Metrics; Trackio's own axis is called "step", so the step of the run is "train/step"."""
+        """Log metrics. Trackio's own axis is called "step", so the run's step becomes "train/step"."""
         named = {"train/step" if name == "step" else name: value for name, value in numbers.items()}
         self._trackio.log(named, step=attempt)
 
     def flush(self) -> None:
-        """Trackio sends by itself."""
+        """Do nothing: Trackio sends by itself."""
 
     def close(self, exit_code: int) -> None:
-        """Send the rest."""
+        """Send the rest and finish the run."""
         self._trackio.finish()
 
 
 class Csv:
-    """RUN/metrics.csv: a row for each step and evaluation, for a spreadsheet; not everything that events.jsonl has."""
+    """RUN/metrics.csv for spreadsheets: a row per step and evaluation, with less than events.jsonl has."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         path = Path(job["folder"]) / "metrics.csv"
@@ -133,12 +133,12 @@ class Csv:
             self._file.write("\n")
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Write a row for a step or an evaluation; other events are left out."""
+        """Write a row for a step or an evaluation; ignore other events."""
         if "train/loss" in numbers or "eval/loss" in numbers:
             self._writer.writerow({**numbers, "attempt": attempt, "time": event["time"], "step": int(numbers["step"])})
 
     def flush(self) -> None:
-        """Write the file."""
+        """Flush the file."""
         self._file.flush()
 
     def close(self, exit_code: int) -> None:
@@ -160,12 +160,12 @@ def _batches(items: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow takes letters, digits, underscores, dashes, periods, spaces and slashes, at most 250 of them."""
+    """A valid MLflow name: at most 250 letters, digits, underscores, dashes, periods, spaces and slashes."""
     return "".join(letter if letter.isalnum() or letter in "_-. /" else "_" for letter in name)[:250]
 
 
 class TrackerDelivery(Delivery):
-    """Gives the numbers of new events to a client."""
+    """Passes the numbers of new events to a client."""
 
     def __init__(self, client: Client, delivered: Delivered, log_every_steps: int) -> None:
         super().__init__(log_every_steps, delivered.lines)
@@ -181,7 +181,7 @@ class TrackerDelivery(Delivery):
         self._client.log(event, numbers, attempt)
 
     def flush(self) -> None:
-        """Have the client store what it was given, and remember how much that was."""
+        """Have the client store what it was given, and record how many lines that covers."""
         if self.line > self._delivered.lines:
             self._client.flush()
             self._delivered.save(self.line)
@@ -192,7 +192,7 @@ class TrackerDelivery(Delivery):
 
 
 def deliver(job: dict[str, Any]) -> None:
-    """Deliver a run as a job of `tracking.trackers.sink` says."""
+    """Deliver the run described by a job of `tracking.trackers.sink`."""
     delivered = Delivered(Path(job["folder"]) / DELIVERED.format(job["tracker"]))
     client = _CLIENTS[job["tracker"]](job)
     TrackerDelivery(client, delivered, job["log_every_steps"]).follow(job)

@@ -1,9 +1,9 @@
-"""The process beside training that follows `events.jsonl` and gives each event to one client.
+"""The process beside training that follows `events.jsonl` and passes each event to one client.
 
-Standard input brings one line of JSON (the job) and later the line "end"; standard output carries one-line messages:
-"log: ..." for the user, "sent: ...", "wrote: ..." or "failed: ..." before the process exits. Standard error is the
-client's log in the run folder. A file in the run folder holds how many lines the client has stored: the next session
-delivers the rest.
+Standard input receives one line of JSON (the job) and later the line "end"; standard output carries one-line messages:
+"log: ..." for the user, and "sent: ...", "wrote: ..." or "failed: ..." before the process exits. Standard error is the
+client's log in the run folder. A file in the run folder holds the number of lines that the client has stored; the next
+session delivers the rest.
 """
 
 import json
@@ -31,10 +31,10 @@ _STEP = beginnings("step")
 
 
 class Delivered:
-    """Keeps the number of lines of the events that a client has stored, over all sessions."""
+    """Persists the number of event lines that a client has stored, over all sessions."""
 
     def __init__(self, path: Path) -> None:
-        """path: the file of the number."""
+        """path: file that holds the number."""
         self._path = path
         try:
             self.lines = max(0, int(path.read_bytes()))
@@ -47,14 +47,14 @@ class Delivered:
         try:
             write_atomically(self._path, str(self.lines).encode())
         except OSError:
-            return  # a full disk; at worst the next session delivers some lines again
+            return  # disk full; at worst the next session delivers some lines again
 
 
 class Delivery(ABC):
-    """Gives new events to a client; those of earlier sessions are only counted."""
+    """Passes new events to a client; events of earlier sessions are only counted."""
 
     def __init__(self, log_every_steps: int, delivered: int) -> None:
-        """delivered: lines that the client has from earlier sessions."""
+        """delivered: number of lines that the client has from earlier sessions."""
         self._every, self.earlier = log_every_steps, delivered
         self._redactor = Redactor()
         self.rows = Rows()
@@ -64,14 +64,14 @@ class Delivery(ABC):
         """The `run_end` of the newest session."""
 
     def add(self, number: int, text: bytes) -> None:
-        """Take one line of the events, counted from 1."""
+        """Process one line of the events. number: counted from 1."""
         earlier, self.line = number <= self.earlier, number
         if earlier and text.startswith(_STEP):
-            self.rows.attempts += 1  # without being parsed
+            self.rows.attempts += 1  # no need to parse it
             return
         event = event_on(text)
         if event is None:
-            return  # readers of the file report a damaged line; the rest is logged
+            return  # readers of the file report damaged lines; log the rest
         event = self._redactor.value("", event)
         if event["event"] in ("run_start", "run_end"):
             self.end = event if event["event"] == "run_end" else None
@@ -81,9 +81,9 @@ class Delivery(ABC):
 
     @abstractmethod
     def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
-        """Give the client an event with its row of charts (`tracking.wandb.charts`).
+        """Pass an event and its chart row (`tracking.wandb.charts`) to the client.
 
-        earlier: the client has it from an earlier session; no such step is passed.
+        earlier: the client has the event from an earlier session; never the case for a step.
         """
 
     @abstractmethod
@@ -92,10 +92,10 @@ class Delivery(ABC):
 
     @abstractmethod
     def close(self, exit_code: int) -> None:
-        """End the client's run as training ended; one without a `run_end` has crashed, with exit code 1."""
+        """End the client's run with training's exit code, or 1 if it crashed without a `run_end`."""
 
     def follow(self, job: dict[str, Any]) -> None:
-        """Deliver events as they come; returns when training said "end" or is gone and every event is delivered."""
+        """Deliver events as they arrive; return once training said "end" or is gone and all events are delivered."""
         follower, last_round = Follower(Path(job["events"])), False
         while not last_round:
             ready, _, _ = select.select([sys.stdin], [], [], POLL_S)
@@ -107,15 +107,15 @@ class Delivery(ABC):
 
 
 def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:
-    """Read the job and run it as the only process that delivers this run to the client; 1 after any failure.
+    """Read the job and run it as the only process delivering this run to the client; returns 1 after any failure.
 
-    It waits for its turn, since the process of a session that just ended may still be delivering.
+    Waits for its turn, since the process of a session that just ended may still be delivering.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job; the last events are still to come
+        signal.signal(number, signal.SIG_IGN)  # a scheduler signals the whole job before the last events
     job = json.loads(sys.stdin.readline())
     messages = os.dup(1)
-    os.dup2(2, 1)  # a client may print: into its log
+    os.dup2(2, 1)  # what a client prints goes to its log
     sys.stdout = os.fdopen(messages, "w", encoding="utf-8")
     lock = Path(job["lock"])
     try:
@@ -131,7 +131,7 @@ def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:
 
 
 def log_traceback() -> None:
-    """Write the exception under way to the client's log, without secrets."""
+    """Write the current exception to the client's log, without secrets."""
     sys.stderr.write(printable(Redactor().text(traceback.format_exc())))
 
 

@@ -1,4 +1,4 @@
-"""The training side of a client that runs in a process of its own: start it, monitor it, end it.
+"""The training side of a client that runs in a separate process: start it, monitor it, end it.
 
 The process (`tracking.trackers.delivery`) follows `events.jsonl` as it grows: the file is the queue. Training does not
 import the client and waits for it only in `close`, for a limited time. A slow start, a dead server, a stuck upload or a
@@ -20,7 +20,7 @@ from tracking.events import Event
 from tracking.run_dir import RunDir
 
 CLOSE_SECONDS = 40.0
-"""Seconds that the end of a run waits for a client to take the rest."""
+"""Seconds that the end of a run waits for a client to receive the remaining events."""
 LOCK_WAIT_S = 30.0
 _CODE_FOLDER = Path(__file__).resolve().parents[2]
 
@@ -29,7 +29,7 @@ class ClientSink:
     """One client as a sink. `write` raises RuntimeError once its process has died; `close` returns within its limit."""
 
     def __init__(self, client: str, run_dir: RunDir, *, limit_s: float, later: str) -> None:
-        """client: its name, also that of its log in the run folder. later: who delivers the rest after a failure."""
+        """client: its name, and that of its log in the run folder. later: text on who delivers the rest if it fails."""
         self._client, self._run_dir, self._limit, self._later = client, run_dir, limit_s, later
         self._log = f"{client}.log"
         self.done, self._error_line = "", ""
@@ -37,9 +37,9 @@ class ClientSink:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _start(self, module: str, job: dict[str, Any], variables: dict[str, str]) -> None:
-        """Start the process with a job (what `tracking.trackers.delivery` reads of it is added) and an environment.
+        """Start the process. job: completed here with what `tracking.trackers.delivery` needs. variables: environment.
 
-        Raises OSError (a full disk, no process left).
+        Raises OSError (disk full, no process left).
         """
         job |= {
             "training_pid": os.getpid(),
@@ -53,10 +53,10 @@ class ClientSink:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**variables, "PYTHONPATH": path, "PYTHONUTF8": "1"},  # its lines are read as UTF-8
-                start_new_session=True,  # Ctrl-C is for training; the worker ends after it
+                env={**variables, "PYTHONPATH": path, "PYTHONUTF8": "1"},  # its output is read as UTF-8
+                start_new_session=True,  # Ctrl-C must reach only training; the worker ends after it
             )
-        unbind(process.pid)  # not on the cores of rank 0
+        unbind(process.pid)  # do not compete for the cores of rank 0
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
         process.stdin.write(json.dumps(job, default=str).encode() + b"\n")
@@ -64,7 +64,7 @@ class ClientSink:
         self._process = process
 
     def write(self, event: Event) -> None:
-        """Check the process; the event itself reaches it through the file. RuntimeError when it has died."""
+        """Check the process, which gets the event through the file. Raises RuntimeError if it has died."""
         self._require_start()
         if self._process is not None:
             code = self._process.poll()
@@ -73,7 +73,7 @@ class ClientSink:
                 raise RuntimeError(self._failure_message(code))
 
     def close(self) -> None:
-        """Wait for the client to take the rest, for a limited time. RuntimeError when it failed or was too slow."""
+        """Wait a limited time for the client to receive the rest. Raises RuntimeError if it failed or was too slow."""
         self._require_start()
         if self._process is None:
             return
@@ -83,11 +83,11 @@ class ClientSink:
             process.stdin.write(b"end\n")  # a closed pipe is not enough: forked data workers may hold it open
             process.stdin.close()
         except BrokenPipeError:
-            pass  # it is already gone; its exit code is checked next
+            pass  # already gone; its exit code is checked next
         try:
             code = process.wait(self._limit)
         except subprocess.TimeoutExpired:
-            process.kill()  # what a client has started ends with it
+            process.kill()  # processes that the client started end with it
             process.wait()
             text = f"{self._client} did not finish within {self._limit:.0f} s; {self._later}; see {self._log}"
             raise RuntimeError(text) from None
@@ -104,7 +104,7 @@ class ClientSink:
         return f"{self._client} failed: {self._error_line or f'exit code {code}'}; {self._later}; see {self._log}"
 
     def _relay(self, process: subprocess.Popen[bytes]) -> None:
-        """Print the process's lines for the user, such as a server that cannot be reached."""
+        """Print the process's messages for the user, such as an unreachable server, and keep its outcome."""
         assert process.stdout is not None
         for line in (process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(": ")
@@ -117,7 +117,7 @@ class ClientSink:
 
 
 def described(config: dict[str, Any]) -> dict[str, Any]:
-    """Name, notes and sorting of a run for a tracker, from its resolved config; without secrets."""
+    """Name, notes, project, group, tags and job type of a run for a tracker, from its resolved config; no secrets."""
     run, own = config["run"], config["tracking"]
     found = {"name": run["name"], "notes": run["hypothesis"], "project": own["project"]}
     found |= {"group": own.get("group") or "", "tags": own.get("tags") or []}
@@ -128,7 +128,7 @@ class TrackerSink(ClientSink):
     """Feeds one tracker."""
 
     def __init__(self, tracker: str, run_dir: RunDir, config: dict[str, Any]) -> None:
-        """Start the process and return at once; it delivers new events, and those that an earlier session left.
+        """Start the process and return at once; it delivers new events and those left over from earlier sessions.
 
         tracker: tensorboard, mlflow, trackio or csv. config: the resolved run config; secrets are hidden.
         """

@@ -1,7 +1,7 @@
-"""TensorBoard's event files, by TensorBoard's own writer, which needs no TensorFlow.
+"""Write TensorBoard event files with TensorBoard's own writer, which does not need TensorFlow.
 
-The first section is what a run is judged by. Beside numbers there are the config and what went wrong as text, the
-settings of a run for the HParams tab, histograms over the layers, and the verdict.
+The first section holds the main curves. Besides scalars there are the config and incidents as text, hyperparameters for
+the HParams tab, histograms over the layers, and the verdict.
 """
 
 import time
@@ -18,15 +18,15 @@ from tracking.events import Event, describe_event
 from tracking.wandb.charts import FIRST, histograms
 
 _NAMES = {row: f"1 training/{name}" for row, name in FIRST.items()}
-"""Row of `tracking.wandb.charts` to its name here, where that is another; sections are in alphabetical order."""
+"""Row of `tracking.wandb.charts` to its name here, if different; TensorBoard sorts sections alphabetically."""
 _METRICS = ("train/loss", "eval/loss")
 _ALWAYS = ("run.seed", "optimizer.learning_rate")
-"""Settings of the HParams tab; others are there where they are not at their defaults."""
+"""Settings always in the HParams tab; others appear only if they are not at their defaults."""
 _TOLD = ("incident", "warning", "corruption", "reexecution")
 
 
 class TensorBoard:
-    """Event files in RUN/tensorboard, one of each session."""
+    """Event files in RUN/tensorboard, one per session."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -35,7 +35,7 @@ class TensorBoard:
         self._job = job
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Scalars; histograms of telemetry; text at the start, where something went wrong, and at the end."""
+        """Log scalars, telemetry histograms, and text at the start, for incidents and the like, and at the end."""
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
         at = (attempt, event["time"])
@@ -55,7 +55,7 @@ class TensorBoard:
             self._add_text("1 verdict", f"{said}{following}", *at)
 
     def _add_settings(self, attempt: int, seconds: float) -> None:
-        """The config and hypothesis as text, and what is not at its default as hyperparameters."""
+        """Add config and hypothesis as text, and non-default settings as hyperparameters."""
         from tensorboard.plugins.hparams.summary_v2 import HParam, Metric, hparams_config_pb, hparams_pb
 
         config = self._job["config"]
@@ -90,11 +90,11 @@ class TensorBoard:
         self._writer.add_event(Record(wall_time=seconds, step=attempt, summary=summary))
 
     def flush(self) -> None:
-        """Write the file."""
+        """Flush the file."""
         self._writer.flush()
 
     def close(self, exit_code: int) -> None:
-        """Say in the HParams tab how the run ended, and close the file."""
+        """Record in the HParams tab how the run ended, and close the file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

@@ -1,8 +1,8 @@
-"""Rows for wandb's charts: each event's numbers on one axis that never goes back.
+"""Rows for wandb's charts: the numbers of each event on an axis that never goes back.
 
 A run that was rolled back, or killed and resumed, attempts some steps again, so `step` goes back. The axis of the
-charts is therefore `attempt`: how many steps were attempted so far, over all sessions. `step`, `applied` and `tokens`
-are beside it in every row. wandb's own minima (`define_metric(summary=...)`) start over in every session (measured with
+charts is therefore `attempt`, the number of steps attempted so far over all sessions. Every row also has `step`,
+`applied` and `tokens`. wandb's own minima (`define_metric(summary=...)`) start over in every session (measured with
 0.31), so the lowest validation loss is tracked here.
 """
 
@@ -24,7 +24,7 @@ FIRST = {
     "train/lr": "learning rate",
     "train/loss_scale": "loss scale",
 }
-"""Row to its name in the section that a tracker opens on."""
+"""Row to its name in the section that a tracker shows first."""
 
 _OWN_CHARTS = frozenset({"scale", "eval", "checkpoint", "incident", "nonfinite", "fault"})
 _STEP_FIELDS = (
@@ -35,11 +35,11 @@ _BINS = 64
 
 
 class Rows:
-    """Events in file order as rows of charts. Events of earlier sessions have to be passed too: they are counted."""
+    """Turns events, in file order, into chart rows. Events of earlier sessions must be passed too, for the counts."""
 
     def __init__(self) -> None:
         self.attempts = 0
-        """Steps so far."""
+        """Number of steps attempted so far."""
         self._applied: int | None = None  # unknown until the first step
         self._totals: Counter[str] = Counter()
         self._lowest = math.inf
@@ -51,7 +51,7 @@ class Rows:
             self.attempts += 1
             self._applied = event["step"] - event["skipped_total"]
         elif event["event"] == "eval":
-            self._lowest = min(self._lowest, event["loss"])  # a loss that is nan leaves it as it is
+            self._lowest = min(self._lowest, event["loss"])  # unchanged by a nan loss
             row["eval/lowest_loss"] = self._lowest
         for name in _counted(event):
             self._totals[name] += 1
@@ -62,7 +62,7 @@ class Rows:
 
 
 def _counted(event: Event) -> tuple[str, ...]:
-    """The running totals that `event` adds one to."""
+    """Names of the running totals that `event` increments."""
     if event["event"] == "incident":
         return ("incident/total", f"incident/total_{event['verdict'].lower()}")
     return (f"{event['event']}/total",) if event["event"] in ("nonfinite", "scale") else ()
@@ -71,7 +71,7 @@ def _counted(event: Event) -> tuple[str, ...]:
 def chart_values(event: Event) -> dict[str, Any]:
     """Values that one event adds to the charts: `train/...` for a step, else its own group such as `scale/...`.
 
-    Values that are not finite stay so (wandb shows them as such); what was not recorded (None) is left out.
+    Non-finite values are kept (wandb displays them); unrecorded ones (None) are left out.
     """
     kind = event["event"]
     if kind == "step":
@@ -94,10 +94,10 @@ def chart_values(event: Event) -> dict[str, Any]:
 
 
 def histograms(event: Event) -> dict[str, tuple[Any, Any]]:
-    """Histograms of a telemetry event, as counts and edges: gradients by power of two, each measure over the modules.
+    """Histograms of a telemetry event, as (counts, edges): gradients by power of two, and each measure over modules.
 
-    wandb draws a histogram over steps as a heat map, so a model of any size has these few panels. Which module is where
-    is in the run's own heat maps.
+    wandb draws histograms over steps as heat maps, so that a few panels suffice for a model of any size. The run's own
+    heat maps show individual modules.
     """
     if event["event"] != "telemetry":
         return {}
@@ -116,7 +116,7 @@ def histograms(event: Event) -> dict[str, tuple[Any, Any]]:
 
 
 def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
-    """Scalars of a telemetry event over all modules: largest magnitudes, smallest cosine."""
+    """Scalars that summarise a telemetry event over all modules, such as largest magnitudes and smallest cosine."""
     yield "telemetry/update_ratio", event["update_ratio"]
     for name, value in (event["drift"] or {}).items():
         yield f"telemetry/drift/{name}", value
@@ -129,7 +129,7 @@ def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
 
 
 def _by_module(event: Event) -> dict[str, list[float]]:
-    """The values of all modules by measure."""
+    """Measure to its values over all modules."""
     gradients = event["gradients"].values()
     return {
         "activation": list(event["activation_max"].values()),

@@ -1,7 +1,7 @@
-"""Checkpoints and exports as artifact references: wandb gets the location and metadata of a model, no weights.
+"""Checkpoints and exports as artifact references: wandb gets the location and metadata of a model, but no weights.
 
-An artifact's digest is made of the references' names and URLs. The name has the first characters of the content's hash,
-so that a step that is saved again after a rollback becomes a new version.
+An artifact's digest depends on the names and URLs of its references. Their names include the first characters of a
+content hash, so that a step saved again after a rollback becomes a new version.
 """
 
 import hashlib
@@ -15,14 +15,14 @@ from config.redact import redact
 from tracking.events import Event
 
 MODEL = "model"
-"""Type of the artifacts: the one that W&B's registry links."""
+"""Artifact type, which has to be this one for W&B's registry."""
 
 _MAX_NAME = 128
 _SHORT = 12  # characters of a hash
 
 
 def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
-    """Facts to record about a `checkpoint` event's checkpoint. Its hash is None when the manifest is unreadable."""
+    """Facts to record about the checkpoint of a `checkpoint` event; its hash is None if the manifest is unreadable."""
     return _checkpoint(event["path"], event["step"], config) | {
         "tokens": event["tokens"],
         "bytes": event["bytes"],
@@ -77,7 +77,7 @@ def export_facts(folder: Path) -> dict[str, Any]:
 
 
 def parity_facts(path: Path) -> dict[str, Any]:
-    """The verdict of a parity.json and the report's hash. Raises UserError when it is none."""
+    """The verdict in a parity.json and the hash of that file. Raises UserError for any other file."""
     try:
         return _verdict(json.loads(path.read_text(encoding="utf-8"))) | {"report_sha256": _sha256(path)}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -91,7 +91,7 @@ def _verdict(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def log_artifact(run: Any, facts: dict[str, Any]) -> None:
-    """Record a model in wandb: metadata and a reference, nothing is uploaded."""
+    """Record a model in wandb as metadata and a reference; nothing is uploaded."""
     import wandb
 
     facts = redact(facts)

@@ -20,8 +20,8 @@ FINISH_TIMEOUT_S = 30.0
 
 _ID = re.compile(rb"[\w.-]{1,128}\s*")
 _DECIDED = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_CONSOLE", "WANDB_SILENT", "WANDB_DIR", "WANDB_RESUME")
-"""Variables of what is decided here; wandb checks them even so, and refuses all of a run for one that is wrong."""
-_MARGIN_S = 5.0  # to import wandb and read the file a last time
+"""Variables for settings made here; removed because wandb validates them anyway and rejects the run if one is wrong."""
+_MARGIN_S = 5.0  # time to import wandb and read the file one last time
 
 
 class WandbSink(ClientSink):
@@ -37,7 +37,7 @@ class WandbSink(ClientSink):
         init_timeout_s: float = INIT_TIMEOUT_S,
         finish_timeout_s: float = FINISH_TIMEOUT_S,
     ) -> None:
-        """Start the worker and return at once; it delivers new events and those that wandb does not have yet.
+        """Start the worker and return at once; it delivers new events and those that wandb still lacks.
 
         config: `run` (the resolved run config), `deepspeed` (its JSON) and `environment`; secrets are hidden.
         mode: offline, online or disabled (then nothing is started). Online without a login or a reachable server
@@ -71,28 +71,28 @@ class WandbSink(ClientSink):
             self._failure = error
 
     def _variables(self) -> dict[str, str]:
-        """The worker's environment."""
-        # tracking.wandb in the run config decides, so that the mode is on record; WANDB_MODE does not.
+        """Environment of the worker."""
+        # The mode comes from tracking.wandb in the run config, so that it is recorded, and not from WANDB_MODE.
         variables = {name: value for name, value in os.environ.items() if name not in _DECIDED}
         cache = Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME", "/")) / ".cache") / "wandb"
         for name, usual in (("WANDB_CACHE_DIR", cache), ("WANDB_DATA_DIR", self._run_dir.wandb)):
             if why_not_writable(Path(variables.get(name) or usual)):
                 variables[name] = str(self._run_dir.wandb.resolve() / "cache")
-        variables.setdefault("WANDB_ERROR_REPORTING", "false")  # no error reports to wandb from this machine
-        # Files staged for upload stay in the run folder, so that `wandb sync` works from a copy of it elsewhere.
+        variables.setdefault("WANDB_ERROR_REPORTING", "false")  # do not send error reports to wandb
+        # Keep files staged for upload in the run folder, so that `wandb sync` works from a copy of it elsewhere.
         variables.setdefault("WANDB_DATA_DIR", str(self._run_dir.wandb.resolve()))
         return variables
 
 
 def run_id(run_dir: RunDir) -> str:
-    """The wandb id of this run, created once and kept in the run folder: a resumed run continues the same wandb run."""
+    """wandb id of this run, created once and kept in the run folder, so that a resumed run continues its wandb run."""
     path = run_dir.path / "wandb_run_id"
     if path.exists() and not _ID.fullmatch(path.read_bytes()):
         path.rename(path.with_name("wandb_run_id.damaged"))
         (run_dir.path / "wandb_delivered").unlink(missing_ok=True)
         print(f"mantissa: {path} was damaged: a new wandb run gets all of the events", file=sys.stderr, flush=True)
     if not path.exists():
-        # Under `wandb agent` wandb accepts only the agent's id.
+        # Under `wandb agent`, wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None
         write_atomically(path, (named or uuid.uuid4().hex[:12]).encode())
     return path.read_text(encoding="utf-8").strip()

@@ -3,7 +3,7 @@
     python -m tracking.wandb.sync runs/demo --online [--export exported/demo]
         [--checkpoint runs/demo/checkpoints/step-400] [--parity parity.json]
 
-All of it goes to the wandb run that the run folder names. Without --online an offline run is written, for `wandb sync`.
+Everything goes to the wandb run named in the run folder. Without --online an offline run is written, for `wandb sync`.
 The last line says how much was new and where it went. Exit code 0: done; 1: wandb failed, or --online was recorded
 offline; 2: wrong arguments.
 """
@@ -27,7 +27,7 @@ FINISH_TIMEOUT_S = 600.0
 
 
 def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> str:
-    """Deliver and wait; what was done, in words. Raises UserError for no run folder, RuntimeError when wandb fails."""
+    """Deliver and wait; returns a summary. Raises UserError if it is not a run folder, RuntimeError if wandb fails."""
     run, deepspeed, environment = read_inputs(run_dir)
     if not run or not run_dir.events.is_file():
         raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
@@ -48,7 +48,7 @@ def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) 
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         parity = parity_facts(options.parity) if options.parity else None

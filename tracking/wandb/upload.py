@@ -1,4 +1,4 @@
-"""Events into one wandb run: rows of charts, tables of what went wrong, alerts and models."""
+"""Send events to one wandb run: chart rows, tables of what went wrong, alerts and models."""
 
 import shutil
 import time
@@ -14,19 +14,19 @@ from tracking.wandb.charts import AXIS, FIRST, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
 
 MIN_FREE_BYTES = 4 << 20
-"""Free space below which nothing more is logged to an offline run: wandb says nothing about what a full disk refuses,
-and the rest of the disk is for the events."""
+"""Free disk space below which nothing more is logged to an offline run: wandb fails silently on a full disk, and the
+remaining space is for the events."""
 
 _PREEMPTED = "preempted"
 SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
-"""Fields of the `run_end` in the summary of the wandb run."""
+"""Fields of `run_end` that go into the summary of the wandb run."""
 MAX_ROWS = 2000
-"""The newest rows that a table keeps: wandb uploads the whole table each time."""
+"""Maximum number of newest rows in a table, which wandb uploads whole each time."""
 TABLE_EVERY_S = 60.0
 ALERT_EVERY_S = 300.0
-"""Seconds between two alerts of one verdict."""
+"""Minimum interval between alerts for one verdict."""
 STALE_S = 900.0
-"""An incident older than this, from a session whose wandb had died, raises no alert."""
+"""Age from which an incident, left over from a session whose wandb had died, raises no alert."""
 
 _COLUMNS = {
     "incident": ("verdict", "reason", "modules", "promoted_to", "rolled_back_to", "replay"),
@@ -38,14 +38,14 @@ _MAX_TITLE = 63
 
 
 class NoSpaceLeft(RuntimeError):
-    """The disk of an offline run is nearly full, and a retry would not help."""
+    """The disk of an offline run is nearly full, so that a retry would not help."""
 
 
 class WandbDelivery(Delivery):
-    """Logs events to one wandb run. Only a failing chart row ends it; tables, models and alerts may fail."""
+    """Logs events to one wandb run. Failures of tables, alerts and checkpoint artifacts are only reported."""
 
     def __init__(self, run: Any, job: dict[str, Any], delivered: int) -> None:
-        """delivered: lines that earlier sessions have delivered. Of an online run its server says how many it has."""
+        """delivered: number of lines delivered by earlier sessions; for an online run the server's number counts."""
         super().__init__(job["log_every_steps"], delivered if run.offline else max(0, run.starting_step - 1))
         self._run, self.url = run, None if run.offline else run.url
         self._config, self._models = job["config"], job["models"]
@@ -54,7 +54,7 @@ class WandbDelivery(Delivery):
         self._reported: set[str] = set()
 
     def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
-        """Log a row, and what else an event leads to. The tables have the events of earlier sessions, too."""
+        """Log a row and everything else for an event. Tables also include events of earlier sessions."""
         import wandb
 
         self._tables.add(event, self.rows.attempts, delivered=earlier)
@@ -62,7 +62,7 @@ class WandbDelivery(Delivery):
             return
         kind = event["event"]
         drawn = {name: wandb.Histogram(np_histogram=pair) for name, pair in histograms(event).items()}
-        first = {FIRST[name]: value for name, value in row.items() if name in FIRST}  # in "Charts", the first section
+        first = {FIRST[name]: value for name, value in row.items() if name in FIRST}  # "Charts", the first section
         self._run.log(row | first | drawn, step=self.line)
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
@@ -75,11 +75,11 @@ class WandbDelivery(Delivery):
                 self._try("an alert", lambda: self._run.alert(**arguments))
 
     def _artifact(self, event: Event) -> None:
-        if "://" in event["path"] or Path(event["path"]).is_dir():  # it may have been deleted to make room
+        if "://" in event["path"] or Path(event["path"]).is_dir():  # else it was deleted to make room
             log_artifact(self._run, checkpoint_facts(event, self._config))
 
     def flush(self) -> None:
-        """Log the tables that changed, when due. Raises NoSpaceLeft."""
+        """Log the changed tables if due. Raises NoSpaceLeft."""
         if self._run.offline and shutil.disk_usage(self._folder).free < MIN_FREE_BYTES:
             raise NoSpaceLeft("no space left on its disk")
         if self._tables.due(time.monotonic()):
@@ -93,7 +93,7 @@ class WandbDelivery(Delivery):
         self._try("a table", log)
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
-        """Call `act`; an error is logged once per `what`, and goes to the run's wandb.log in full."""
+        """Call `act`; an error is reported once per `what`, and logged in full in the run's wandb.log."""
         try:
             act()
         except Exception as error:
@@ -103,7 +103,7 @@ class WandbDelivery(Delivery):
                 report("log", f"wandb did not take {what}: {one_line(error, 200)}; the rest continues")
 
     def close(self, exit_code: int) -> None:
-        """Log the last tables and the models of the job, and close the wandb run. Raises NoSpaceLeft."""
+        """Log the job's models and the last tables, and close the wandb run. Raises NoSpaceLeft."""
         for facts in self._models:
             log_artifact(self._run, facts)
         self._log_tables()
@@ -117,7 +117,7 @@ class WandbDelivery(Delivery):
 
 
 class Tables:
-    """The incidents, non-finite attributions and scale events of a run over all its sessions, newest last."""
+    """Tables of a run's incidents, non-finite tensors and scale events over all sessions, newest last."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[list[Any]]] = {}
@@ -136,11 +136,11 @@ class Tables:
             self._changed.add(kind)
 
     def due(self, now: float) -> bool:
-        """Whether a table changed, and none was logged for TABLE_EVERY_S. now: monotonic seconds."""
+        """Whether a table changed and none was logged for TABLE_EVERY_S. now: monotonic seconds."""
         return bool(self._changed) and now - self._logged >= TABLE_EVERY_S
 
     def take(self, now: float) -> dict[str, Any]:
-        """The tables that changed since the last call, to be logged."""
+        """The tables that changed since the last call, for logging."""
         import wandb
 
         changed, self._changed, self._logged = sorted(self._changed), set(), now
@@ -153,7 +153,7 @@ class Tables:
 
 
 def _cell(value: Any) -> Any:
-    """Lists and non-finite numbers as text, since a table's JSON has neither."""
+    """A table cell, with lists and non-finite numbers as text, since a table's JSON supports neither."""
     if isinstance(value, list | tuple):
         return ", ".join(str(item) for item in value)
     if isinstance(value, float) and value - value != 0:
@@ -169,7 +169,7 @@ class Alerts:
         self._left_out: dict[str, int] = {}
 
     def alert(self, event: Event, run_name: str, now: float) -> dict[str, Any] | None:
-        """The arguments of `wandb.alert` for an incident; None for no alert. now: seconds since the epoch."""
+        """Arguments of `wandb.alert` for an incident, or None for no alert. now: seconds since the epoch."""
         if event["event"] != "incident" or now - event["time"] > STALE_S:
             return None
         verdict = event["verdict"]

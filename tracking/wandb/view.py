@@ -38,7 +38,7 @@ def build(entity: str, project: str, definition: dict[str, Any]) -> Any:
             sections=sections,
             settings=ws.WorkspaceSettings(x_axis="attempt", max_runs=20),
             runset_settings=ws.RunsetSettings(pinned_columns=columns),
-            auto_generate_panels=True,  # below ours: telemetry, histograms
+            auto_generate_panels=True,  # below our own: telemetry, histograms
         )
     except (KeyError, TypeError, ValueError) as error:
         why = one_line(error, 200)
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         view.save()
-    except Exception as error:  # no login, no network, no such project: the client has a class of its own for each
+    except Exception as error:  # no login, no network, no such project: the client raises a different class for each
         advice = "check the name, `wandb login` and the network"
         raise UserError(f"{options.project}: not saved ({one_line(error, 200)}); {advice}") from None
     print(view.url)

@@ -1,8 +1,8 @@
 """The process that runs wandb.
 
-wandb's own step counter is the line number of the event in `events.jsonl`, which never goes back, so wandb drops
-nothing. What wandb keeps of a session in RUN/wandb is whole, or it is removed and made again from the events: wandb's
-file is torn when its process or the machine dies, and `wandb sync` stops at a torn one.
+wandb's step counter is the line number of the event in `events.jsonl`, which never goes back, so that wandb drops
+nothing. wandb's files of a session in RUN/wandb are either complete, or removed and rebuilt from the events: a file is
+truncated if wandb's process or the machine dies, and `wandb sync` stops at a truncated file.
 """
 
 import json
@@ -26,9 +26,9 @@ ATTEMPTS = 3
 
 
 def begin_session(folder: Path) -> Path:
-    """Remove what a session has left in RUN/wandb that wandb did not finish, and mark the next one.
+    """Remove what an unfinished session left in RUN/wandb, and create the mark for a new one.
 
-    The mark, which is returned and to be removed when wandb has finished, has the names of the sessions before it.
+    The mark is a file with the names of all earlier sessions; remove it once wandb has finished.
     """
     folder.mkdir(exist_ok=True)
     mark, sessions = folder / "unfinished", [path for path in folder.glob("*run-[0-9]*") if path.is_dir()]
@@ -38,14 +38,14 @@ def begin_session(folder: Path) -> Path:
     kept = mark.read_text(encoding="utf-8").splitlines()
     for path in sessions:
         if path.name not in kept:
-            shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: the next time
+            shutil.rmtree(path, ignore_errors=True)  # wandb's helper may still be writing: retried next time
     return mark
 
 
 def shown_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config as wandb's columns have it: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`.
+    """The config as shown in wandb's columns: `optimizer.learning_rate` and `run.steps`, not `run.run.steps`.
 
-    With the content of the precision manifest that it names; None when there is none or it cannot be read.
+    Includes the content of its precision manifest as `manifest`; None if there is none or it cannot be read.
     """
     run = config.get("run") or {}
     rest = {name: value for name, value in config.items() if name not in ("run", "deepspeed")}
@@ -56,13 +56,13 @@ def shown_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def start_run(job: dict[str, Any]) -> Any:
-    """Start the wandb run, offline when online fails."""
+    """Start the wandb run, falling back to offline if online fails."""
     import wandb
 
     settings = wandb.Settings(
         silent=True,
         console="off",
-        # Command line, git remotes and the user's e-mail stay out; our config has what matters.
+        # Do not send command line, git remotes or the user's e-mail; our config has what matters.
         disable_git=True,
         disable_code=True,
         x_disable_meta=True,
@@ -78,26 +78,26 @@ def start_run(job: dict[str, Any]) -> Any:
             if not wandb.login(prompt=False):
                 raise RuntimeError("no login: run `wandb login` or set WANDB_API_KEY")
             run = wandb.init(mode="online", settings=settings, reinit="create_new", **init)
-        except Exception as error:  # whatever the reason, an offline run is started instead
+        except Exception as error:  # whatever the reason, start an offline run instead
             report("log", f"wandb is recorded offline, since online failed: {one_line(error, 200)}")
     if run is None:
         run = wandb.init(mode="offline", settings=settings, reinit="create_new", **init)
     for place in (AXIS, "step", "applied", "tokens"):
-        run.define_metric(place, hidden=True)  # axes, which would be the first charts
+        run.define_metric(place, hidden=True)  # axes, which would otherwise be the first charts
     run.define_metric("*", step_metric=AXIS)
     return run
 
 
 def deliver(job: dict[str, Any]) -> None:
-    """Follow the events; when wandb dies, start it again.
+    """Follow the events; restart wandb if it dies.
 
-    wandb's helper ends at the SIGTERM that a scheduler or launcher sends to the whole job, long before training does.
+    wandb's helper exits on the SIGTERM that a scheduler or launcher sends to the whole job, long before training ends.
     """
     import wandb
 
     delivered, folder = Delivered(Path(job["delivered"])), Path(job["init"]["dir"]) / "wandb"
     if delivered.lines > sum(1 for _ in Follower(Path(job["events"])).lines()):
-        delivered.save(0)  # damaged: more than there are; what wandb has already it takes again
+        delivered.save(0)  # a wrong count, above the number of lines: deliver all of them again
     for left in reversed(range(ATTEMPTS)):
         mark = begin_session(folder)
         delivery = WandbDelivery(start_run(job), job, delivered.lines)
@@ -106,8 +106,8 @@ def deliver(job: dict[str, Any]) -> None:
             break
         except Exception as error:
             log_traceback()
-            with suppress(Exception):  # expected: it is dead
-                wandb.teardown(exit_code=1)  # so that it can be started again
+            with suppress(Exception):  # expected, since it is dead
+                wandb.teardown(exit_code=1)  # allows a restart
             if left == 0 or isinstance(error, NoSpaceLeft):
                 begin_session(folder)
                 raise

@@ -1,8 +1,8 @@
 """Show a running or finished run in the terminal: `python -m tracking.watch RUN`.
 
-Reads only the run folder, so it works for a run on any machine that shares its disk, and does not affect it. Keys: q
-quits, x toggles a logarithmic step axis, h shows the heat maps of the layers one after another. With --once, or when
-the output is not a terminal, one frame is printed.
+Reads only the run folder, so it works for a run on any machine with a shared disk and does not affect the run. Keys: q
+quits, x toggles a logarithmic step axis, h cycles through the heat maps of the layers. With --once, or if the output is
+not a terminal, one frame is printed.
 """
 
 import os
@@ -30,7 +30,7 @@ from tracking.status import run_status
 from tracking.watch.screen import View, frame
 
 _REFRESH_S = 0.5
-_SLICE_S = 0.2  # reading time between two frames
+_SLICE_S = 0.2  # maximum reading time between frames
 _DUMB_REFRESH_S = 10.0
 _ONCE_HEIGHT = 36
 
@@ -42,9 +42,9 @@ class Watch:
         self.run = LiveRun(run_dir.path, run_dir.name)
         self.log_steps, self._ascii = log_steps, ascii_only
         self.panel = ""
-        """The heat map that is shown; empty for the curves."""
+        """Heat map to show; empty shows the curves."""
         self._read = 1.0
-        self._still = (0, "")  # telemetry events so far, and what they say
+        self._still = (0, "")  # (number of telemetry events, sentence based on them)
 
     def read(self, seconds: float) -> bool:
         """Read new events for at most `seconds`; returns whether there is more to read."""
@@ -52,7 +52,7 @@ class Watch:
         return self._read < 1.0
 
     def frame(self, width: int, height: int, *, keys: bool) -> RenderableType:
-        """The current screen, for a terminal of this size. keys: whether they are read."""
+        """The current screen for a terminal of this size. keys: whether key presses are read."""
         run = self.run.known_facts()
         view = View(
             width=width,
@@ -70,14 +70,14 @@ class Watch:
         return frame(run, view)
 
     def _alert(self, run: RunFacts) -> str:
-        """Warning about a run that hardly moves; recomputed after each telemetry event."""
+        """Warning if the run hardly moves, recomputed after each telemetry event."""
         measured = run.counts["telemetry"]
         if measured != self._still[0]:
             self._still = measured, still_sentence(self.run.heat(), after=warmup_of(run.config))
         return self._still[1]
 
     def next_panel(self) -> None:
-        """Show the next heat map that has anything to show; after the last the curves again."""
+        """Switch to the next heat map that is worth drawing; after the last, back to the curves."""
         keys = ["", *drawn_panels(self.run.heat())]
         at = keys.index(self.panel) if self.panel in keys else 0
         self.panel = keys[(at + 1) % len(keys)]
@@ -107,7 +107,7 @@ def live(watch: Watch, console: Console) -> None:
 
 
 def print_repeatedly(watch: Watch, console: Console) -> None:
-    """Print a frame every 10 s until the run has ended, on a terminal that cannot move its cursor."""
+    """Print a frame every 10 s until the run has ended, for terminals that cannot move the cursor."""
     while True:
         while watch.read(_DUMB_REFRESH_S):
             pass
@@ -119,7 +119,7 @@ def print_repeatedly(watch: Watch, console: Console) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """Yield a function that waits some seconds for a key and returns it, or None; without a keyboard it sleeps."""
+    """Yield a function that waits up to some seconds for a key and returns it, or None; without a tty it sleeps."""
     if not sys.stdin.isatty():
         yield time.sleep
         return
@@ -142,7 +142,7 @@ def _keys() -> Iterator[Any]:
 
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
-    """Watch one run; 2 when the folder does not exist."""
+    """Watch one run. Exit code 2 if the folder does not exist."""
     parser = Arguments("python -m tracking.watch", __doc__)
     parser.add_argument("run", type=Path, help="run folder, such as runs/demo; may still be empty")
     parser.add_argument("--once", action="store_true", help="print one frame and exit")

@@ -1,4 +1,4 @@
-"""Curves in a terminal: braille dots, two by four to a character; stars where the terminal has only ASCII."""
+"""Draw curves in a terminal with braille dots, two by four per character, or with stars in ASCII."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ from typing import Self
 import numpy as np
 from rich.text import Text
 
-LABEL = 9  # characters left of a curve
-_DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bit of a braille character by row and column
-# A value further out than this many heights of the middle 96% is cut off, so that it does not flatten the curve.
+LABEL = 9  # characters for labels left of a curve
+_DOT = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille character by row and column
+# Values that lie outside the middle 96% by more than this multiple of its height are cut off, to not flatten the curve.
 _FAR = 2.0
 _MARK = "not dim bold red"
 
@@ -21,13 +21,13 @@ class Line:
 
     steps: np.ndarray
     values: np.ndarray
-    """One per step, in step order; those that are not finite are left out."""
+    """One value per step, in step order; non-finite ones are not drawn."""
     style: str
     points: bool = False
     """Whether to draw only points, for rare measurements."""
 
     def finite(self) -> Self:
-        """The line without what is not finite."""
+        """The line without non-finite values."""
         known = np.isfinite(self.values)
         return replace(self, steps=self.steps[known], values=self.values[known])
 
@@ -37,9 +37,9 @@ class Axes:
     """Size and scales of a panel."""
 
     width: int
-    """[characters] The labels included."""
+    """[characters] Including the labels."""
     height: int
-    """[characters] The line of steps included."""
+    """[characters] Including the line of step numbers."""
     last_step: int
     log_steps: bool = False
     log_values: bool = False
@@ -49,8 +49,8 @@ class Axes:
 def draw(lines: Sequence[Line], marks: np.ndarray, axes: Axes, label: Callable[[float], str]) -> Text:
     """The panel as `axes.height` lines of text. marks: steps to mark on the axis below, such as skipped ones.
 
-    Where several steps share a column of dots, the bright line is their mean and the dim band reaches from the lowest
-    to the highest. A value far outside all others is cut off and marked.
+    Where several steps share a column of dots, the bright line is their mean and the dim band spans lowest to highest.
+    Values far outside all others are cut off and marked.
     """
     columns, rows = max(4, axes.width - LABEL), max(1, axes.height - 1)
     lines = [line.finite() for line in lines]
@@ -75,7 +75,7 @@ def draw(lines: Sequence[Line], marks: np.ndarray, axes: Axes, label: Callable[[
 
 
 def _range(known: np.ndarray) -> tuple[float, float]:
-    """Lowest and highest value to show, never the same."""
+    """Lowest and highest value to show; always distinct."""
     ordered = np.sort(known)
     aside = len(ordered) // 50
     bottom, top = float(ordered[aside]), float(ordered[-1 - aside])
@@ -89,7 +89,7 @@ def _range(known: np.ndarray) -> tuple[float, float]:
 
 
 class _Canvas:
-    """Dots over characters; a character has the style of what was drawn there last."""
+    """A grid of dots within characters; each character has the style of what was drawn there last."""
 
     def __init__(
         self, columns: int, rows: int, axes: Axes, *, first: int, span: tuple[float, float], log: bool
@@ -98,10 +98,10 @@ class _Canvas:
         self._low, self._high, self._log = *span, log
         self._bits = [[0] * columns for _ in range(rows)]
         self._styles = [[""] * columns for _ in range(rows)]
-        self._signs: dict[tuple[int, int], str] = {}  # characters instead of dots
+        self._signs: dict[tuple[int, int], str] = {}  # characters that replace dots
 
     def _x(self, steps: np.ndarray) -> np.ndarray:
-        """Columns of dots of steps."""
+        """Dot columns of steps."""
         first, last = self._first, max(self._axes.last_step, self._first + 1)
         steps = np.clip(steps, first, last)
         places = (steps - first) / (last - first)
@@ -110,7 +110,7 @@ class _Canvas:
         return np.minimum(2 * self._columns - 1, (places * (2 * self._columns - 1) + 0.5).astype(int))
 
     def _y(self, value: float) -> int:
-        """Row of dots of a value, from 0 at the top."""
+        """Dot row of a value; 0 is the top."""
         dots = 4 * self._rows
         return min(dots - 1, max(0, int((self._high - self._to(value)) / (self._high - self._low) * (dots - 1) + 0.5)))
 
@@ -118,14 +118,14 @@ class _Canvas:
         return math.log10(value) if self._log else value
 
     def points(self, line: Line) -> None:
-        """One point per value."""
+        """Draw one point per value."""
         for x, value in zip(self._x(line.steps).tolist(), line.values.tolist(), strict=True):
             place = self._y(value) // 4, x // 2
             self._signs[place] = "o" if self._axes.ascii else "●"
             self._styles[place[0]][place[1]] = line.style
 
     def curve(self, line: Line) -> None:
-        """The band of all values, and through it the line of the means."""
+        """Draw the band of all values, and the line of their means through it."""
         if not line.steps.size:
             return
         columns, starts, counts = np.unique(self._x(line.steps), return_index=True, return_counts=True)
@@ -159,17 +159,17 @@ class _Canvas:
             self._styles[y // 4][x // 2] = style
 
     def write(self, row: int, text: Text) -> None:
-        """Append one row of characters."""
+        """Append one row of characters to `text`."""
         for column, (bits, style) in enumerate(zip(self._bits[row], self._styles[row], strict=True)):
             drawn = "*" if self._axes.ascii else chr(0x2800 + bits)
             text.append(self._signs.get((row, column), drawn if bits else " "), style=style or None)
 
     def steps(self, marks: np.ndarray) -> Text:
-        """The line below: first and last step, and a mark where a step was skipped."""
+        """The line below the curve: first and last step, and the marks."""
         left, right = f"{self._first:,}", f" {self._axes.last_step:,}"
         cells = list((left + right.rjust(self._columns - len(left)))[: self._columns])
         marked = np.unique(self._x(marks) // 2).tolist()
-        for column in marked:  # also over the step numbers: a skipped step matters more
+        for column in marked:  # may cover the step numbers, which matter less
             cells[column] = "!" if self._axes.ascii else "▾"
         line = Text(" " * LABEL + "".join(cells), style="dim", no_wrap=True)
         for column in marked:

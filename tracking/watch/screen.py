@@ -31,16 +31,16 @@ from tracking.status import Status
 from tracking.verdict import STYLES
 from tracking.watch.curves import Axes, Line, draw
 
-_RECENT_STEPS = 50  # the speed and the ETA are medians over these
+_RECENT_STEPS = 50  # speed and ETA are medians over these
 _STYLES = {
     **dict.fromkeys(("nonfinite", "incident", "corruption"), "bold red"),
     **dict.fromkeys(("fault", "note", "warning", "reexecution"), "yellow"),
     **dict.fromkeys(("eval", "checkpoint"), "green"),
 }
-"""Style by event of those that are logged in colour."""
-_TWO_COLUMNS = 100  # characters from which curves stand side by side
-_FACTS = 42  # characters of the column of numbers
-_SLOW = 1.3  # times the median from which the slowest rank is highlighted
+"""Kind of event to its style, for those logged in colour."""
+_TWO_COLUMNS = 100  # minimum terminal width in characters for two columns
+_FACTS = 42  # width in characters of the column of numbers
+_SLOW = 1.3  # multiple of the median above which the slowest rank is highlighted
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class View:
     """[fraction] Share of the events file read so far."""
     damaged: int = 0
     keys: bool = False
-    """Whether keys are read, so that the help for them is shown."""
+    """Whether key presses are read; if so, help for them is shown."""
     panel: str = ""
     """The heat map to show instead of curves."""
     heat: Heat | None = None
-    """Data of that panel."""
+    """Data for that panel."""
     alert: str = ""
-    """Warning about a run that has not failed."""
+    """Warning that the run hardly moves, if any."""
 
     def wrapped(self, text: str) -> list[str]:
-        """A text of the head as lines, whole unless it would fill a quarter of the screen."""
+        """Wrap a text of the header into lines, cut off at a quarter of the screen."""
         return textwrap.wrap(shown(text), self.width, max_lines=max(1, self.height // 4), placeholder=" ...")
 
 
 def frame(run: RunFacts, view: View) -> RenderableType:
-    """The run as it is, in at most `view.height` lines of `view.width` characters."""
+    """The current state of the run in at most `view.height` lines of `view.width` characters."""
     status, verdict = run.checked or Status("running"), run.verdict
     cause = view.wrapped(verdict.cause) + (view.wrapped(verdict.command) if verdict.tone == "bad" else [])
     alert = view.wrapped(view.alert)
@@ -86,7 +86,7 @@ def frame(run: RunFacts, view: View) -> RenderableType:
 
 
 def _layers(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
-    """A heat map of the layers over the steps, what stands out in it, and what happened."""
+    """Heat map of layers over steps, what stands out in it, and recent events."""
     heat, title = view.heat, PANELS[view.panel].title
     log_lines = min(6, max(0, room // 5 - 2))
     if not heat or not heat.has(view.panel):
@@ -102,7 +102,7 @@ def _layers(run: RunFacts, status: Status, view: View, room: int) -> list[Render
 
 
 def _wide(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
-    """Curves beside numbers, events below."""
+    """Curves beside numbers, with events below."""
     log_lines = min(10, max(1, room // 4 - 1))
     body = room - log_lines - 2
     facts = _facts(run, status, view)[: body - 2]
@@ -133,7 +133,7 @@ def _loss_title(run: RunFacts) -> str:
 
 
 def _narrow(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
-    """The loss above numbers in two columns."""
+    """The loss above two columns of numbers, with events below if there is room."""
     half = (view.width - 6) // 2
     facts = _facts(run, status, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
@@ -155,7 +155,7 @@ def _panel(content: RenderableType, title: str, view: View, *, width: int | None
 
 
 def _curve(name: str, title: str, run: RunFacts, view: View, width: int, height: int, *, log: bool = False) -> Panel:
-    """height: of the curve alone, without its frame."""
+    """A framed curve. height: of the curve without its frame."""
     columns, newest = run.columns, run.newest.get(name)
     lines = [Line(columns.step, getattr(columns, name), "cyan")]
     if name == "loss":
@@ -173,19 +173,19 @@ def _curve(name: str, title: str, run: RunFacts, view: View, width: int, height:
 
 
 def _newest_step(run: RunFacts) -> int:
-    """The step that the run is at: its newest one, or the one that its newest session started from."""
+    """Current step of the run: the newest one recorded, or the one that its session started from."""
     return int(run.columns.step[-1]) if len(run.columns) else int(run.start.get("step", 0))
 
 
 def _recent(run: RunFacts, name: str) -> float | None:
-    """Median of a column over the newest steps of the newest session; None before the first."""
+    """Median of a column over the newest steps of the newest session; None before its first step."""
     values = getattr(run.columns, name)[-_RECENT_STEPS:]
     values = values[run.columns.time[-_RECENT_STEPS:] >= run.sessions[-1].began] if run.sessions else values
     return median(values.tolist()) if values.size else None
 
 
 def _power_of_two(value: float) -> str:
-    """A place on the axis of the loss scale: 2^18, or 2^17.5 between two."""
+    """Axis label for a loss scale, such as 2^18, or 2^17.5 between powers of two."""
     return f"2^{number(math.log2(value), 3)}" if value > 0 else "0"
 
 
@@ -238,7 +238,7 @@ def _progress(run: RunFacts, status: Status, view: View) -> Text:
 
 
 def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, str]]:
-    """(name, value, style) of the current numbers, problems in colour; what does not apply is left out."""
+    """(name, value, style) of the current numbers that apply, with problems in colour."""
     newest, rare, columns, step = run.newest, run.rare_events, run.columns, _newest_step(run)
     skipped = newest.get("skipped_total", 0)
     share = f" ({percent(skipped / step, 2)})" if skipped and step else ""
@@ -288,7 +288,7 @@ def _rows(rows: Sequence[tuple[str, str, str]], width: int) -> Text:
 
 
 def _ranks(newest: Event, most: int) -> list[tuple[str, str, str]]:
-    """Own work and memory: least, median and most, and of every rank where that fits into `most` rows."""
+    """Rows on own work and memory of ranks: least, median, most, and each rank if that fits into `most` rows."""
     memory, work = spread(newest, "memory_bytes"), spread(newest, "work_seconds")
     rows = []
     if work is not None:
@@ -317,7 +317,7 @@ def _log_panel(run: RunFacts, view: View, height: int) -> Panel:
 
 
 def _logged(event: Event, words: str) -> tuple[str, str]:
-    """Text and style of an event."""
+    """Text and style of an event in the log."""
     style = _STYLES.get(event["event"], "")
     if event["event"] == "run_end":
         style = "green" if event["exit_code"] == 0 else "bold red"
