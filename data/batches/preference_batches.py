@@ -21,7 +21,7 @@ _HALVINGS = 2
 
 
 def lengths_of(longest: int) -> tuple[int, ...]:
-    """The lengths that batches are padded to: of the longest sequence, half and a quarter of it, ascending."""
+    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence."""
     parts = {-(-max(longest, 1) // (PADDED_TO << halvings)) * PADDED_TO for halvings in range(_HALVINGS + 1)}
     return tuple(sorted(parts))
 
