@@ -130,8 +130,7 @@ class RowEncoder(BatchEncoder):
         return sides
 
     def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
-        """A row's sequences cut to the maximum length, or none. Cut on the left, both sides of a pair keep the same
-        prompt."""
+        """A row's sequences cut to the maximum length, or none. Cut on the left, a pair keeps one prompt."""
         if isinstance(self.chat, SourceAndTarget):
             return self.chat.fitted(sides[0], self.data, counts)
         longest = self.data.sequence_length + 1
@@ -198,8 +197,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
 
 
 def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
-    """The tokenizer that data.tokenizer names; a BPE is trained on the text of the rows. data: with its format
-    resolved."""
+    """data.tokenizer's tokenizer; a BPE is trained on the text of the rows. data: with its format resolved."""
 
     def texts_of(row: dict[str, Any]) -> Iterator[str]:
         return map(_text_of, read_examples(row, data.format, data.text_field))

@@ -84,8 +84,7 @@ class Chat:
             raise BadRow("", problem, of_config=True)
 
     def _of_texts(self, example: Example) -> Tokens:
-        """Prompt and completion as one text, then the end of the document. Text that spells a control token stays
-        text."""
+        """Prompt and completion as one text, then the end of the document. Text like a control token stays text."""
         text = example.prompt + example.completion
         start = 0 if self._train_on == "all" else len(example.prompt)
         ids, trained = self._encode(text, [(start, len(text))], control_tokens=False)
@@ -176,8 +175,7 @@ class Chat:
         return start, len(upto)
 
     def _turn_ends(self, example: Example, text: str, answers: list[int], spans: Spans) -> list[int]:
-        """End of each marked answer's turn, which may lie beyond the marker: it may close before the token that ends
-        the turn."""
+        """End of each marked answer's turn: a marker may close before the token that ends the turn."""
         messages = example.messages or []
         if len(answers) != len(spans):
             return [end for _, end in spans]

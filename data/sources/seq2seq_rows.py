@@ -46,8 +46,7 @@ class SourceAndTarget(Chat):
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
-        """The row with both sides cut to their maximum lengths (a target loses its end), or nothing; counted in
-        `counts`."""
+        """The row, both sides cut to their maximum lengths (a target loses its end), or nothing; updates `counts`."""
         source, target = sides(row.ids, row.trained)
         too_long = len(source) > data.sequence_length, len(target) > data.label_length
         if not any(too_long):

@@ -173,7 +173,7 @@ def _fill(
 ) -> None:
     """Write a whole corpus into `folder`: tokenizer, shards, and last the index.
 
-    If all documents were drawn for validation, all are trained on when the end of one can be held out instead.
+    If all documents were drawn for validation, none is held out, provided the end of one can be instead.
     """
     report("making the tokenizer for")
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
