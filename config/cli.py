@@ -27,8 +27,7 @@ stopped on request."""
 
 
 class Arguments(argparse.ArgumentParser):
-    """An argparse parser that keeps line breaks in the description, and raises UserError instead of exiting with its
-    usage."""
+    """An argparse parser that keeps line breaks of the description, and raises UserError instead of exiting."""
 
     def __init__(self, prog: str, description: str | None = None, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)

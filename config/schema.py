@@ -186,7 +186,7 @@ class GrpoSection:
     reward_workers: int = limit(2, at_least=1)
     """[processes] Processes of each rank that run the functions."""
     reward_seconds: float = limit(10.0, above=0.0)
-    """[seconds] Time for the answers to one prompt, after which a function counts as failed: no reward, no end."""
+    """[seconds] Time limit for the answers to one prompt, after which a function counts as failed: no reward."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = "grpo"
     """[choice] Decides each key below that is null, as its paper does (modeling/objectives/policy.py has them)."""
     advantage: Literal["group_std", "group_mean", "rloo"] | None = None

@@ -18,16 +18,14 @@ from data.corpora.shards import TokenShards
 
 
 def corpus_of(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of a data section, of one or several sources, with its data.validation. prepare: makes one
-    source's."""
+    """The corpus of a data section, with its data.validation. prepare: makes the corpus of one source."""
     alone = replace(data, validation=())
     corpus = mixed(alone, prepare) if data.sources else prepare(alone)
     return _with_sets(corpus, data, prepare) if data.validation else corpus
 
 
 def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of data.sources. prepare: makes one source's. Raises UserError for a source without a whole
-    sequence."""
+    """The corpus of data.sources. prepare: makes that of one source. Raises UserError for one without a sequence."""
     parts = _with_one_numbering([prepare(section_of(data, item)) for item in data.sources])
     length = data.sequence_length
     names = tuple(str(item.name) for item in data.sources)

@@ -93,8 +93,7 @@ def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
 
 
 def _end_of_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, size: int) -> int:
-    """[bytes] End of the last sequence. Raises UserError if a length or position is impossible. size: [bytes] of an
-    id."""
+    """[bytes] End of the last sequence. Raises UserError for an impossible length or position. size: [bytes] per id."""
     end = 0
     for start in range(0, len(lengths), _CHECKED_AT_ONCE):
         tokens = lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)
