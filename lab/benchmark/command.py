@@ -120,7 +120,7 @@ def _require_shared(file: str, config: Config) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all contestants, compare them, and write the report; the content of benchmark.json. Raises UserError."""
+    """Run and compare all contestants, and write the report; returns benchmark.json's content. Raises UserError."""
     contestants, skipped = parted(read_names(options.contestants), unavailable_reason, "run here")
     read_bounds(options.at_least, contestants, skipped)
     processes = options.processes or default_processes()

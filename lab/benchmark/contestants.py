@@ -50,7 +50,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "mantissa-torch": ("model.kernels=torch",),
     "mantissa-compile": ("model.kernels=torch", "model.compile=true"),
 }
-"""Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
+"""Mantissa with Liger's kernels, with torch's even if Liger is there, and with compiled blocks: overrides by name."""
 CHECKPOINTING: dict[str, tuple[str, ...]] = {
     **{f"recompute-{mode}": (f"model.activation_checkpointing={mode}",) for mode in ("none", "ops", "attention")},
     "recompute-selective": ("model.activation_checkpointing=selective",),

@@ -162,7 +162,7 @@ def envelope_page(
 
 
 def _verdict(rows: Sequence[Row]) -> list[str]:
-    """One line for each precision: the worst ratio of its largest rate to FP32's, and to the control's."""
+    """One line per precision: its worst ratio of largest rates to the control's, or else to FP32's."""
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows if row["label"] not in ("fp32", "control")):
         known = [row for row in rows if row["label"] == label and row["fp32"]]
