@@ -232,7 +232,7 @@ def _over(
     note: str = "",
     floor: float | None = None,
 ) -> Check:
-    """The check of the worst value over modules and steps. floor: smallest result; None: something must be measured."""
+    """The check of the worst value over modules and steps. floor: initial value; None: something must be measured."""
     worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
     measured, where = floor, ""
     seen: set[str] = set()

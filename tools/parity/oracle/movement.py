@@ -67,8 +67,8 @@ class Movement:
     def compare(self, saved: Mapping[str, Any], compared: Mapping[str, Comparison], where: str) -> None:
         """Compare a checkpoint's masters with the oracle's, relative to how far they have moved from the start.
 
-        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference. Parameters
-        whose gradient is nothing but rounding, as a bias of keys, are left out: Adam goes by its sign all the same.
+        An FP32 master is rounded once per update, by at most 2^-24 of itself, which is no difference. Parameters whose
+        gradient is only rounding, such as a key bias, are left out: Adam follows its sign all the same.
         """
         start, whole = torch.load(self._start, mmap=True), Apart()
         for name, parameter in self._trained.items():

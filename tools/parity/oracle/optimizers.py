@@ -121,7 +121,7 @@ def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float
 
 
 def _adam(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both averages. With (1 - b) / (1 - b^t) of the newest they need no correction (Wortsman et al. 2023, alg. 2)."""
+    """Both averages, the newest value weighted by (1 - b) / (1 - b^t): uncorrected (Wortsman et al. 2023, alg. 2)."""
     gradient, t = parameter.grad, state["t"]
     assert gradient is not None
     first, second = ((1 - beta) / (1 - beta**t) for beta in group["betas"])

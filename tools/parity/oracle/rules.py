@@ -194,7 +194,7 @@ class Mixed:
         return found
 
     def _given(self, samples: int) -> list[int]:
-        """Samples that each source gives of the first `samples`: its share rounded down, the largest the rest."""
+        """Samples each source gives of the first `samples`: its share, rounded down; the largest takes the rest."""
         given = [int(samples * share) for share in self._shares]
         given[self._shares.index(max(self._shares))] += samples - sum(given)
         return given

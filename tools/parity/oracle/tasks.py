@@ -160,7 +160,7 @@ class Masked(Task):
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """One part per window, with the tokens hidden at this position; of a validation set always the same."""
+        """One part per window, with the tokens hidden at this position; always the same ones for a validation set."""
         when = position if self._shards is self._corpus.train else "fixed"
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
@@ -295,7 +295,7 @@ class Preferred(Task):
     """Preference for the chosen one of two answers, by its margin [nats] over the initial weights' preference.
 
     Rafailov et al. 2023, equation 7; with label smoothing Mitchell 2023, equation 3; Zhao et al. 2023 (hinge); Azar et
-    al. 2023, equation 17 (ipo). An adapter's first product is zero, so the start weights are the base under it, too.
+    al. 2023, equation 17 (ipo). An adapter's product is zero at first, so the initial weights are the base under it.
     """
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
@@ -529,9 +529,9 @@ def divergence_loss(section: DistillSection, p: torch.Tensor, q: torch.Tensor, o
 def policy_loss(
     section: GrpoSection, now: torch.Tensor, known: Mapping[str, torch.Tensor], advantage: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of one answer, summed over what counts of it: Shao et al. 2024, equation 3; Yu et al. 2025, equation 8;
-    Liu et al. 2025; Zheng et al. 2025, equation 5; MiniMax 2025, equation 4. now and known: (tokens,) log-probabilities
-    of the model now, and of that before the first update on these answers, the sampler and the reference by name."""
+    """The loss of one answer, summed over what counts in it: Shao et al. 2024, equation 3; Yu et al. 2025, equation 8;
+    Liu et al. 2025; Zheng et al. 2025, equation 5; MiniMax 2025, equation 4. now, known: (tokens,) log-probabilities of
+    the current model, and by name of that before the first update on these answers, the sampler and the reference."""
     old = known[OLD]
     rho, weight, most = (now - old).exp(), (old - known[SAMPLER]).exp(), section.correction_high
     ratio = (now - old).mean().exp() if section.ratio == "sequence" else rho
