@@ -138,7 +138,7 @@ def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapping[str, Any], precision: str) -> None:
-    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's."""
+    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's own."""
     for name, what in _OTHER_BACKENDS.items():
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"

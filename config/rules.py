@@ -215,7 +215,7 @@ _BESIDE: dict[str, dict[str, _Values]] = {
         "gives a rank some experts, which are compared with all of them by": {"telemetry.probe": (False,)},
     },
 }
-"""A key not at its default, to a problem, to other keys and the values they may have beside it."""
+"""Keys not at their defaults, to a problem, to other keys and the values allowed with them."""
 
 
 def _verified(config: Config) -> Iterator[Problem]:

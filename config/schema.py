@@ -186,7 +186,7 @@ class GrpoSection:
     reward_workers: int = limit(2, at_least=1)
     """[processes] Processes of each rank that run the functions."""
     reward_seconds: float = limit(10.0, above=0.0)
-    """[seconds] Time limit for the answers to one prompt, after which a function counts as failed: no reward."""
+    """[seconds] Time limit for the answers to one prompt; a slower function counts as failed and gives no reward."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = "grpo"
     """[choice] Decides each key below that is null, as its paper does (modeling/objectives/policy.py has them)."""
     advantage: Literal["group_std", "group_mean", "rloo"] | None = None
@@ -222,7 +222,7 @@ class GrpoSection:
     urls: tuple[str, ...] = ()
     """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105."""
     transfer: Literal["file", "collective"] = "file"
-    """[choice] How servers get weights: they read the run folder, or by broadcast, NCCL on GPUs and gloo on CPUs."""
+    """[choice] file: servers read weights from the run folder. collective: broadcast, NCCL on GPUs and gloo on CPUs."""
     server_seconds: float = limit(600.0, above=0.0)
     """[seconds] Longest wait for a server that died or hangs before the run ends."""
     at_once: int = limit(64, at_least=1)

@@ -1,6 +1,6 @@
 """Prepared rows with labels on disk, and as batches for an encoder.
 
-The files are those of `row_shards`, one row a sequence. A shard has `tokens` (n,) and `ends` (rows,), and beside them
+The files are those of `row_shards`, one row per sequence. A shard has `tokens` (n,) and `ends` (rows,), and also
 `types` (n,) uint8, 1 for the second of two texts, and `targets`: (rows,) int32 numbers of labels, (rows,) float64, or
 (n,) int32, IGNORED_LABEL where no word begins. A row of n tokens takes n places.
 """

@@ -1,4 +1,4 @@
-"""Several sources as one corpus, each prepared by itself, and validation sets in files of their own beside it."""
+"""Several sources as one corpus, each prepared separately, plus validation sets from files of their own."""
 
 from __future__ import annotations
 

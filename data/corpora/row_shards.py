@@ -2,9 +2,9 @@
 
 A shard is a safetensors file of rows that follow each other: `tokens` (n,) uint16 or uint32, `trained` (n,) uint8,
 `ends` (rows,) int64. A split's sequences are in one more file: `rows` (rows,) int64, the numbers of its rows in the
-order of the sequences, `ends` (sequences,) int64, and of every row its tokens (`lengths`) and its labels (`labels`),
-both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of answers is a
-sequence of two rows, the chosen one first.
+order of the sequences, `ends` (sequences,) int64, and for every row its number of tokens (`lengths`) and of labels
+(`labels`), both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of
+answers is a sequence of two rows, the chosen one first.
 
 A row of n tokens takes n - 1 places of a sequence, because its last token is only a label.
 """
@@ -129,12 +129,12 @@ class RowShards:
         yield from map(self.row, self.rows_of(number))
 
     def rows_of(self, number: int) -> list[int]:
-        """The numbers of a sequence's rows, in their order in it."""
+        """Numbers of a sequence's rows, in their order in the sequence."""
         found: list[int] = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
         return found
 
     def row_places(self, number: int) -> np.ndarray:
-        """(rows,) int64: the inputs of each row of a sequence, in their order in it."""
+        """(rows,) int64: inputs of each row of a sequence, in their order in the sequence."""
         return self._lengths[self.rows_of(number)].astype(np.int64) - 1
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
 """The sequences of a global batch: a pure function of seed, position and sizes, with nothing to save.
 
 Every epoch needs a fresh permutation of [0, samples), numbered through all epochs. Shuffling an index array takes 8
-bytes a sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
+bytes per sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
 Rackoff 1988) on the smallest even number of bits that covers [0, samples), restricted to that range by cycle walking
 (Black and Rogaway 2002): a value that leaves the range is encrypted again until it is back, at most four times on
 average. The rounds use an integer mixer: the shuffle has to look random to a loss curve, not to an adversary.

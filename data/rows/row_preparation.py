@@ -1,7 +1,7 @@
 """Prepare rows of any task: encode them batch by batch, count what happens to them, write shards and the index.
 
 `prepare_rows` and `prepare_labelled` decide how a row becomes tokens and what is reported. A row is a dict of arrays:
-`tokens`, and beside them what is trained on. Dropped, cut and skipped rows are counted in the index, and so in the
+`tokens`, and more that say what is trained on. Dropped, cut and skipped rows are counted in the index, and so in the
 record of every run on it.
 """
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int) -> float:
-    """Write the samples of all steps; returns the mean inputs of a timed step over all ranks, without padding.
+    """Write the samples of all steps; returns the mean number of inputs per timed step, without padding.
 
     A folder of `datasets`, in the order of the global batches. Rows have `input_ids` and `labels`, unshifted; pairs
     have `prompt_ids`, `chosen_ids` and `rejected_ids`. Raises UserError for a pair that does not fit this form.

@@ -142,8 +142,7 @@ def choose_scale(units: Sequence[Unit], spreads: Mapping[str, Mapping[str, Sprea
 
 
 def sensitivities(units: Sequence[Unit]) -> dict[str, float]:
-    """Region to its unit's share of the squared error when everything computes in BF16; if errors are not finite, these
-    share it all."""
+    """Region to its unit's share of the squared error when everything computes in BF16; 1 for a non-finite error."""
     squares = [unit.errors["bf16"] ** 2 for unit in units]
     total = sum(squares)
     shares = [

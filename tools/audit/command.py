@@ -5,7 +5,7 @@ that a probe recorded in it.
   python -m tools.audit --write-probe .
   python -m tools.audit PROBE_FOLDER
 
-Exit code 3 where training is found wrong, 2 for bad input, 0 otherwise.
+Exit code 3 if training is found wrong, 2 for bad input, 0 otherwise.
 """
 
 from __future__ import annotations

@@ -293,10 +293,10 @@ class Backward:
         return self._gradients(call, leaves, ends, parts, in_turn=in_turn)
 
     def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
-        """Sum of squared changes of gradients, by part, when all that they are computed from is rounded to FP32.
+        """Sum of squared changes of gradients, by part, when all that they are computed from is off by FP32's rounding.
 
         made: those in this dtype. In FP64 the changes are what rounding does to the definition; in FP32 all roundings
-        are redrawn as well, which shows terms that cancel inside a module: a cast to fewer bits stays as it was.
+        are redrawn as well, which shows terms that cancel inside a module; casts to fewer bits stay as they are.
         """
         with Redrawn() if dtype is torch.float32 else nullcontext():
             found = self._again(rounded(call), dtype, made)

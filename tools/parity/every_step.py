@@ -28,7 +28,7 @@ def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) 
     wanted = [f"guard.self_check_every={whole}", "guard.gradient_checks=1", "guard.replica_checks=1"]
     found: list[str] = []
     for setting in [*wanted, f"guard.update_checks={_VALUES}"] if whole else []:
-        if refusal([*arguments, *found, setting], launched) is None:  # as copies if ranks hold slices of matrices
+        if refusal([*arguments, *found, setting], launched) is None:  # such as copies if ranks hold slices
             found.append(setting)
     return found
 

@@ -64,9 +64,9 @@ def control_factor(index: int) -> float:
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
     """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 
-    The first step was skipped. Settling ends with the first stable stretch: as many consecutive applied steps as were
-    skipped before. Every earlier skip must have lowered the scale or used up hysteresis. So a scale that keeps falling
-    has not settled, and no skip of a run that never reaches such a stretch is settling.
+    The first step must be a skipped one. Settling ends with the first stable stretch: as many consecutive applied steps
+    as were skipped before. Every earlier skip must have lowered the scale or used up hysteresis. So a scale that keeps
+    falling has not settled, and no skip of a run that never reaches such a stretch is settling.
     """
     changes = {event["step"]: event for event in scales}
     skipped: list[int] = []

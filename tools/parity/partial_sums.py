@@ -29,7 +29,7 @@ def walks(module: torch.nn.Module, call: Call, exact: torch.Tensor | None) -> di
     """The walk of each parameter, by its name in the module. call: with the gradient that arrived at its output. exact:
     that of its weight in FP64; None if it is not compared.
 
-    Empty for modules that are written out: their terms are rounded before they are added, in FP32 as in 16 bits.
+    Empty for modules written out in Python: their terms are rounded before they are added, in FP32 as in 16 bits.
     """
     if 0 not in call.came or not (call.args or call.kwargs):
         return {}

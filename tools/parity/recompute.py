@@ -76,7 +76,7 @@ class Call:
 
 @dataclass
 class Leaves:
-    """The float tensors to differentiate a computation by; of its inputs, those that required gradients in the run.
+    """The float tensors to differentiate with respect to; of the inputs, those that required gradients in the run.
 
     Masks are excluded: for their gradient torch uses another attention kernel.
     """

@@ -20,15 +20,15 @@ In verdicts no error is small enough to be ignored:
 
 1. *Against the plan's dtype.* The run may have no larger E and no larger coherence than plain torch in the plan's
    dtype, beyond what n rows leave to chance (`_chance`), and its bias must lie between zero and that one's. Products
-   of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias in a norm is 0.1 u, so that it is
-   measured there and not assumed to be zero.
+   of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias in a norm is 0.1 u, so it is
+   measured there rather than assumed to be zero.
 2. *By the unit roundoff.* FP32's error must shrink with u as well: E_fp32 / u_fp32 is at most lambda sqrt(n) times
-   E_plan / u_plan, n the roundings in a row (Higham and Mary 2019, theorem 2.4: n independent roundings reach
+   E_plan / u_plan, n the roundings on the way (Higham and Mary 2019, theorem 2.4: n independent roundings reach
    lambda sqrt(n) u, and the condition is the same in both). And E_plan is at most lambda sqrt(k) u times FP32's
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
-   The run's own module is also called in FP32, where that is possible (`tools.parity.own_code`), and judged by FP32's
+   The run's own module is also called in FP32, if possible (`tools.parity.own_code`), and judged by FP32's
    bound. Errors hidden by 16 bits show there: a constant or an angle that is wrong by less than their roundings.
 
    A parameter's gradient is a sum over all positions, and torch's LayerNorm and embedding on a CPU keep that sum in the
@@ -37,8 +37,8 @@ In verdicts no error is small enough to be ignored:
    inequality of Hoeffding that theorem 2.4 of Higham and Mary rests on. FP32's error is no measure of it: sums of a few
    hundred 11-bit numbers are exact in 24 bits. So the T_k themselves, computed in FP64, are added to k in quadrature
    (`walk`), and to FP32's n roundings, for a sum whose terms nearly cancel, as behind a softmax (`walk_fp32`). Of n
-   terms of either sign that is about sqrt(n / 2) u, of one sign sqrt(n / 3) u. Where n u > 1 a sum of one sign comes
-   to a standstill, which is not of mean zero, and is not explained.
+   terms of either sign that is about sqrt(n / 2) u, of one sign sqrt(n / 3) u. Where n u > 1 a sum of one sign stops
+   growing, an error that is not of mean zero, and is not explained.
 
 Below FP16's smallest normal number the spacing shrinks no further: rounding there is off by up to half of it (`floor`),
 once for each value; if the terms of a sum are rounded before they are added, once for each term; and if a module

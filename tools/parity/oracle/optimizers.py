@@ -25,7 +25,7 @@ Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tenso
 def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
     """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
 
-    model: with whole parameters. Only weights that multiply a layer's input decay, and embeddings do not.
+    model: with whole parameters. Only weights that multiply a layer's input decay; embeddings do not.
     """
     weights, found = _weights(model), {}
     for name, parameter in model.named_parameters():
@@ -66,7 +66,7 @@ def _weights(model: Any) -> dict[int, bool]:
 def hidden_matrices(model: Any, section: OptimizerSection) -> set[str]:
     """Names of the parameters that Muon's own rule updates; none for another optimizer.
 
-    The weights of linear layers except the output embedding, of routers, and of fused experts, one matrix each.
+    The weights of linear layers except the output embedding, of routers, and of fused experts, one matrix per expert.
     """
     if section.name != "muon":
         return set()
@@ -114,14 +114,14 @@ class _Written(torch.optim.Optimizer):
 
 
 def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float) -> torch.Tensor:
-    """Give the average `name` the share `share` of `value`, and return it; it starts at zero."""
+    """Mix `share` of `value` into the average `name`, which starts at zero, and return it."""
     state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
     found: torch.Tensor = state[name]
     return found
 
 
 def _adam(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both averages, the newest value weighted by (1 - b) / (1 - b^t): uncorrected (Wortsman et al. 2023, alg. 2)."""
+    """Both averages; weight (1 - b) / (1 - b^t) for the newest replaces correction (Wortsman et al. 2023, alg. 2)."""
     gradient, t = parameter.grad, state["t"]
     assert gradient is not None
     first, second = ((1 - beta) / (1 - beta**t) for beta in group["betas"])

@@ -41,8 +41,8 @@ class Order:
         by_source: Sequence[int] = (),
         places: Callable[[int], int] | None = None,
     ) -> None:
-        """by_source: samples of each of data.sources; none where there is one source. places: inputs of a sample,
-        where these are not those of the sequences of next tokens."""
+        """by_source: number of samples of each of data.sources; empty for a single source. places: inputs of a sample,
+        if they differ from those of next-token sequences."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
         self._batches = config.evaluate.most_batches
@@ -73,7 +73,7 @@ class Order:
             ranks = [permuted(cell, samples=len(cells), seed=self._seed, epoch=first) for cell in range(len(cells))]
             mine = position - first // self._size
             skipped = sum(b - a for (a, b), rank in zip(cells, ranks, strict=True) if rank < ranks[mine])
-            if len(cells) == 1:  # of one batch, in the order in which they come
+            if len(cells) == 1:  # a single batch keeps its order
                 ids = list(map(self._drawn, range(first, stop)))
             found += ids[skipped : skipped + cells[mine][1] - cells[mine][0]]
         return found
@@ -85,12 +85,12 @@ class Order:
             start, end = place - place % self._samples, place - place % self._samples + self._samples
         else:
             start, end = self._mixed.without_repeats(place, max(longest // _BLOCK, 1) * _BLOCK)
-        whole = start + -start % size  # where the first batch begins that is all of this pass
+        whole = start + -start % size  # where the first batch begins that lies in this pass
         borders = [start, *range(whole + longest, end, longest), end]
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
     def evaluated(self) -> Iterator[list[int]]:
-        """The samples of each batch of an evaluation, where these are the validation set's: evenly spaced, or all."""
+        """The samples of each batch of an evaluation, if these are the validation set's: evenly spaced, or all."""
         count = self._samples if self._batches is None else min(self._samples, self._batches * self._size)
         ids = [place * self._samples // count for place in range(count)]
         for start in range(0, count, self._size):

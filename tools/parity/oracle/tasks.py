@@ -66,7 +66,7 @@ class Task:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Metrics that an evaluation may report beside its loss, over all parts computed without gradients."""
+        """Metrics that an evaluation may report besides its loss, over all parts computed without gradients."""
         right, losses, labels = (sum(column) for column in zip(*self._seen, strict=True))
         return {"token_accuracy": right / labels, "token_loss": losses / labels}
 
@@ -584,7 +584,7 @@ def _likeliest(logits: torch.Tensor, labels: torch.Tensor) -> float:
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's, of matrices over all columns together (Gorodkin 2004, equation 8); 0 where either is constant."""
+    """Pearson's, for matrices over all columns together (Gorodkin 2004, equation 8); 0 if either is constant."""
     a, b = first - first.mean(0), second - second.mean(0)
     size = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float((a * b).sum()) / size if size else 0.0
