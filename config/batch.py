@@ -17,19 +17,19 @@ class BatchPlan:
     micro_size: int
     """[sequences] Size of one forward pass on one rank."""
     accumulation: int
-    """[micro-batches] Forward and backward passes of one rank in one optimizer step."""
+    """[micro-batches] Forward and backward passes per rank in one optimizer step."""
     world_size: int
     """[processes]"""
     sequence: int = 1
-    """[processes] Number that share each sequence."""
+    """[processes] Processes that share each sequence."""
     tensor: int = 1
-    """[processes] Number that share each matrix and have the same sequences."""
+    """[processes] Processes that share each matrix and have the same sequences."""
     expert: int = 1
-    """[processes] Number that share the experts of each layer; each has its own sequences."""
+    """[processes] Processes that share the experts of each layer; each has its own sequences."""
 
     @property
     def sharing(self) -> int:
-        """[processes] Number that work on the same sequences together."""
+        """[processes] Processes that work on the same sequences together."""
         return self.sequence * self.tensor
 
     @property
@@ -50,8 +50,8 @@ def plan_batch(
 ) -> BatchPlan:
     """Divide the batch among `world_size` ranks, of which `sequence` share each sequence, or `tensor` each matrix.
 
-    expert: ranks that share experts, which divides their number and nothing else. where: the file that errors name.
-    Raises UserError, which says which numbers would do.
+    expert: ranks that share experts, which must divide their number and has no other effect. where: the file that
+    errors name. Raises UserError, which says which numbers would work.
     """
     sharing = sequence * tensor
     key = "parallel.sequence" if tensor == 1 else "parallel.tensor"
@@ -86,7 +86,7 @@ def plan_batch(
 
 
 def refuse_sharing(batch: BatchPlan, *, but: Collection[str] = (), why: str = "") -> None:
-    """Raise UserError where ranks share sequences, matrices or experts that are not in `but`. why: the reason."""
+    """Raise UserError if ranks share sequences, matrices or experts, except those in `but`. why: the reason."""
     for key, what in (("sequence", "whole sequences"), ("tensor", "whole matrices"), ("expert", "all experts")):
         ranks = getattr(batch, key)
         if ranks > 1 and key not in but:

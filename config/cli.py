@@ -21,13 +21,13 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
 DONE, CRASH, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED = 0, 1, 2, 3, 69, 71, 74, 75
-"""Exit codes (docs/run-folder.md): all steps done; an exception that nothing caught; the config or the command line is
+"""Exit codes (docs/run-folder.md): all steps done; an uncaught exception; the config or the command line is
 wrong; stopped on numerics; another rank is lost; a rank's machine computes wrongly; checkpoints cannot be written;
 stopped on request."""
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse that keeps the description's lines, and raises UserError instead of printing its usage and leaving."""
+    """An argparse parser that keeps line breaks of the description, and raises UserError instead of exiting."""
 
     def __init__(self, prog: str, description: str | None = None, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -38,13 +38,13 @@ class Arguments(argparse.ArgumentParser):
 
 
 def is_rank_0(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is the one of a launched job that prints; so is one whose RANK is missing or no number."""
+    """Whether this process may print: rank 0 of a launched job, or one whose RANK is missing or not a number."""
     rank = environment.get("RANK", "0")
     return not rank.isdecimal() or int(rank) == 0
 
 
 def print_any_text() -> None:
-    """Print what the terminal's encoding lacks as `?`, where it would end the run."""
+    """Print `?` for characters that the terminal's encoding lacks, instead of ending the run with an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
@@ -53,9 +53,9 @@ def print_any_text() -> None:
 def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorate the `main` of a `python -m` tool: a UserError becomes one line on stderr and exit code 2.
 
-    When the reader of stdout has left (`| head`), the rest of the output is dropped without a traceback, and the exit
-    code stays if main was through by then. launched: the tool runs once per rank; only rank 0 prints the error.
-    closed_pipe: exit code where main was cut short by a closed pipe, and so may not know its verdict.
+    When the reader of stdout has gone (`| head`), the rest of the output is dropped without a traceback, and the exit
+    code is unchanged if main had finished. launched: the tool runs once per rank; only rank 0 prints the error.
+    closed_pipe: exit code if a closed pipe cut main short, so that it may not know its verdict.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
@@ -72,7 +72,7 @@ def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Ca
                 return CONFIG_ERROR
             except BrokenPipeError:
                 if not _reader_left():
-                    raise  # another pipe than stdout
+                    raise  # a pipe other than stdout
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
 
@@ -84,5 +84,5 @@ def entry_point(*, launched: bool = False, closed_pipe: int = 1) -> Callable[[Ca
 def _reader_left() -> bool:
     """Whether nobody reads stdout any more."""
     stdout = select.poll()
-    stdout.register(sys.stdout, 0)  # POLLERR is reported unasked
+    stdout.register(sys.stdout, 0)  # POLLERR is always reported
     return bool(stdout.poll(0))

@@ -59,7 +59,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
 
 
 def _help_asked(argv: Sequence[str]) -> str | None:
-    """Subject of the help that is asked for, empty for the page; None where none is asked for."""
+    """Subject of the help asked for, empty for the overview page; None if no help is asked for."""
     for word, following in zip(argv, [*argv[1:], ""], strict=False):
         option, _, about = word.partition("=")
         if option in ("--help", "-h"):
@@ -68,7 +68,7 @@ def _help_asked(argv: Sequence[str]) -> str | None:
 
 
 def _require_text(given: Sequence[str]) -> None:
-    """Refuse words and paths that could be opened, but neither printed nor recorded. Raises UserError."""
+    """Refuse words and paths that could be opened but neither printed nor recorded. Raises UserError."""
     for word in given:
         try:
             word.encode()
@@ -96,7 +96,7 @@ def render_config(resolved: Resolved) -> str:
 
 
 def _beside_defaults(text: str, config: Config) -> str:
-    """The YAML text of a config, with the default in a comment behind each key that is at another value."""
+    """The YAML text of a config, with a comment naming the default behind each key that differs from it."""
     trees, path, lines = (to_dict(config), to_dict(Config())), list[str](), text.splitlines()
     for number, (line, following) in enumerate(zip(lines, [*lines[1:], ""], strict=True)):
         if key := re.match(r"( *)(\w+):", line):

@@ -9,10 +9,10 @@ from config.printable import shown
 
 
 class UserError(Exception):
-    """A mistake of the user's in one line that names the file, the key, the value and what to do; exit code 2."""
+    """A user's mistake in one line that names the file, the key, the value and what to do; exit code 2."""
 
     reported: bool | None = None
-    """Whether another rank prints this very error; None where the ranks could not agree on that."""
+    """Whether another rank prints this same error; None if the ranks could not agree on it."""
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
@@ -21,12 +21,12 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 WAIT_SECONDS = 3.0
-"""Longer than a launcher takes to end the other ranks when rank 0 has ended."""
+"""Longer than a launcher takes to stop the other ranks after rank 0 has ended."""
 
 
 def report_error(error: UserError, rank: int) -> None:
-    """Print the error once, whichever ranks raised it: the one that they agreed on (`training.watchdog.watch`); where
-    they could not, rank 0 at once, another one if it still runs then."""
+    """Print the error once, whichever ranks raised it: on the rank they agreed on (`training.watchdog.watch`),
+    otherwise on rank 0 at once, and on any other rank if it still runs after the wait."""
     if error.reported:
         return
     if rank and error.reported is None:

@@ -1,4 +1,4 @@
-"""Packages of requirements-extras.txt: which settings need them, and the line that asks for one that is missing."""
+"""Packages of requirements-extras.txt: which settings need them, and the error line for a missing one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = {
     "prometheus_client": ("prometheus-client",),
     "wandb_workspaces": ("wandb-workspaces",),
 }
-"""Module to the packages that it needs, where these have other names or several are needed."""
+"""Module to the packages it needs, if their names differ from it or several are needed."""
 DRIVERS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "abfss": "adlfs", "az": "adlfs"}
 """Scheme of a URL to the module that fsspec reads it with."""
 
@@ -33,7 +33,7 @@ def require(module: str, what: str) -> None:
     """Raise UserError unless a module is installed. what: the setting or command that needs it."""
     try:
         found = find_spec(module)
-    except ModuleNotFoundError:  # its parent package
+    except ModuleNotFoundError:  # its parent package is missing
         found = None
     if found is None:
         raise UserError(f"{what} needs pip install {' '.join(map(_pinned, PACKAGES.get(module, (module,))))}")
@@ -55,6 +55,6 @@ def _needed(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _pinned(package: str) -> str:
-    """The package as requirements-extras.txt has it; without a version where it has none."""
+    """The package as pinned in requirements-extras.txt; without a version if it is not pinned there."""
     found = re.search(rf"^{re.escape(package)}==\S+$", EXTRAS.read_text(encoding="utf-8"), re.MULTILINE)
     return found[0] if found else package

@@ -1,4 +1,4 @@
-"""Write files so that neither a reader nor a crash ever sees half of one; hash and leave them out; find folders."""
+"""Write files so that neither a reader nor a crash ever sees half of one; hash them, filter them, find folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_flushed(path: Path, content: bytes) -> None:
-    """Write a small file and have it on disk before returning. Raises OSError."""
+    """Write a small file and flush it to disk before returning. Raises OSError."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -32,7 +32,7 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have a file's content or a folder's entries on disk before returning. Raises OSError."""
+    """Flush a file's content or a folder's entries to disk before returning. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -48,8 +48,8 @@ def file_sha256(path: Path, *, start: int = 0) -> str:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why nothing can be written into a folder, which is made where it is missing; empty when it can."""
-    if folder.parts[:1] == ("~",):  # as libraries leave it
+    """Why nothing can be written into a folder, which is created if missing; empty if it can be written to."""
+    if folder.parts[:1] == ("~",):  # libraries may leave it unexpanded
         return "HOME is not set"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,11 +69,11 @@ def temporary_folder() -> Path:
 
 
 def hidden(name: str) -> bool:
-    """Whether a file of a folder is left out. Python writes __pycache__ at any time: it would be another corpus."""
+    """Whether a file of a folder is skipped. Python writes __pycache__ at any time, which would change the corpus."""
     return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
 
 
 def no_file(path: str, patterns: Sequence[str]) -> UserError:
-    """The error for a data.path at which nothing is. patterns: of the files that its source reads."""
+    """The error for a data.path without files. patterns: of the files that its source reads."""
     wanted = " or ".join(patterns)
     return UserError(f"data.path={path}: no file there. Set data.path to a file, a folder with {wanted}, or a glob.")

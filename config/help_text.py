@@ -1,6 +1,6 @@
 """The text of `train.py --help`: a page (config/help.txt), or keys of the schema with type, unit, default and meaning.
 
-Those are read from config/schema.py, docstrings included, so that the help cannot lag behind the code.
+These are read from config/schema.py, docstrings included, so that the help cannot become outdated.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class KeyHelp:
 
     key: str
     kind: str
-    """Its type in words, with the allowed values or range."""
+    """Its type, human-readable, with the allowed values or range."""
     default: str
     unit: str
     meaning: str
 
 
 def render(about: str = "") -> str:
-    """The help on "all" keys, on a section or on a key; else the page. Raises UserError: there is no such key."""
+    """The help on "all" keys, a section or a key; the overview page if empty. Raises UserError for an unknown key."""
     if not about:
         return Path(__file__).with_name("help.txt").read_text(encoding="utf-8")
     known = list(keys())
@@ -63,7 +63,7 @@ def render(about: str = "") -> str:
 
 
 def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
-    """Help for every key below `section`, in the order of the schema; sections themselves have none."""
+    """Help for every key below `section`, in schema order; sections themselves have none."""
     hints, texts = field_types(section), _field_docstrings()
     documents = {name: text for base in section.__mro__ for name, text in texts.get(base.__name__, {}).items()}
     for item in dataclasses.fields(section):
@@ -81,7 +81,7 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
 
 
 def _describe_type(hint: Any) -> str:
-    """A type annotation in words."""
+    """A human-readable type annotation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe_type(argument) for argument in arguments)
@@ -110,7 +110,7 @@ def _default(item: dataclasses.Field[Any]) -> str:
 
 @cache
 def _field_docstrings() -> dict[str, dict[str, str]]:
-    """Class name to field name to the docstring under the field; Python keeps no such docstrings at run time."""
+    """Class name to field name to the docstring under the field; Python discards these at run time."""
     documents: dict[str, dict[str, str]] = {}
     for node in ast.parse(Path(inspect.getfile(schema)).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, found out in seconds where its own client tries for half a minute."""
+"""Whether the Hugging Face hub can be reached, determined in seconds; its own client tries for half a minute."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FIX = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
 def settle_hub(config: Config) -> None:
     """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else.
 
-    A tokenizer or a data set that is missing then is told where it is read: prepared data need neither.
+    A missing tokenizer or data set is reported when it is read: prepared data need neither.
     """
     data: Any = config.data
     models = {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher}
@@ -30,7 +30,7 @@ def settle_hub(config: Config) -> None:
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     client: Any = sys.modules.get("huggingface_hub.constants")
-    if client is not None:  # it has read the variable already
+    if client is not None:  # it has already read the variable
         client.HF_HUB_OFFLINE = True
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
@@ -43,7 +43,7 @@ def settle_hub(config: Config) -> None:
 
 
 def _why_unreachable() -> str:
-    """Why the hub does not answer; empty where it does, whatever it answers."""
+    """Why the hub does not answer; empty if it sends any answer at all."""
     # imported here: most runs need no hub, and start sooner without
     from ssl import SSLError
     from urllib.error import HTTPError
@@ -62,7 +62,7 @@ def _why_unreachable() -> str:
             answered = isinstance(error, HTTPError) or isinstance(reason, SSLError)  # certificates may be set elsewhere
             found.append("" if answered or "all" in getproxies() else one_line(reason, 100))
 
-    asking = threading.Thread(target=ask, daemon=True)  # looking up a name has no time-out of its own
+    asking = threading.Thread(target=ask, daemon=True)  # a name lookup has no time-out
     asking.start()
     asking.join(_SECONDS)
     return found[-1] and f"the hub, {hub}, cannot be reached ({found[-1]})"

@@ -1,4 +1,4 @@
-"""JSON from files that may be damaged, or that somebody wrote by hand."""
+"""JSON from files that may be damaged or written by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from config.errors import UserError, one_line
 
 
 def parse(text: str | bytes) -> Any:
-    """The value that `text` spells. Raises ValueError for what is no JSON, or nested so deeply that Python gives up."""
+    """The value of a JSON text. Raises ValueError for invalid JSON, or nesting too deep for Python."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -18,7 +18,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def read_object(path: Path, what: str) -> dict[str, Any]:
-    """The object in a JSON file that somebody wrote, no key twice. what: its kind, for the error. Raises UserError."""
+    """The object in a hand-written JSON file, no key repeated. what: its kind, for the error. Raises UserError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """The environment that a launcher sets: rank and world size, and the settings of `accelerate launch`.
 
-Accelerate passes its config to the processes in ACCELERATE_* variables (utils/launch.py of Accelerate 1.15), for an
-`Accelerator` object to act on. There is none here, so each setting is either used or checked.
+Accelerate passes its config to the processes in ACCELERATE_* variables (utils/launch.py of Accelerate 1.15), which an
+`Accelerator` object applies. There is none here, so each setting is either used or checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from config.errors import UserError
 from config.machine.processes import DEEPSPEED_NODE, Launcher
 
 DEFAULT_PORT = "29500"
-"""MASTER_PORT of `deepspeed` and `accelerate launch` unless they are told another one."""
+"""MASTER_PORT of `deepspeed` and `accelerate launch` by default."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def launch_command(
 ) -> str:
     """The command line that starts this run again, by the launcher that started it.
 
-    Where that launcher is among `above`, on this machine, its own command line says how; else the environment, and the
+    If that launcher is among `above`, on this machine, its own command line is used; else the environment, and the
     hostfile of launch/deepspeed/. launch/slurm/train.sbatch sets MANTISSA_START to what comes before the arguments.
     """
     if environment.get("MANTISSA_START"):
@@ -114,7 +114,7 @@ def launch_command(
 
 
 def deepspeed_program() -> list[str]:
-    """The words that start the deepspeed launcher in a shell, whatever the environment's path."""
+    """The words that start the deepspeed launcher in a shell, even if the Python environment's path has a space."""
     return ["deepspeed"] if " " not in sys.executable else [sys.executable, "-m", "deepspeed.launcher.runner"]
 
 
@@ -133,12 +133,12 @@ _OTHER_BACKENDS = {
 
 
 def without_accelerate(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a run whose config was resolved earlier, when Accelerate's settings were applied."""
+    """The environment for a run whose config is already resolved, with Accelerate's settings applied."""
     return {name: value for name, value in environment.items() if not name.startswith("ACCELERATE_")}
 
 
 def check_agreement(environment: Mapping[str, str], source: str, deepspeed: Mapping[str, Any], precision: str) -> None:
-    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's."""
+    """Raise UserError for a run that contradicts Accelerate's config. source: the files that decided the run's own."""
     for name, what in _OTHER_BACKENDS.items():
         if environment.get(name) == "true":
             problem = "is not what train.py does: it trains with DeepSpeed's ZeRO"

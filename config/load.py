@@ -27,7 +27,7 @@ from config.task import settle_task
 
 T = typing.TypeVar("T")
 COMMAND_LINE = "command line"
-"""Place named for a value that is in no file."""
+"""Origin of a value that is in no file, for messages."""
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
@@ -35,10 +35,10 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     """The run config in `path` with `overrides` (`key.sub=value`, values in YAML), and with its DeepSpeed JSON chosen.
 
     Later overrides win. A mapping given to a section is merged into it; `model.config.hidden_size=64` sets one key of a
-    free mapping, `model.config={...}` replaces it. deepspeed_config: of the command line. Raises UserError.
+    free mapping, `model.config={...}` replaces it. deepspeed_config: from the command line. Raises UserError.
     """
     tree = read_file(path)
-    if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, which is gone
+    if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, since removed
         del tree["defects"]
     origins: dict[str, str] = {"": str(path)}
     for text in overrides:
@@ -60,7 +60,7 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     except UserError as error:
         raise UserError(f"{builder.origin('deepspeed.offload')}: {error}") from None
     run, later = config.run, place("run.epochs") - place("run.steps")
-    if run.epochs is not None and later:  # of the two the one that is written later counts
+    if run.epochs is not None and later:  # the later of the two counts
         run = dataclasses.replace(run, steps=0) if later > 0 else dataclasses.replace(run, epochs=None)
         config = dataclasses.replace(config, run=run)
     rules.check(settle_task(config), builder.origin)
@@ -85,12 +85,12 @@ def to_yaml(config: Config) -> str:
 
 @functools.cache
 def field_types(section: type) -> dict[str, Any]:
-    """Field name to its evaluated type annotation."""
+    """Field name to its resolved type annotation."""
     return typing.get_type_hints(section)
 
 
 def build_section(kind: type[T], tree: Any, path: Path, prefix: str = "") -> T:
-    """An instance of a dataclass from the mapping that a file has, checked as the run config is. Raises UserError."""
+    """A dataclass instance from a file's mapping, checked as the run config is. Raises UserError."""
     section: T = _Builder({"": str(path)}, kind).section(kind, tree, prefix)
     return section
 
@@ -137,7 +137,7 @@ def show(value: Any) -> str:
 
 
 def nearest(key: str, known: Sequence[str]) -> str | None:
-    """The key meant by a dotted `key` that is not among the `known` ones; None where it is like none of them."""
+    """The known key most likely meant by an unknown dotted `key`; None if no known key resembles it."""
     prefix, _, name = key.rpartition(".")
     siblings = {item.rpartition(".")[2]: item for item in known if item.rpartition(".")[0] == prefix}
     alike = [item for item in known if item.rpartition(".")[2] == name]
@@ -152,7 +152,7 @@ def nearest(key: str, known: Sequence[str]) -> str | None:
 
 
 def suggest(key: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` for a dotted `key` that is not among the `known` ones, or a list of its siblings."""
+    """`; did you mean ...?` for an unknown dotted `key`, or a list of its siblings."""
     if near := nearest(key, known):
         return f"; did you mean {near}?"
     prefix = key.rpartition(".")[0]
@@ -163,7 +163,7 @@ def suggest(key: str, known: Sequence[str]) -> str:
 
 
 def _can_be_written(text: str) -> bool:
-    """Whether text from a command line or a file can be the content of a file, or a path."""
+    """Whether text from a command line or a file can be written to a file, or used as a path."""
     return re.search("[\0\ud800-\udfff]", text) is None
 
 
@@ -178,7 +178,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[str, str], key: str) -> None:
-    """Set the key `parts` of `tree`; a mapping given to a section is merged key by key."""
+    """Set the key `parts` of `tree`; a mapping assigned to a section is merged key by key."""
     node: Any = tree
     owner: Any = Config
     for depth, part in enumerate(parts[:-1]):
@@ -202,13 +202,13 @@ def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins:
 
 
 def _alone(value: Any) -> str:
-    """Advice on a value that may be a number with a unit, or with commas."""
+    """Advice on a value that may be a number with a unit or commas."""
     number = isinstance(value, str) and re.match(r"[-+]?\.?\d", value)
     return "; write digits alone, without a unit" if number else "; give a number"
 
 
 class _Builder:
-    """Builds the schema's dataclasses from plain mappings; knows where each value was written."""
+    """Builds the schema's dataclasses from plain mappings, knowing where each value was written."""
 
     def __init__(self, origins: Mapping[str, str], root: type = Config) -> None:
         self._origins, self._root = origins, root
@@ -223,7 +223,7 @@ class _Builder:
         return self._origins[""]
 
     def wrong(self, key: str, value: Any, problem: str) -> UserError:
-        """The error for one value."""
+        """The error for one value of a key."""
         return UserError(f"{self.origin(key)}: {key} = {show(value)} {problem}")
 
     def section(self, kind: type, tree: Any, prefix: str) -> Any:
@@ -235,7 +235,7 @@ class _Builder:
         for name in tree:
             if name not in hints:
                 known, key, value = [*all_keys(self._root), *(dot + item for item in hints)], f"{dot}{name}", tree[name]
-                while isinstance(value, dict) and len(value) == 1:  # the section is unknown too
+                while isinstance(value, dict) and len(value) == 1:  # the section is also unknown
                     (further, value), *_ = value.items()
                     key += f".{further}"
                 raise UserError(f"{self.origin(key)}: {key}: no such key{suggest(key, known)}")
@@ -250,7 +250,7 @@ class _Builder:
         return kind(**values)
 
     def value(self, hint: Any, value: Any, key: str, limits: Mapping[str, float]) -> Any:
-        """`value` checked against the annotation `hint` and the bounds in `limits`."""
+        """`value`, checked against the annotation `hint` and the bounds in `limits`."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if origin in (types.UnionType, typing.Union):
             words = [word for item in arguments[1:] for word in typing.get_args(item)]
@@ -293,7 +293,7 @@ class _Builder:
         return self.scalar(hint, value, key, limits)
 
     def scalar(self, hint: type, value: Any, key: str, limits: Mapping[str, float]) -> Any:
-        """A bool, an integer, a number or text; nothing is converted but an integer to a float."""
+        """A bool, an integer, a number or text; nothing is converted except an integer to a float."""
         if hint is bool and not isinstance(value, bool):
             raise self.wrong(key, value, "is not true or false")
         if hint is int and (isinstance(value, bool) or not isinstance(value, int)):

@@ -1,4 +1,4 @@
-"""The state that each optimizer keeps beside the masters: one table from which everything else about it follows.
+"""The state that each optimizer keeps beside the masters: one table from which all else about it follows.
 
 Sharding and resharding, checksums, the precision ledger, the momentum norm, step parity, the plan's and the doctor's
 memory and the settings that a load leaves alone follow from a row of it. To add an optimizer:
@@ -8,8 +8,8 @@ memory and the settings that a load leaves alone follow from a row of it. To add
 - `training/engine/optimizers/NAME.py`: `build`, which makes the torch optimizer, `update`, the same in FP64, and
   `after`, which adds the state and bounds of FP32's roundings.
 
-Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can cut it up as it cuts up the
-master. They are made with the first update.
+Every state tensor is FP32, has its parameter's shape and starts at zero, so that ZeRO can partition it like the master.
+They are created by the first update.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 from config.schema import OptimizerSection
 
 EXCHANGED_VALUES = 1 << 26
-"""[values] Whole matrices that ranks exchange at once, for each rank: 256 MiB. ZeRO decides who sends how many."""
+"""[values] Whole matrices that ranks exchange at once, per rank: 256 MiB. ZeRO decides who sends how many."""
 COUNT = "step"
-"""torch's key for the number of updates in a parameter's state, in every optimizer that counts them."""
+"""torch's key for a parameter's number of updates, in every optimizer that counts them."""
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""torch's keys of Adam's averages, of gradients and of their squares, in every optimizer that keeps them."""
+"""torch's keys of Adam's averages of gradients and of their squares, in every optimizer that keeps them."""
 
 
 @dataclass(frozen=True)
@@ -35,31 +35,31 @@ class OptimizerSpec:
     states: tuple[str, ...]
     """torch's keys of the state tensors; the order in which `update` takes them."""
     momentum: str | None
-    """Name of the state tensor that averages gradients, in gradient units; None where none does."""
+    """Name of the state tensor that averages gradients, in gradient units; None if there is none."""
     counts_updates: bool
     """Whether it keeps COUNT, for a bias correction."""
     settings: tuple[str, ...]
-    """Keys of OptimizerSection that it alone decides about, called alike in torch's parameter groups."""
+    """Keys of OptimizerSection read by this optimizer alone, under the same names in torch's parameter groups."""
     defaults: Mapping[str, float] = field(default_factory=dict)
     """Values of settings that are null in the config."""
     matrix_states: tuple[str, ...] | None = None
-    """State of hidden matrices (`modeling.parameter_groups`), where they have their own rule. None: as all others."""
+    """State of hidden matrices (`modeling.parameter_groups`) if they have their own rule. None: same as `states`."""
     by_value: bool = True
-    """Whether each value is updated by its own gradient alone."""
+    """Whether each value's update depends on its own gradient alone."""
     offload_op: str | None = None
-    """Op that DeepSpeed compiles to update masters in the host memory of a GPU run; None where torch's own does it."""
+    """Op that DeepSpeed compiles to update masters in host memory in a GPU run; None if torch's own update is used."""
 
     @property
     def splits_matrices(self) -> bool:
-        """Whether hidden matrices have a rule of their own, and so a parameter group."""
+        """Whether hidden matrices have their own rule, and so their own parameter group."""
         return self.matrix_states is not None
 
     def states_of(self, *, matrix: bool) -> tuple[str, ...]:
-        """The state tensors of a parameter; matrix: whether it is a hidden matrix."""
+        """State tensors of a parameter. matrix: whether it is a hidden matrix."""
         return self.matrix_states if matrix and self.matrix_states is not None else self.states
 
     def state_bytes(self, *, matrix: bool) -> int:
-        """[bytes] Size of its state tensors for one value of a parameter."""
+        """[bytes] Size of the state tensors per value of a parameter."""
         return 4 * len(self.states_of(matrix=matrix))
 
 
@@ -88,7 +88,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
 
 
 def settings_of(section: OptimizerSection) -> dict[str, Any]:
-    """The settings that the chosen optimizer reads, with its own defaults."""
+    """The settings that the chosen optimizer reads, with its own defaults filled in."""
     spec = OPTIMIZERS[section.name]
     given = {key: getattr(section, key) for key in spec.settings}
     return {key: spec.defaults[key] if value is None else value for key, value in given.items()}

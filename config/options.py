@@ -1,4 +1,4 @@
-"""Converters for `type=` of the options of command lines other than train.py's."""
+"""Converters for `type=` of command-line options, except those of train.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def comma_separated(one: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """An option's `type=` for values separated by commas, each as `one` reads it."""
+    """An option's `type=` for comma-separated values, each parsed by `one`."""
     return lambda text: [one(item) for item in text.split(",")]
 
 
@@ -23,7 +23,7 @@ def positive_int(text: str) -> int:
 
 
 def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
-    """A converter for `type=` of an option: the number in a text, where it `holds`."""
+    """A converter for an option's `type=`: the number in a text, if it `holds`."""
 
     def convert(text: str) -> float:
         try:

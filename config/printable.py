@@ -1,7 +1,7 @@
-"""Text of others, such as names, errors and notes, as text that a terminal or a page shows and does not obey.
+"""Makes foreign text, such as names, errors and notes, safe to show in a terminal or on a page.
 
-Control characters, terminal escapes and marks that reorder or hide what is beside them become visible escapes: a name
-with an escape sequence in it is shown as `\\x1b[31m`, in no other colour.
+Control characters, terminal escapes and marks that reorder or hide their neighbours become visible escapes: an escape
+sequence in a name is shown as `\\x1b[31m` and changes no colour.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def line(text: str) -> str:
 
 
 def shown(value: object) -> str:
-    """Any value as one line of text for a terminal, a page or a log: without secrets, and nothing in it is obeyed."""
+    """Any value as one line of text for a terminal, a page or a log, without secrets or active control characters."""
     return line(Redactor().text(str(value)))
 
 

@@ -1,8 +1,8 @@
 """Hides secrets in text that leaves Mantissa: what is printed, recorded, uploaded or shown on a page.
 
-Hidden is what *is* a secret: a key of a known format, the login in a URL, and the value of a variable or setting whose
-name says secret and which also looks like one. A path, a number, a word, or a name made of words such as gpt2-medium is
-never hidden, so that nothing is lost that a reader or a program needs.
+Only actual secrets are hidden: keys of a known format, the login in a URL, and values that look secret of variables or
+settings whose names say so. A path, a number, a word, or a name made of words such as gpt2-medium is never hidden, so
+that readers and programs lose nothing they need.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VARIABLES = frozenset(
         *("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_TRACES_HEADERS"),
     }
 )
-"""Variables that hold nothing but secrets."""
+"""Variables that contain only secrets."""
 _NAME = (
     r"(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|passphrase|pwd|credentials?|jwt|sas|connection[_-]?string"
     r"|(?:api|access|private|account|shared|secret|encryption)[_-]?key)"
@@ -36,7 +36,7 @@ _NAME = (
 _SECRET_NAME = re.compile(rf"(?i)^{_NAME}$")
 _SECRET_VARIABLE = re.compile(rf"(?i)^(?:{_NAME}|\w+_key)$")
 _SECRET_FLAG = re.compile(rf"(?i)^-{{1,2}}{_NAME}$")
-_OF_A_TOKENIZER = re.compile(r"(?i)token$")  # eos_token, pad_token: more often a word than a secret
+_OF_A_TOKENIZER = re.compile(r"(?i)token$")  # eos_token, pad_token: usually a word, not a secret
 
 _START, _END = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt]))", r"(?![A-Za-z0-9])"
 _FORMATS = re.compile(
@@ -74,7 +74,7 @@ _FLAGGED = re.compile(rf"(?i)(?<!\S)(-{{1,2}}({_NAME})\s+[\"']?)([^\s\"'-][^\s\"
 _HINT = re.compile(
     r"(?i)_|-|/|=|key|token|secret|pass|pwd|credential|jwt|sas|connection|bearer|basic|A[KSBC][IC]A|AIza|eyJ|ya29"
 )
-"""Matches every text that one of the patterns above can match, those of URLs aside."""
+"""Matches every text that one of the patterns above can match, except those for URLs."""
 
 _SEPARATORS = re.compile(r"[-_./:+=,;<>|\[\]@\\]+")
 _PASSWORD_SIGNS = re.compile(r"[!\"#$%&'()*?^`{}~@]")
@@ -90,7 +90,7 @@ _LONGEST_WORD, _SHORTEST_KEY, _SHORTEST_PASSWORD = 24, 12, 8
 
 
 class Redactor:
-    """Hides secrets in text and in plain values; knows those of some variables by their value."""
+    """Hides secrets in text and in plain values; also knows the values of some environment variables."""
 
     def __init__(self, variables: Mapping[str, str] = os.environ) -> None:
         known = known_secrets(variables)
@@ -112,7 +112,7 @@ class Redactor:
         return text
 
     def value(self, key: str, value: Any) -> Any:
-        """A plain value without secrets, at any depth. key: the name it stands under, which may say that it is one."""
+        """A plain value without secrets, at any depth. key: its name, which may mark it as a secret."""
         if isinstance(value, str):
             return HIDDEN if is_secret(key, value) else self.text(value)
         if isinstance(value, dict):
@@ -123,12 +123,12 @@ class Redactor:
 
 
 def redact(value: Any, key: str = "") -> Any:
-    """A plain value without secrets, at any depth; those of this process's environment are known by their value."""
+    """A plain value without secrets, at any depth, including the secrets in this process's environment."""
     return Redactor().value(key, value)
 
 
 def redact_arguments(arguments: list[str]) -> list[str]:
-    """Command-line arguments without secrets: also the value of `--api-key X`, `hf_token=X` and the like."""
+    """Command-line arguments without secrets, including values of `--api-key X`, `hf_token=X` and the like."""
     redactor, hidden, flag = Redactor(), [], ""
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -143,7 +143,7 @@ def redact_arguments(arguments: list[str]) -> list[str]:
 
 
 def known_secrets(variables: Mapping[str, str]) -> list[str]:
-    """The secrets that the variables hold, longest first."""
+    """The secrets in the variables, longest first."""
     found: set[str] = set()
     for name, value in variables.items():
         if name in _VARIABLES:
@@ -168,7 +168,7 @@ def is_secret(key: str, value: str) -> bool:
 
 
 def looks_secret(value: str) -> bool:
-    """Whether a value has the shape of a key or a password: not that of a path, a number, an address or of words."""
+    """Whether a value looks like a key or a password, not like a path, a number, an address or words."""
     if _FORMATS.search(value) or _UUID.fullmatch(value):
         return True
     if any(map(str.isspace, value)) or _is_path(value) or "://" in value:
@@ -183,7 +183,7 @@ def looks_secret(value: str) -> bool:
 
 
 def _may_be_secret(value: str) -> bool:
-    """Whether a value is a secret, given that its variable holds nothing else."""
+    """Whether a value is a secret, given that its variable is for secrets only."""
     if looks_secret(value):
         return True
     if _is_path(value):  # base64 may begin with a slash
@@ -204,7 +204,7 @@ def _is_path(value: str) -> bool:
 
 
 def _is_ordinary(piece: str) -> bool:
-    """Whether letters and digits without a separator are a word, a number, or a name such as llama3 or 1431k."""
+    """Whether letters and digits without a separator form a word, a number, or a name such as llama3 or 1431k."""
     if len(piece) > _LONGEST_WORD:
         return False
     if piece.isdecimal() or _TIME.fullmatch(piece):
@@ -212,6 +212,6 @@ def _is_ordinary(piece: str) -> bool:
     runs = re.findall(r"\d+|\D+", piece)
     if len(runs) > (3 if len(piece) >= _SHORTEST_KEY else 4):
         return False
-    # capitals are as in Llama, GPT or LlamaForCausalLM, rather than at random
+    # capitals as in Llama, GPT or LlamaForCausalLM, rather than random
     natural = all(len(run) < _SHORTEST_PASSWORD or len(_HUMP.findall(run)) <= len(run) / 5 for run in runs)
     return natural and all(run.isdecimal() or run.isalpha() for run in runs)

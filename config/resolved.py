@@ -28,7 +28,7 @@ from config.task import settle_task
 
 @dataclass(frozen=True)
 class Resolved:
-    """One fully resolved run: nothing is `auto` any more."""
+    """One fully resolved run: no value is `auto` any more."""
 
     config: Config
     config_path: Path
@@ -47,10 +47,10 @@ class Resolved:
     overrides: tuple[str, ...]
     """The `key.sub=value` arguments, as given."""
     command: str
-    """Starts this run again."""
+    """Command that starts this run again."""
 
     resume_command: str
-    """Resumes it from its newest checkpoint."""
+    """Command that resumes it from its newest checkpoint."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,7 +59,7 @@ class Resolved:
 
 
 def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> Resolved:
-    """Load, merge and check everything. Raises UserError for the first thing that is wrong."""
+    """Load, merge and check everything. Raises UserError for the first mistake found."""
     env = read_rank_env(environment, options.local_rank)
     path = Path(options.config)
     # Accelerate's file wins over the run config, and the command line over both.
@@ -117,7 +117,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
 
 
 def _last_of_each_key(overrides: Sequence[str]) -> list[str]:
-    """The overrides without those that a later one of the same key replaces. A mapping is merged and replaces none."""
+    """The overrides without those replaced by a later one of the same key. A mapping is merged and replaces none."""
     kept: list[str] = []
     for text in overrides:
         key, _, value = text.partition("=")
@@ -141,7 +141,7 @@ def _check_store(section: CheckpointSection, where: str) -> None:
 
 
 def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path: Path) -> Config:
-    """`config` with its open values filled in, so that the run folder's config.yaml starts the same run again."""
+    """`config` with its open values filled in, so that the run folder's config.yaml reproduces the run."""
     config = settle_task(config)
     manifest, scaling = config.precision.manifest, config.precision.loss_scale
     if manifest is not None:
@@ -149,20 +149,20 @@ def _with_resolved_values(config: Config, compute: Dtype, path: Path, json_path:
         if found is None:
             raise UserError(f"{path}: precision.manifest = '{manifest}' does not exist; see config/manifests/")
         manifest, scale = _portable(found), read_object(found, "precision manifest").get("loss_scale")
-        if scaling.initial is None and isinstance(scale, int) and scale > 0:  # precision/manifest.py refuses all else
+        if scaling.initial is None and isinstance(scale, int) and scale > 0:  # precision/manifest.py refuses the rest
             scaling = dataclasses.replace(scaling, initial=min(float(scale), scaling.largest_scale))
     precision = dataclasses.replace(config.precision, compute=compute, manifest=manifest, loss_scale=scaling.resolved())
-    # the JSON says stage and offload too
+    # the JSON also determines stage and offload
     return dataclasses.replace(config, precision=precision, deepspeed=DeepSpeedSection(config=_portable(json_path)))
 
 
 def _portable(path: Path) -> str:
-    """Relative to Mantissa's folder where the file lies in it, else absolute."""
+    """The path relative to Mantissa's folder if the file lies in it, else absolute."""
     absolute = path.resolve()
     return (absolute.relative_to(REPOSITORY) if absolute.is_relative_to(REPOSITORY) else absolute).as_posix()
 
 
 def _where(path: Path, overrides: Sequence[str], *sections: str) -> str:
-    """The run config's path, with the overrides of some sections."""
+    """The run config's path, with the overrides in the given sections."""
     given = [text for text in overrides if text.partition("=")[0].partition(".")[0] in sections]
     return f"{path} with {' '.join(given)}" if given else str(path)

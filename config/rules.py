@@ -21,7 +21,7 @@ from config.schema import SAMPLING_TASKS, Config, DataSection, ParitySection, So
 from config.secrets import ADVICE, WITH_PASSWORD
 from config.task import CAUSAL_LM, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
-# Arguments of a Hugging Face config that a key of the run config decides.
+# Arguments of a Hugging Face config that are set by a key of the run config.
 _OWNED_MODEL_ARGUMENTS = {
     "dtype": "precision.compute",
     "torch_dtype": "precision.compute",
@@ -30,14 +30,14 @@ _OWNED_MODEL_ARGUMENTS = {
 }
 
 _OF_DOCUMENTS = ("text", "megatron")
-"""Sources that have no rows."""
+"""Sources without rows."""
 
 _QUANTISING = ("quantization_config", "load_in_4bit", "load_in_8bit")
 QUANTISED_BASES = (
     "give the model in BF16, FP16 or FP32, and set adapter.base = nf4 or int8 (with adapter.kind = lora) to hold it in "
     "4 or 8 bits"
 )
-"""Error text for already quantised bases, and for keys that ask for one."""
+"""Error text for already quantised bases, and for keys that would request one."""
 QUANTISED_TEACHERS = (
     "4-bit and 8-bit teachers are not supported; give the teacher in BF16, FP16 or FP32 (distill.sharded = true "
     "divides it over the ranks, distill.top_k runs it before training and frees it)"
@@ -54,7 +54,7 @@ Problem = tuple[str, str]
 
 
 def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Raise UserError for the first broken rule. origin: where the user wrote a key. Steps of run.epochs come later."""
+    """Raise UserError for the first broken rule. origin: where a key was written. Steps of run.epochs come later."""
     for rule in (
         *(_run, _model, _routers, _activation_checkpointing, _task, _sections, _preference, _grpo),
         *(_distill, _encoder, _seq2seq, _adapter, _verified, _mixture, _validation, _data, _documents),
@@ -83,7 +83,7 @@ def _run(config: Config) -> Iterator[Problem]:
 
 
 def _looks_local(name: str) -> bool:
-    """Whether a name cannot be the hub's."""
+    """Whether a name cannot be a hub id."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
@@ -156,7 +156,7 @@ _SLICED: _Values = {
     "model.kernels": ("auto", "torch"),
     "model.activation_checkpointing": _WITHOUT_BUDGET,
 }
-"""Values that are verified where ranks have slices, whether of matrices or of experts."""
+"""Values verified for ranks that have slices, whether of matrices or of experts."""
 _BESIDE: dict[str, dict[str, _Values]] = {
     "adapter.base": {
         _NOT_VERIFIED: {
@@ -215,7 +215,7 @@ _BESIDE: dict[str, dict[str, _Values]] = {
         "gives a rank some experts, which are compared with all of them by": {"telemetry.probe": (False,)},
     },
 }
-"""A key that is not at its default, to a problem, to other keys and the values that they may have beside it."""
+"""Keys not at their defaults, to a problem, to other keys and the values allowed with them."""
 
 
 def _verified(config: Config) -> Iterator[Problem]:
@@ -237,7 +237,7 @@ def _verified(config: Config) -> Iterator[Problem]:
 
 
 def _beside(config: Config, key: str, others: _Values, problem: str = _NOT_VERIFIED) -> Iterator[Problem]:
-    """Refuse `key` where one of `others` has none of the values that it may have beside it."""
+    """Refuse `key` if one of `others` has a value not allowed beside it."""
     for other, allowed in others.items():
         value = attrgetter(other)(config)
         if value not in allowed:
@@ -265,7 +265,7 @@ _READ_BY = {
     "target_length": ("seq2seq", *SAMPLING_TASKS),
     **dict.fromkeys(("text_pair_field", "label_field", "tokens_field", "tags_field"), ("classify",)),
 }
-"""Keys of the data section that not every task reads."""
+"""Keys of the data section that only some tasks read."""
 
 
 def _task(config: Config) -> Iterator[Problem]:
@@ -294,7 +294,7 @@ def _task(config: Config) -> Iterator[Problem]:
 
 
 def _only_read_by(reader: str, name: str, section: Any, keys: Collection[str] | None = None) -> Iterator[Problem]:
-    """Refuse keys of a section, or `keys`, that were set though only `reader`, such as `task = sft`, reads them."""
+    """Refuse keys of a section, or `keys`, that are set although only `reader`, such as `task = sft`, reads them."""
     for item in fields(section):
         value = getattr(section, item.name)
         if value != getattr(type(section)(), item.name) and (keys is None or item.name in keys):
@@ -314,7 +314,7 @@ _NOT_OF_OPD = {
     "grpo": ("algorithm", *DECIDED, "beta", "correction", "correction_high", "resamples"),
     "distill": ("ce_weight", "top_k"),
 }
-"""Keys of sections that task opd shares with another one, and does not read."""
+"""Keys of shared sections that task opd does not read."""
 
 
 def _preference(config: Config) -> Iterator[Problem]:
@@ -502,7 +502,7 @@ def _validation(config: Config) -> Iterator[Problem]:
 
 
 def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
-    """Problems of one path and source: of the data, of one of several sources, or of a validation set."""
+    """Problems of one path and source: of the data, one of several sources, or a validation set."""
     if item.source != "stdlib" and item.path is None:
         yield f"{key}.path", f"is missing; {key}.source = {item.source} needs it"
     if item.path is not None and not _matches(item):
@@ -513,14 +513,14 @@ def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
 
 
 def _formats(data: DataSection) -> list[tuple[str, str]]:
-    """Each data.format with the key of its section: of the data, of each source and of each validation set."""
+    """Each data.format with the key of its section: the data, each source and each validation set."""
     of_sources = ((f"data.sources[{i}]", item.format) for i, item in enumerate(data.sources))
     of_sets = ((f"data.validation[{i}]", item.format) for i, item in enumerate(data.validation))
     return [("data", data.format), *of_sources, *of_sets]
 
 
 def _documents(config: Config) -> Iterator[Problem]:
-    """Check how documents are found in data.source or each of data.sources."""
+    """Check how documents are found in data.source or in each of data.sources."""
     data = config.data
     kinds = {item.source for item in (*(data.sources or (data,)), *data.validation)}
     if data.document_separator is not None and "text" not in kinds:
@@ -570,7 +570,7 @@ def _data(config: Config) -> Iterator[Problem]:
 
 
 def _matches(item: _Place) -> bool:
-    """Whether the path of a source of files names something that exists; it may be a glob."""
+    """Whether a path to files names something that exists; it may be a glob."""
     if item.path is None or item.source not in ("text", "jsonl", "parquet", "megatron") or is_url(item.path):
         return True
     path = Path(item.path).expanduser()
@@ -638,7 +638,7 @@ def _precision(config: Config) -> Iterator[Problem]:
 
 
 def needs_bf16(compute: str) -> str:
-    """Why precision.masters = split is refused in another dtype."""
+    """Why precision.masters = split is refused for another dtype."""
     why = {
         "fp32": "and in FP32 there is none: weights are as wide as masters",
         "fp16": "and FP16 has a narrower exponent than FP32, so that the rest does not fit into 16 bits",
@@ -731,7 +731,7 @@ _FAULTS_READ = {
     **dict.fromkeys(("place", "bit", "persists"), ("flipped_bit",)),
     "factor": ("loss_spike", "gradient_spike"),
 }
-"""Keys of a fault to the kinds that read them."""
+"""Fault keys to the kinds that read them."""
 
 
 def _faults(config: Config) -> Iterator[Problem]:

@@ -182,15 +182,15 @@ class GrpoSection:
     reward_weights: tuple[float, ...] = ()
     """[factors] Weight of each in the sum. Empty: 1."""
     reward_options: dict[str, Any] = field(default_factory=dict)
-    """[mapping] Arguments for every row that has no column of that name, such as {regex: "^[0-9]+$"}."""
+    """[mapping] Arguments passed for rows without a column of that name, such as {regex: "^[0-9]+$"}."""
     reward_workers: int = limit(2, at_least=1)
     """[processes] Processes of each rank that run the functions."""
     reward_seconds: float = limit(10.0, above=0.0)
-    """[seconds] Time for the answers to one prompt, after which a function counts as failed: no reward, no end."""
+    """[seconds] Time limit for the answers to one prompt; a slower function counts as failed and gives no reward."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"] = "grpo"
     """[choice] Decides each key below that is null, as its paper does (modeling/objectives/policy.py has them)."""
     advantage: Literal["group_std", "group_mean", "rloo"] | None = None
-    """[choice] Reward less the group's mean, divided by its standard deviation or not; rloo: less the others' mean."""
+    """[choice] Reward minus the group's mean, divided by its standard deviation or not; rloo: minus the others'."""
     loss: Literal["sequence", "token", "constant"] | None = None
     """[choice] Mean over answers of means over tokens; mean over all tokens; or sum / (answers x max_new_tokens)."""
     ratio: Literal["token", "sequence"] | None = None
@@ -204,9 +204,9 @@ class GrpoSection:
     beta: float = limit(0.0, at_least=0.0)
     """[per nat] Weight of the KL divergence from the start weights; 0: they are not kept."""
     correction: Literal["none", "truncate", "mask"] = "truncate"
-    """[choice] Weight of a token, pi / mu of trainer and sampler: none, cut off at correction_high, or 0 beyond it."""
+    """[choice] Weight of a token, pi / mu of trainer and sampler: none, capped at correction_high, or 0 beyond it."""
     correction_high: float = limit(2.0, at_least=1.0)
-    """[factor] Largest weight; mask keeps those from 1 / correction_high on."""
+    """[factor] Largest weight; mask also drops weights below 1 / correction_high."""
     group_size: int = limit(8, at_least=2)
     """[answers] Answers to each prompt. batch.global_size counts answers."""
     max_new_tokens: int = limit(128, at_least=1)
@@ -216,21 +216,21 @@ class GrpoSection:
     top_p: float = 1.0
     """[fraction] 1: a token is drawn from all tokens."""
     updates: int = limit(1, at_least=1)
-    """[steps] Optimizer steps on the same answers; from the second on the policy is no longer theirs."""
+    """[steps] Optimizer steps on the same answers, which are off-policy from the second step on."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
     urls: tuple[str, ...] = ()
     """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105."""
     transfer: Literal["file", "collective"] = "file"
-    """[choice] How servers get weights: they read the run folder, or by broadcast, NCCL on GPUs and gloo on CPUs."""
+    """[choice] file: servers read weights from the run folder. collective: broadcast, NCCL on GPUs and gloo on CPUs."""
     server_seconds: float = limit(600.0, above=0.0)
-    """[seconds] How long a server that died or hangs is waited for before the run ends."""
+    """[seconds] Longest wait for a server that died or hangs before the run ends."""
     at_once: int = limit(64, at_least=1)
-    """[answers] How many the sampler draws at a time."""
+    """[answers] Number of answers that the sampler draws at a time."""
     resamples: int = limit(0, at_least=0)
-    """[times] How often groups whose answers all have one reward are sampled again at most (DAPO)."""
+    """[times] How often at most groups whose answers all have the same reward are sampled again (DAPO)."""
     max_gap: float = limit(3.0, above=1.0)
-    """[factor] Largest healthy k3 of sampler and trainer, in units of the trainer's distance from itself."""
+    """[factor] Largest healthy k3 between sampler and trainer, in units of the trainer's distance from itself."""
 
 
 RowFormat = Literal[
@@ -346,7 +346,7 @@ class DataSection:
 
     @property
     def label_length(self) -> int:
-        """[tokens] Places of a sequence that may have labels: of a target where there are such, once they are known."""
+        """[tokens] Most labels in a sequence: data.target_length if it is set, else data.sequence_length."""
         return self.target_length or self.sequence_length
 
     @property
@@ -886,7 +886,7 @@ class CanarySection:
     """[steps] Smallest distance between checkpoints whose next step is compared with FP32 while the whole run goes on.
     0: every checkpoint, as far as the checks keep up. The last one is always checked."""
     bounds: dict[str, Any] = field(default_factory=dict)
-    """[mapping] Bounds of parity: that differ for the canary and for the checks, such as {module_error: 0.05}."""
+    """[mapping] Bounds under `parity:` that differ for the canary and for the checks, such as {module_error: 0.05}."""
     device_hours: float | None = limit(None, above=0.0)
     """[device hours] Budget of canary, twin and checks: time x canary.ranks. A canary that exceeds it is stopped, and
     the whole run not started; checks that would exceed it are left out. null: no limit."""
@@ -922,8 +922,8 @@ class Config:
     task: Literal["pretrain", "sft", "seq2seq", "dpo", "grpo", "opd", "distill", "classify", "mlm"] = "pretrain"
     """[choice] Training objective. pretrain: the next token of documents that fill every sequence. sft: the answers in
     rows of chats, instructions or texts. seq2seq: the same answers, by an encoder-decoder such as T5 or BART. dpo: to
-    prefer the chosen answer of a pair. grpo: what rewards ask of the model's own answers; opd: what a teacher says to
-    them (docs/rl.md). distill: a teacher's distributions, on rows where data.format names their form, or on documents.
+    prefer the chosen answer of a pair. grpo: the model's own answers, by their rewards; opd: the same, by a teacher
+    (docs/rl.md). distill: a teacher's distributions, on rows where data.format names their form, or on documents.
     classify: labels of texts or words, by an encoder. mlm: hidden tokens, by an encoder (docs/finetuning.md)."""
     run: RunSection = field(default_factory=RunSection)
     model: ModelSection = field(default_factory=ModelSection)
@@ -961,22 +961,22 @@ class Config:
 
     @property
     def precomputes_reference(self) -> bool:
-        """Whether log-probabilities of the start weights are made before the first step."""
+        """Whether log-probabilities of the initial weights are computed before the first step."""
         return self.task == "dpo" and self.preference.reference == "precomputed"
 
     @property
     def group_size(self) -> int:
-        """[sequences] What one sample of the data becomes in a batch: answers to a prompt, or itself."""
+        """[sequences] Sequences that one data sample becomes in a batch: answers to a prompt, or itself."""
         return self.grpo.group_size if self.task in SAMPLING_TASKS else 1
 
     @property
     def keeps_documents_apart(self) -> bool:
-        """Whether attention and positions start anew within a sequence."""
+        """Whether attention and positions restart within a sequence."""
         packed = self.learns_rows and self.task not in UNPACKED_TASKS and self.data.packing != "none"
         return self.data.document_masking or packed
 
     @property
     def learns_rows(self) -> bool:
-        """Whether the data are rows with labels of their own, and not documents end to end."""
+        """Whether the data are rows with their own labels rather than documents end to end."""
         formats: list[str] = [item.format for item in self.data.sources] or [self.data.format]
         return self.task in ("sft", *UNPACKED_TASKS) or (self.task == "distill" and set(formats) != {"auto"})

@@ -19,12 +19,12 @@ _SECRET_NAMES = re.compile(
     r"secret|token|passw|pwd|credential|connectionstring|privatekey|accesskey|accountkey|apikey|customerkey|^key$|^sas"
 )
 _NO_SECRETS = {"ssekmskeyid", "bucketkeyenabled", "ssecustomerkeymd5"}
-# What gcsfs takes as `token` beside credentials: the name of a method, or of a file.
+# Values of gcsfs's `token` that are not credentials: the name of a method or of a file.
 _NO_TOKENS = re.compile(r"google_default|cache|anon|browser|cloud|.*\.json")
 
 
 def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
-    """Raises UserError that names the key, never the value, where the URL or an option looks like a credential."""
+    """Raises UserError naming the key, never the value, if the URL or an option looks like a credential."""
     if WITH_PASSWORD.search(url):
         raise UserError(f"checkpoint.dir: holds a user or password before the @; take it out and {ADVICE}")
     for path, value in _leaves(options, "checkpoint.storage_options"):
@@ -35,7 +35,7 @@ def refuse_secrets(url: str, options: Mapping[str, Any]) -> None:
 
 
 def parse_key_setting(setting: str, name: str = "checkpoint.encryption_key") -> tuple[str, str]:
-    """("env", NAME) or ("file", PATH). Raises UserError, whose message does not show what may be the key itself."""
+    """("env", NAME) or ("file", PATH). Raises UserError with a message that never shows what may be the key itself."""
     kind, _, source = setting.partition(":")
     if kind not in ("env", "file") or not source or decode_key(source) is not None:
         raise UserError(f"{name}: give env:NAME or file:PATH, never the key itself")
@@ -43,7 +43,7 @@ def parse_key_setting(setting: str, name: str = "checkpoint.encryption_key") -> 
 
 
 def decode_key(text: str) -> bytes | None:
-    """The 32 bytes that 64 hexadecimal digits, or base64 of either alphabet, encode; None for anything else."""
+    """The 32 bytes encoded by 64 hexadecimal digits or either base64 alphabet; None for anything else."""
     try:
         if len(text) == 64:
             return bytes.fromhex(text)

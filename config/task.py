@@ -1,4 +1,4 @@
-"""Settings that follow from the task and from data.path where the run config leaves them open."""
+"""Settings left open in the run config that follow from the task and from data.path."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL_CLASSES = {
     "classify": SEQUENCE_CLASSIFICATION,
     "mlm": MASKED_LM,
 }
-"""Class of transformers that builds a task's model; see `model_class_of`."""
+"""Transformers class that builds a task's model; see `model_class_of`."""
 KINDS = {
     CAUSAL_LM: "causal language model",
     MASKED_LM: "masked language model",
@@ -29,7 +29,7 @@ KINDS = {
     SEQUENCE_CLASSIFICATION: "sequence classifier",
     TOKEN_CLASSIFICATION: "token classifier",
 }
-"""The classes in words."""
+"""Human-readable names of the classes."""
 
 ALGORITHMS: dict[str, tuple[str, str, str, str, float, float]] = {
     "grpo": ("group_std", "sequence", "token", "clip", 0.2, 0.2),
@@ -39,29 +39,29 @@ ALGORITHMS: dict[str, tuple[str, str, str, str, float, float]] = {
     "gspo": ("group_std", "sequence", "sequence", "clip", 3e-4, 4e-4),
     "cispo": ("group_std", "token", "token", "cispo", 0.0, 5.0),
 }
-"""grpo.algorithm to the keys that it decides, in the order of `DECIDED`."""
+"""grpo.algorithm to the values of the keys it decides, in the order of `DECIDED`."""
 DECIDED = ("advantage", "loss", "ratio", "surrogate", "clip_low", "clip_high")
 
 ENCODER_TASKS = ("classify", "mlm")
-"""Tasks whose models see a whole text at once and generate none."""
+"""Tasks whose models see a whole text at once and do not generate."""
 ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}
 """data.format of each classify.kind."""
 
 OWN = "held out"
-"""Name of the validation set that is held out of the only source, where there are others beside it."""
+"""Name of the validation set held out of the only source, if there are other sets."""
 
 _SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron", ".txt": "text"}
 _COMPRESSED = (".gz", ".zst", ".bz2")
 
 
 def model_class_of(config: Config) -> str:
-    """Class of transformers that builds the model of a config."""
+    """Transformers class that builds the model of a config."""
     by_token = config.task == "classify" and config.classify.kind == "token"
     return TOKEN_CLASSIFICATION if by_token else MODEL_CLASSES[config.task]
 
 
 def loss_unit(config: Config) -> str:
-    """Unit of the loss of a config's task; empty where it has none, such as a weighted sum of several losses."""
+    """Unit of the loss of a config's task; empty if it has none, such as a weighted sum of several losses."""
     if config.task == "classify":
         units = {"sequence": "nats per row", "token": "nats per label", "regression": "mean squared error"}
         return units[config.classify.kind]
@@ -72,7 +72,7 @@ def loss_unit(config: Config) -> str:
 
 
 def settle_task(config: Config) -> Config:
-    """`config` with data.source = auto, evaluate.batches = auto and the like decided, as far as they can be."""
+    """`config` with data.source = auto, evaluate.batches = auto and the like resolved, as far as possible."""
     data = config.data
     if config.task == "dpo":
         if config.preference.reference == "auto":
@@ -102,7 +102,7 @@ def settle_task(config: Config) -> Config:
 
 
 def _of_format(data: DataSection, format: str) -> DataSection:
-    """A section whose rows, and those of its sources and sets, have that format where none is named."""
+    """The section with `format` filled in for rows, sources and sets that name none."""
 
     def formatted(section: Any) -> Any:
         return replace(section, format=format) if section.format == "auto" else section
@@ -112,7 +112,7 @@ def _of_format(data: DataSection, format: str) -> DataSection:
 
 
 def _named(items: tuple[T, ...], what: str) -> tuple[T, ...]:
-    """Sources or sets with a name and a kind each."""
+    """Sources or sets, each with its name and source kind filled in."""
     return tuple(
         replace(item, name=item.name or f"{what} {number}", source=_decided(item.source, item.path))
         for number, item in enumerate(items, 1)
@@ -120,7 +120,7 @@ def _named(items: tuple[T, ...], what: str) -> tuple[T, ...]:
 
 
 def is_url(path: str) -> bool:
-    """Whether a data.path is read through fsspec and not from a disk, such as s3://bucket/folder."""
+    """Whether a data.path is read through fsspec rather than from disk, such as s3://bucket/folder."""
     return "://" in path
 
 

@@ -1,3 +1,3 @@
-"""Mantissa's version, the only place that says it: CHANGELOG.md's newest entry is its description."""
+"""Mantissa's version, defined only here; CHANGELOG.md's newest entry describes it."""
 
 VERSION = "0.2.0"

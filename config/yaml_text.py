@@ -45,14 +45,14 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which only YAML 1.2 takes for a number, so that what is written reads back."""
+    """SafeDumper that also quotes text that only YAML 1.2 reads as a number, so that it reads back as text."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def parse(text: str) -> Any:
-    """The value that `text` spells. Raises ValueError: one line saying what is wrong, and on which line of several."""
+    """The value of a YAML text. Raises ValueError: one line saying what is wrong, and on which line of several."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -66,5 +66,5 @@ def parse(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """Block-style YAML of plain types, keys in the order given; `parse` reads back exactly `value`."""
+    """Block-style YAML of plain types, keys in the given order; `parse` reads back exactly `value`."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

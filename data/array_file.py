@@ -1,4 +1,4 @@
-"""A safetensors file of arrays with a hash over them and its metadata: a reader gets all that was written, or None."""
+"""Safetensors files of arrays with a hash of arrays and metadata: a reader gets all that was written, or None."""
 
 import hashlib
 import json
@@ -22,11 +22,11 @@ def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> Non
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]] | None:
-    """Arrays and metadata; None where the file is missing or damaged, and its content is made anew."""
+    """Arrays and metadata; None if the file is missing or damaged, so that its content is made again."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = dict(file.metadata() or {})
-            arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
     except (OSError, SafetensorError):
         return None
     return (arrays, metadata) if metadata.pop("sha256", None) == _sha256(arrays, metadata) else None

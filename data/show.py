@@ -34,7 +34,7 @@ from data.text.tokenizer import load_tokenizer
 
 _ON, _OFF = ("\x1b[32m", "\x1b[0m"), ("[", "]")
 _LONGEST = 4000
-"""[tokens] Printed of a row, or of a sequence of documents."""
+"""[tokens] At most this much is printed of a row, or of a sequence of documents."""
 
 
 @entry_point()
@@ -75,7 +75,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> list[str]:
-    """The first rows, then the totals, as lines of text. Raises UserError where nothing can be hidden for `mlm`."""
+    """The first rows, then the totals, as lines of text. Raises UserError if `mlm` has no token to hide."""
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     marks = _ON if colour else _OFF
     if isinstance(corpus.train, LabelledShards):
@@ -87,7 +87,7 @@ def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> li
 
 
 def _totals(config: Config, corpus: Corpus) -> str:
-    """Sizes of a corpus without counts: of documents, or of several sources."""
+    """Sizes of a corpus without row counts: of documents, or of several sources."""
     sequence_length, documents = config.data.sequence_length, f"{corpus.train_documents:,} documents"
     labels = f"{corpus.train.label_tokens(sequence_length):,}"
     if config.task == "mlm":
@@ -101,7 +101,7 @@ def _totals(config: Config, corpus: Corpus) -> str:
 
 
 def _trained(config: Config, corpus: Corpus, tokenizer: Any, rows: int, marks: tuple[str, str]) -> Iterator[str]:
-    """Rows, pairs or sequences, the parts that are labels between the marks."""
+    """Rows, pairs or sequences, with marks around the parts that are labels."""
     sides = ("chosen", "rejected") if config.task == "dpo" else ("",)
     for index, (ids, trained) in enumerate(_first(config, corpus, rows * len(sides))):
         side = sides[index % len(sides)]
@@ -145,7 +145,7 @@ def _words(tokens: np.ndarray, labels: np.ndarray, special: set[int]) -> Iterato
 
 
 def _first(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The first rows or windows: tokens before any is hidden, and which of them are labels, the first time."""
+    """The first rows or windows: tokens before any is hidden, and which of them are labels the first time."""
     train, length = corpus.train, config.data.sequence_length
     if isinstance(train, RowShards):
         pairs = (train.row(number) for number in range(min(rows, train.rows)))

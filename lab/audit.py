@@ -1,9 +1,9 @@
-"""The probe and its audit, tried on other people's trainers: two CPU ranks, a small Llama, DeepSpeed's own defaults.
+"""Tries the probe and its audit on other trainers: two CPU ranks, a small Llama, DeepSpeed's own defaults.
 
     python -m lab.audit --trainer bare,hf --stage 2 --dtype bf16
 
-trains each combination for a few steps with the probe in the loop, audits what it recorded, and prints a row of
-docs/audit.md for it. --plant MODULE:FUNCTION changes their loop before it starts.
+trains each combination for a few steps with the probe in the loop, audits the recording, and prints its row of
+docs/audit.md. --plant MODULE:FUNCTION changes the loop before it starts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tools.audit.mantissa_probe import Probe
 
 RANKS, MICRO, VOCABULARY, LENGTH = 2, 2, 256, 32
 SECONDS = 300.0
-"""Until a loop is given up."""
+"""Time limit of a loop."""
 SHAPE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 
 
 class Work:
-    """Model, rows and DeepSpeed's JSON of a loop, and where its probe writes."""
+    """Model, rows and DeepSpeed JSON of a loop, and the folder its probe writes into."""
 
     def __init__(self, options: argparse.Namespace, base: str, folder: Path, stage: int, dtype: str) -> None:
         self.options, self.base, self.folder, self.stage, self.dtype = options, base, folder, stage, dtype
@@ -75,7 +75,7 @@ class Work:
         return AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32).train()
 
     def rows(self) -> list[dict[str, list[int]]]:
-        """Every rank's rows in order, drawn by a seed."""
+        """Rows of all ranks in order, drawn with a fixed seed."""
         generator = torch.Generator().manual_seed(7)
         rows = []
         for _ in range(self.steps * self.accumulation * RANKS * MICRO + 8):
@@ -86,22 +86,22 @@ class Work:
         return rows
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
-        """This rank's padded micro-batches, those of both ranks side by side in the rows."""
+        """This rank's padded micro-batches; those of both ranks alternate in the rows."""
         rows = self.rows()
         for number in range(self.steps * self.accumulation):
             start = (number * RANKS + self.rank) * MICRO
             yield padded(rows[start : start + MICRO])
 
     def optimizer(self, model: Any) -> torch.optim.Optimizer:
-        """AdamW as torch has it."""
+        """torch's AdamW."""
         return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.01)
 
     def schedule(self, optimizer: Any) -> Any:
-        """A rate that falls in every step."""
+        """A learning rate that falls in every step."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / (2 * self.steps))
 
     def probe(self, engine: Any, **given: Any) -> Any:
-        """The probe of a loop, unless it runs without."""
+        """The loop's probe, unless it runs without one."""
         return Probe(engine, self.folder, self.probed, **given) if self.probed else None
 
 
@@ -237,7 +237,7 @@ LOOPS: dict[str, Callable[[Work], Any]] = {"bare": bare, "accelerate": accelerat
 
 
 def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | None, log: str) -> None:
-    """One forked process: the loop, and a checksum of the weights that it ends with."""
+    """One forked process: runs the loop, and takes a checksum of the final weights."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -272,7 +272,7 @@ def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | 
 
 
 def train(loop: str, options: argparse.Namespace, base: str, folder: Path, stage: int, dtype: str) -> None:
-    """Both ranks of one loop. Raises RuntimeError with the end of their log."""
+    """Run both ranks of one loop. Raises RuntimeError with the end of their log."""
     context, port, log = get_context("fork"), free_port(), f"{folder}.log"
     given = (options, base, folder, stage, dtype)
     ranks = [context.Process(target=_rank, args=(rank, port, loop, given, options.plant, log)) for rank in range(RANKS)]
@@ -292,7 +292,7 @@ def train(loop: str, options: argparse.Namespace, base: str, folder: Path, stage
 
 
 def _base(options: argparse.Namespace, folder: Path) -> str:
-    """The model that loops start from: as most checkpoints are, of numbers that 16 bits hold, unless they are kept."""
+    """The model that loops start from: like most checkpoints with 16-bit values, unless FP32 weights are kept."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(3)

@@ -1,9 +1,9 @@
-"""Run every suite of tests one after another, or a short check of the installed versions, and write what passed.
+"""Run every suite of tests one after another, or a short check of the installed versions, and record what passed.
 
     python -m lab.suites [--out docs/tested.md] [--only TARGET] [--again]
     python -m lab.suites --compatibility [--out docs/compatibility.md]
 
-A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests may be interrupted. Exit code
+A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests can be interrupted. Exit code
 0: nothing failed; 1: something did.
 """
 
@@ -36,7 +36,7 @@ SUITES = {
     "test-trl": "TRL's trainers beside Mantissa",
     "test-rl": "rollouts by vLLM",
 }
-"""Target of make to what it tests, in the order in which they run."""
+"""make target to a description of its tests, in execution order."""
 CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]
 VERSIONS = ("python", "torch", "transformers", "deepspeed")
 _COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
@@ -51,17 +51,17 @@ class Result:
     skipped: int = 0
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
-    """Names of failed tests; for a command that printed no summary, its exit code."""
+    """Names of failed tests; the exit code of a command that printed no summary."""
 
     @property
     def words(self) -> str:
-        """Counts as in pytest's summary."""
+        """Counts in the form of pytest's summary."""
         counts = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
         return ", ".join(f"{number:,} {name}" for name, number in counts.items() if number or name != "skipped")
 
 
 def run(command: Sequence[str], log: Path) -> Result:
-    """Run a command in Mantissa's folder with its output in a file, and read how it ended."""
+    """Run a command in Mantissa's folder with its output in a file, and read the outcome."""
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, check=False)
@@ -71,7 +71,7 @@ def run(command: Sequence[str], log: Path) -> Result:
 
 
 def read(text: str, code: int) -> Result:
-    """The result in pytest's last summary line; without one a command passed or failed as a whole."""
+    """The result in pytest's last summary line; without a summary, the command passed or failed as a whole."""
     summaries = [line for line in text.splitlines() if re.match(r"=* ?\d+ (passed|failed|skipped|error)", line)]
     counts = {name.rstrip("s"): int(number) for number, name in _COUNT.findall(summaries[-1] if summaries else "")}
     failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
@@ -83,7 +83,7 @@ def read(text: str, code: int) -> Result:
 
 
 def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> int:
-    """Run what has no result of this commit yet; the page is written after every suite. The exit code."""
+    """Run every suite without a result for this commit, writing the page after each; returns the exit code."""
     facts = environment({})
     changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{page.resolve().relative_to(REPOSITORY)}"]
     if facts["git"] is None or subprocess.run(changed, cwd=REPOSITORY, check=False).returncode:
@@ -103,7 +103,7 @@ def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> in
 
 
 def tested_page(results: dict[str, Result], facts: dict) -> str:
-    """The page of all suites: what passed, failed and was skipped, and the names of what failed."""
+    """The page of all suites: what passed, failed and was skipped, and the names of failed tests."""
     versions = ", ".join(f"{name} {facts['versions'][name]}" for name in VERSIONS)
     table = markdown.Table(["suite", "what it tests", "result", "time"])
     for target, what in SUITES.items():
@@ -123,7 +123,7 @@ def tested_page(results: dict[str, Result], facts: dict) -> str:
 
 
 def check_versions(folder: Path, page: Path) -> int:
-    """Run the demo, the fast tests and four cells on what is installed, and put their row into the page."""
+    """Run the demo, the fast tests and four cells with the installed versions, and put their row into the page."""
     facts = environment({})
     versions = [facts["versions"][name] for name in VERSIONS]
     folder = folder / "-".join(versions)

@@ -1,4 +1,4 @@
-"""A base in 4 or 8 bits as plain layers, for references, oracles and merges."""
+"""Dequantises a 4-bit or 8-bit base into plain layers, for references, oracles and merges."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from modeling.quantised_base import quantised_layers
 
 @torch.no_grad()
 def dequantise(model: PreTrainedModel, *, computed_in: torch.dtype = torch.float32) -> list[str]:
-    """Replace quantised layers by plain ones that hold the weights in FP32 for which the codes stand, in place.
+    """Replace quantised layers, in place, by plain ones with the dequantised weights in FP32.
 
-    computed_in: what the weights are rounded to first. Returns the layers' names.
+    computed_in: dtype that the weights are rounded to first. Returns the layers' names.
     """
     layers = quantised_layers(model)
     for name, layer in layers.items():

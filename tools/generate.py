@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     import transformers
 
-    # peft asks for it by the name that it had in older versions of transformers
+    # peft uses its name from older versions of transformers
     warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -74,7 +74,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 @contextmanager
 def model_folder(given: Path) -> Iterator[Path]:
-    """`given`, or where it is a checkpoint a temporary export of it. Raises UserError."""
+    """`given`, or a temporary export of it if it is a checkpoint. Raises UserError."""
     if (given / "config.json").is_file() or (given / "adapter_config.json").is_file():
         yield given
         return
@@ -128,7 +128,7 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
 
 
 def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
-    """A JSON file of the folder; nothing where it is not there, or damaged, which from_pretrained says."""
+    """A JSON file of the folder; empty if it is missing or damaged, which from_pretrained reports."""
     try:
         found = json_text.parse((folder / file).read_bytes())
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
 
 
 def _base_of(folder: Path) -> AdapterSection:
-    """The storage of an exported adapter's base in training; in floats where nothing is said."""
+    """How an exported adapter's base was stored in training; as floats if nothing says so."""
     facts = _settings(folder, "mantissa.json").get("adapter")
     known = facts if isinstance(facts, dict) else {}
     if known.get("base") not in ("nf4", "int8"):
@@ -146,7 +146,7 @@ def _base_of(folder: Path) -> AdapterSection:
 
 
 def _require_generative(folder: Path) -> None:
-    """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a head that is drawn."""
+    """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a random head."""
     adapter = _settings(folder, "adapter_config.json")
     base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
     classes = map(str, _settings(base).get("architectures") or [])
@@ -184,7 +184,7 @@ def _reply(model: Any, tokenizer: Any, messages: list[dict[str, Any]], options: 
 
 
 def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
-    """Each answer to a row of `options.rows`, and how many are its last turn to the letter. Raises UserError."""
+    """Each answer to a row of `options.rows`, and the number that match its last turn exactly. Raises UserError."""
     chats = _chats(options.rows)
     passes = {"exact match": nullcontext()}
     if hasattr(model, "disable_adapter"):
@@ -207,7 +207,7 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
 
 
 def _chats(path: Path) -> list[list[dict[str, Any]]]:
-    """The conversations of a JSONL file. Raises UserError, which names the first bad line."""
+    """The conversations of a JSONL file. Raises UserError naming the first bad line."""
     found = []
     for where, row in json_rows(str(path)):
         try:

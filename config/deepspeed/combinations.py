@@ -1,7 +1,7 @@
 """The combinations of precision, ZeRO and offload that train as FP32 does, and those refused or repaired, and why.
 
-One table: the config refuses by it, the precision matrix (`python -m lab.matrix`) measures each of its rows, and
-docs/precision-matrix.md is generated from both. A combination without cells in the matrix is refused as well.
+One table: the config refuses according to it, the precision matrix (`python -m lab.matrix`) measures each of its rows,
+and docs/precision-matrix.md is generated from both. A combination without cells in the matrix is refused as well.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from config.errors import UserError
 COMPUTES = {"cast": ("fp32", "bf16", "fp16"), "manifest": ("bf16", "fp16", "mixed", "fp8", "fp8_bf16")}
 """Path to its dtypes. mixed: a manifest with BF16 and FP16; fp8: FP8 with FP32 around it; fp8_bf16: with BF16."""
 FP8 = ("fp8", "fp8_bf16")
-"""Compared with plain torch whose products are those of FP8, too."""
+"""Also compared with plain torch that computes the same FP8 products."""
 OFFLOADS = {
     0: ("none",),
     1: ("none", "optimizer"),
     2: ("none", "optimizer"),
     3: ("none", "optimizer", "param", "optimizer+param"),
 }
-"""ZeRO stage to what it can keep in host memory."""
+"""ZeRO stage to what it can offload to host memory."""
 STAGES = tuple(OFFLOADS)
 _SHARDED = (1, 2, 3)
 
 
 class Combination(NamedTuple):
-    """A combination of what decides, besides the settings, whether a run's numerics are right."""
+    """A combination of everything that decides, besides the settings, whether a run's numerics are right."""
 
     path: str
     """cast or manifest."""
@@ -61,11 +61,11 @@ class Upstream:
 
     @property
     def refused(self) -> bool:
-        """Refused by the config; else worked around by the engine."""
+        """Whether the config refuses it; otherwise the engine works around it."""
         return bool(self.instead)
 
     def covers(self, combination: Combination, *, clipping: bool | None = None) -> bool:
-        """Whether the combination has the problem. clipping: None asks about any."""
+        """Whether the combination has the problem. clipping: None asks about either case."""
         return (
             combination.path == self.path
             and combination.compute in self.computes
@@ -130,15 +130,15 @@ class Setting:
     key: str
     """Dotted key of the DeepSpeed JSON, or of the run config."""
     base: Any
-    """The value in the rest of the matrix, and that of a missing key."""
+    """The value in the rest of the matrix, and of a missing key."""
     other: Any
     """The value that is measured or refused; None: every value but `base` is refused."""
     stages: tuple[int, ...] = _SHARDED
-    """ZeRO stages; it has no effect on others, unless another row covers them."""
+    """ZeRO stages where it applies; it has no effect at others, unless another row covers them."""
     computes: tuple[str, ...] = ("fp32", "bf16", "fp16", "mixed")
     """Dtypes that are measured: mixed on the manifest path, the others on the cast path."""
     in_json: bool = True
-    """Whether it is a key of the DeepSpeed JSON; else of the run config."""
+    """Whether it is a key of the DeepSpeed JSON rather than of the run config."""
     refused: str = ""
     """Why it is refused. Empty: it is measured and agrees with FP32."""
 
@@ -225,7 +225,7 @@ SETTINGS = (
         " parameter type'; remove it",
     ),
 )
-"""Settings that touch the numbers. Sizes, prefetching and logging are not among them; see lab/matrix/cells.py."""
+"""Settings that affect the numbers. Sizes, prefetching and logging are not among them; see lab/matrix/cells.py."""
 
 
 def combinations() -> Iterator[Combination]:
@@ -243,7 +243,7 @@ def refusal(combination: Combination) -> Upstream | None:
 
 
 def refuse_combination(where: str, combination: Combination) -> None:
-    """Raises UserError for a combination that is known to be wrong, or not measured. where: the file or key to name."""
+    """Raises UserError for a combination that is known to be wrong, or not measured. where: file or key to name."""
     row = refusal(combination)
     if row is not None:
         manifest = " regions" if combination.path == "manifest" else ""
@@ -264,5 +264,5 @@ def refuse_settings(where: str, values: dict[str, Any], stage: int) -> None:
 
 
 def scalar(value: Any) -> str:
-    """A scalar as YAML and JSON write it."""
+    """A scalar as written in YAML and JSON."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

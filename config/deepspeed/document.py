@@ -21,13 +21,13 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def in_fp32(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without its 16-bit sections, for the same run in FP32."""
+    """The document without its 16-bit sections, to run the same in FP32."""
     return {key: value for key, value in document.items() if key not in ("bf16", "fp16", "torch_autocast")}
 
 
 def initializable(resolved: dict[str, Any]) -> dict[str, Any]:
-    """A resolved JSON as `deepspeed.initialize` takes it: where ranks share matrices, without train_batch_size, which
-    DeepSpeed 0.19.8 checks against another number of ranks."""
+    """A resolved JSON for `deepspeed.initialize`: without train_batch_size if ranks share matrices, since DeepSpeed
+    0.19.8 checks it against a different number of ranks."""
     shared = resolved.get("tensor_parallel", {}).get("autotp_size", 1) > 1
     return {key: value for key, value in resolved.items() if not shared or key != "train_batch_size"}
 
@@ -39,7 +39,7 @@ def write_in_fp32(path: Path, copy: Path) -> None:
 
 
 def check_document(path: Path, document: dict[str, Any]) -> None:
-    """Raises UserError for an unknown or refused key, a value of another kind, or an offload that the stage has not."""
+    """Raises UserError for an unknown or refused key, a value of the wrong kind, or an offload that the stage lacks."""
     _check_keys(path, document)
     zero, stage = document.get("zero_optimization", {}), zero_stage(document)
     for name, least in (("optimizer", 1), ("param", 3)):
@@ -53,7 +53,7 @@ def check_document(path: Path, document: dict[str, Any]) -> None:
 
 
 def unknown_keys(path: Path, document: dict[str, Any]) -> list[str]:
-    """Keys of another trainer's JSON that DeepSpeed does not know. Raises UserError: wrong values, misspelt keys."""
+    """Keys of another trainer's JSON unknown to DeepSpeed. Raises UserError for wrong values and misspelt keys."""
     found: list[str] = []
     _check_keys(path, document, unknown=found)
     return found
@@ -65,7 +65,7 @@ def zero_stage(document: dict[str, Any]) -> int:
 
 
 def offload(document: dict[str, Any]) -> str:
-    """`none`, `optimizer`, `param` or `optimizer+param`: what ZeRO keeps in host memory."""
+    """`none`, `optimizer`, `param` or `optimizer+param`: what ZeRO offloads to host memory."""
     zero = document.get("zero_optimization", {})
     parts = [name for name in ("optimizer", "param") if zero.get(f"offload_{name}", {}).get("device", "none") != "none"]
     return "+".join(parts) or "none"
@@ -81,7 +81,7 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknown: list[str] | None = None) -> None:
-    """Check one section and those below it. unknown: as in `unknown_keys`, which it is filled for."""
+    """Check one section and those below it. unknown: collects the keys of `unknown_keys`."""
     kinds = SECTIONS[prefix]
     dot = f"{prefix}." if prefix else ""
     for name, value in section.items():
@@ -109,7 +109,7 @@ def _check_keys(path: Path, section: dict[str, Any], prefix: str = "", *, unknow
 
 
 def check_value(path: Path, key: str, value: Any, kind: str) -> None:
-    """Raises UserError unless `value` is of the kind that keys.SECTIONS names."""
+    """Raises UserError unless `value` is of its kind in keys.SECTIONS."""
     positive = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     kinds = {
         "section": (False, "an object; write {...}"),

@@ -90,7 +90,7 @@ _LOSSY = (
 )
 _TRADES_PRECISION = "it changes the numerics outside of the run config; remove it and use the precision.* keys"
 
-# Dotted keys that DeepSpeed has, or had, and that are refused: why, and what to do instead.
+# Dotted keys that DeepSpeed has, or once had, and that are refused: why, and what to do instead.
 REFUSED: dict[str, str] = {
     "zero_optimization.elastic_checkpoint": "DeepSpeed replaced it by universal checkpoints; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed no longer has it; remove it",

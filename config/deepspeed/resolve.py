@@ -1,7 +1,7 @@
 """Merges the run config into a DeepSpeed JSON and resolves every "auto".
 
-The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and offloads. A value in
-both must be equal. Combinations and settings that config/deepspeed/combinations.py refuses are refused here.
+The run config owns batch, clipping, precision and loss scale; the JSON owns how ZeRO shards and offloads. A value set
+in both must be the same. Combinations and settings that config/deepspeed/combinations.py refuses are refused here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     """The DeepSpeed JSON of this run: `document` with every "auto" replaced and every owned value filled in.
 
     config: its precision.compute may still be auto. path: where `document` was read. Raises UserError for a key or
-    value that is wrong, refused or not verified, a disagreement with the run config, or an "auto" that nothing decides.
+    value that is wrong, refused or not verified, a conflict with the run config, or an "auto" that nothing resolves.
     """
     check_document(path, document)
     check_choices(config, path, document)
@@ -52,7 +52,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
             problem = f"keeps {kept} in host memory, but {key} holds masters and weights together on the device"
             raise UserError(f"{path}: {problem}; set deepspeed.offload to none, or remove precision.masters")
     size = document.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    if size < 1 or world_size % min(size, world_size):  # DeepSpeed stops with an AssertionError in every process
+    if size < 1 or world_size % min(size, world_size):  # DeepSpeed would stop with an AssertionError in every process
         problem = f"zero_optimization.zero_hpz_partition_size = {size} does not divide {world_size} processes"
         raise UserError(f"{path}: {problem}; set it to the processes of one node")
     _check_slices(config, path, document)
@@ -60,7 +60,7 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
 
 
 def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
-    """Refuse settings that touch the numbers where ranks have slices, and offload where these are of matrices."""
+    """Refuse settings that affect the numbers if ranks have slices, and offload if these are slices of matrices."""
     values, parallel = dict(leaves(document)), config.parallel
     given = f"parallel.tensor = {parallel.tensor}" if parallel.tensor > 1 else f"parallel.expert = {parallel.expert}"
     if parallel.tensor == parallel.expert == 1:
@@ -68,7 +68,7 @@ def _check_slices(config: Config, path: Path, document: dict[str, Any]) -> None:
     if offload(document) != "none" and parallel.tensor > 1:
         raise UserError(f"{path}: offloads {offload(document)}, which is not verified with {given}; remove one of them")
     for row in SETTINGS:
-        offloads = row.key.startswith("zero_optimization.offload_")  # to where is refused above or for any run
+        offloads = row.key.startswith("zero_optimization.offload_")  # the target is refused above or for any run
         if row.in_json and not offloads and values.get(row.key, row.base) not in (row.base, "auto"):
             setting = f"{row.key} = {show(values[row.key])}"
             raise UserError(f"{path}: {setting} is not verified with {given}; remove one of them")
@@ -103,7 +103,7 @@ def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, 
     for key, default in _defaults(resolved, stage).items():
         _fill(resolved, key, default)
     if batch.tensor > 1:
-        # the loss is computed from whole logits, so the head's slices are gathered
+        # the loss needs whole logits, so the head's slices are gathered
         resolved["tensor_parallel"] = {"autotp_size": batch.tensor, "vocab_parallel_lm_head": False}
     left = [key for key, value in leaves(resolved) if value == "auto"]
     if left:
@@ -135,7 +135,7 @@ def compute_dtype(config: Config, path: Path, document: dict[str, Any]) -> Dtype
 
 
 def check_choices(config: Config, path: Path, document: dict[str, Any]) -> None:
-    """Raises UserError where deepspeed.stage or deepspeed.offload is another than the JSON's."""
+    """Raises UserError if deepspeed.stage or deepspeed.offload differs from the JSON."""
     section, stage, kept = config.deepspeed, zero_stage(document), offload(document)
     if section.stage not in (None, stage):
         raise UserError(
@@ -154,7 +154,7 @@ def _owned_values(config: Config, compute: str, batch: BatchPlan) -> dict[str, t
     reduce = "fp32" if config.precision.reduce == "fp32" else compute
     ranks = f"{batch.data_ranks} {'groups of ' * (batch.sharing > 1)}processes"
     values: dict[str, tuple[Any, str]] = {
-        # To DeepSpeed a rank with a slice of a sequence is one with a sequence.
+        # DeepSpeed counts a rank that has a slice of a sequence as one with a whole sequence.
         "train_batch_size": (
             batch.global_size * batch.sequence,
             "batch.global_size" + " x parallel.sequence" * (batch.sequence > 1),
@@ -200,7 +200,7 @@ def _defaults(resolved: dict[str, Any], stage: int) -> dict[str, Any]:
 
 
 def _fill(resolved: dict[str, Any], key: str, default: Any) -> Any:
-    """The value of a dotted key, which becomes `default` where it is absent or "auto"."""
+    """The value of a dotted key, set to `default` if it is absent or "auto"."""
     *parents, name = key.split(".")
     section = resolved
     for parent in parents:

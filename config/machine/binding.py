@@ -1,4 +1,4 @@
-"""Bind this process to some CPUs of the machine, and release its children from that. The standard library only."""
+"""Bind this process to some CPUs of the machine, and undo it for its children. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Binding:
     """The decision for one rank."""
 
     threads: int
-    """Threads to compute with on the CPU: one per core of the rank's share."""
+    """Threads for CPU compute: one per core of the rank's share."""
     cpus: frozenset[int] | None
-    """CPUs to bind the rank to; None: it is not bound."""
+    """CPUs to bind the rank to; None: not bound."""
     reason: str
     """Why it is not bound, or what it is bound to."""
     logged: bool
@@ -26,7 +26,7 @@ class Binding:
 
 
 def usable_cpus() -> frozenset[int]:
-    """The CPUs that this process may use, or might use before `apply_binding`."""
+    """The CPUs that this process may use, ignoring the binding by `apply_binding`."""
     if _before is not None:
         return _before
     if hasattr(os, "sched_getaffinity"):
@@ -35,7 +35,7 @@ def usable_cpus() -> frozenset[int]:
 
 
 def apply_binding(binding: Binding) -> str | None:
-    """Bind all threads of this process but those with cores of their own; one line to log, of a refusal, too."""
+    """Bind all threads of this process except those with their own affinity; returns a log line, also on refusal."""
     global _before, _outcome
     _outcome, logged, before = f"not bound, {binding.reason}", binding.logged, usable_cpus()
     if binding.cpus is not None:
@@ -48,19 +48,19 @@ def apply_binding(binding: Binding) -> str | None:
         else:
             _outcome, _before = f"bound to {binding.reason}", before
             for task in Path("/proc/self/task").glob("*"):
-                with suppress(OSError):  # it has ended
+                with suppress(OSError):  # the thread has ended
                     if os.sched_getaffinity(int(task.name)) == now:
                         os.sched_setaffinity(int(task.name), binding.cpus)
     return f"cores: {_outcome}" if logged else None
 
 
 def binding_outcome() -> str | None:
-    """The result of `apply_binding` and the reason for it; None before it was called."""
+    """The result of `apply_binding` and its reason; None before it is called."""
     return _outcome
 
 
 def unbind(pid: int) -> None:
-    """Let a child process use all CPUs that this one might use before `apply_binding`."""
+    """Let a child process use all CPUs that this one could use before `apply_binding`."""
     if _before is not None:
         with suppress(OSError):
             os.sched_setaffinity(pid, _before)

@@ -2,7 +2,7 @@
 
 Linux lists in /sys/devices/system which hardware threads make up a core and which NUMA node a core or a GPU is at
 (Documentation/ABI/stable/sysfs-devices-node, sysfs-devices-system-cpu). Cores are never split. A CPU is a hardware
-thread, as the kernel has it. The ranks bind themselves, under every launcher, once each knows the others' CPUs.
+thread, as in the kernel. The ranks bind themselves, under every launcher, once each knows the others' CPUs.
 """
 
 import os
@@ -25,15 +25,15 @@ OPENMP_VARIABLES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFF
 """Variables that make OpenMP bind its threads itself, the main one included."""
 LEAST_CORES, LEAST_CORES_WITH_GPU = 2, 4
 """With `auto`, a rank whose own share is smaller is bound to its NUMA node or its GPU's socket, shared with the ranks
-there: threads beside its step (autograd, gloo or NCCL, reading and saving) must not wait for the step's core."""
+there: threads besides its step's (autograd, gloo or NCCL, reading and saving) must not wait for the step's core."""
 
 
 @dataclass(frozen=True)
 class RankCpus:
-    """The CPUs that a rank may use, as it tells the other ranks."""
+    """The CPUs that a rank may use, as sent to the other ranks."""
 
     machine: str
-    """Equal for processes under one kernel, in whatever containers."""
+    """Equal for processes under one kernel, whatever their containers."""
     cpus: frozenset[int]
     """CPUs it may use, as it was started."""
     gpu_node: int | None
@@ -50,7 +50,7 @@ class Share:
     """The cores of one rank."""
 
     own: tuple[Core, ...]
-    """Cores that no other rank has; empty where there are fewer of them than ranks."""
+    """Cores of this rank alone; empty if there are fewer cores than ranks."""
     around: frozenset[int]
     """All usable CPUs of the NUMA nodes from which its cores were chosen."""
 
@@ -83,8 +83,7 @@ def cpus_text(cpus: Iterable[int]) -> str:
 def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
     """NUMA node -> its cores among the `allowed` CPUs; nodes without any, such as memory-only ones, are left out.
 
-    A core of which some hardware threads are not allowed consists of the others. Where /sys cannot be read there is one
-    node, 0, and a core for each CPU.
+    A core consists of its allowed hardware threads. If /sys cannot be read there is one node, 0, and one core per CPU.
     """
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
@@ -110,7 +109,7 @@ def gpu_node(address: str, root: Path = _SYS) -> int:
 
 
 def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequence[int]] | None = None) -> list[Share]:
-    """`nodes`' cores divided among `ranks` ranks: disjoint, contiguous, equal but for one core on the same nodes.
+    """`nodes`' cores divided among `ranks` ranks: disjoint, contiguous, equal up to one core on the same nodes.
 
     near: the result of `near_gpus`. Without it nodes get ranks in proportion to their cores; a rank stays within a
     node, or gets several whole ones where there are more nodes than ranks.
@@ -130,8 +129,8 @@ def divide_cores(nodes: dict[int, list[Core]], ranks: int, near: Sequence[Sequen
 def near_gpus(gpu_nodes: Sequence[int], nodes: Iterable[int], root: Path = _SYS) -> list[tuple[int, ...]]:
     """The `nodes` in the socket of each rank's GPU, the GPU's own first. gpu_nodes: the node of each rank's GPU.
 
-    Not the GPU's node alone: where sockets are divided into more nodes than have GPUs (AMD's NPS4, as in a DGX A100)
-    the cores of the other nodes would stay unused.
+    Not only the GPU's node: if sockets are divided into more nodes than have GPUs (AMD's NPS4, as in a DGX A100), the
+    cores of the other nodes would stay unused.
     """
     sockets = {node: _socket(node, root) for node in nodes}
     return [
@@ -149,8 +148,8 @@ def choose_binding(
 ) -> Binding:
     """The CPUs that a rank is bound to, and its number of threads. mode: as `run.bind_cores`. claims: by rank.
 
-    Nothing is bound where the ranks of a machine may use different CPUs, because a launcher has bound them, nor where
-    OpenMP is set to bind its threads.
+    Nothing is bound if the ranks of a machine may use different CPUs, since a launcher has bound them, or if OpenMP is
+    set to bind its threads.
     """
     mine = claims[rank]
     here = [other for other, claim in enumerate(claims) if claim.machine == mine.machine]
@@ -183,7 +182,7 @@ def choose_binding(
 
 
 def _near(gpu_nodes: Sequence[int | None], nodes: Mapping[int, object], root: Path) -> list[tuple[int, ...]] | None:
-    """Nodes near each rank's GPU; None without GPUs, or when one is at a node whose cores may not be used."""
+    """Nodes near each rank's GPU; None without GPUs, or if one is at a node whose cores may not be used."""
     found = [node for node in gpu_nodes if node is not None and node in nodes]
     return near_gpus(found, nodes, root) if len(found) == len(gpu_nodes) else None
 
@@ -198,7 +197,7 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
     if ranks < len(nodes):
         return [tuple(part) for part in _split(sorted(nodes), ranks)]
     given = dict.fromkeys(sorted(nodes), 0)
-    for _ in range(ranks):  # the method of highest averages (D'Hondt) maximises the smallest share
+    for _ in range(ranks):  # the D'Hondt method (highest averages) maximises the smallest share
         best = max(given, key=lambda node: len(nodes[node]) / (given[node] + 1))
         given[best] += 1
     return [(node,) for node, count in given.items() for _ in range(count)]
@@ -213,14 +212,14 @@ def _socket(node: int, root: Path) -> str:
 
 
 def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
-    """Contiguous parts, whose lengths differ by one at most, the longer ones first."""
+    """Contiguous parts whose lengths differ by at most one, longer ones first."""
     size, more = divmod(len(items), parts)
     starts = [part * size + min(part, more) for part in range(parts + 1)]
     return [items[start:end] for start, end in zip(starts, starts[1:], strict=False)]
 
 
 def _threads_of_core(cpu: int, root: Path) -> frozenset[int]:
-    for name in ("core_cpus_list", "thread_siblings_list"):  # the second until Linux 5.3
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the second name is that before Linux 5.3
         with suppress(OSError, ValueError):
             found = parse_cpus(_text(root / f"devices/system/cpu/cpu{cpu}/topology/{name}"))
             if cpu in found:

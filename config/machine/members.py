@@ -1,4 +1,4 @@
-"""The state of a process that is not our child: whether it is there, how it ended, whether memory ran out. Linux only.
+"""The state of a process that is not our child: whether it exists, how it ended, whether memory ran out. Linux only.
 
 All of it is read from /proc and /sys/fs/cgroup; a file that cannot be read makes the answer unknown, never an error.
 """
@@ -27,13 +27,13 @@ _WORDS = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waitin
 
 @dataclass(frozen=True)
 class Member:
-    """One process of the run, identified so that another one that gets the same pid is not taken for it."""
+    """One process of the run, identified so that another process that reuses its pid is not mistaken for it."""
 
     rank: int
     host: str
     pid: int
     started: int
-    """Clock ticks from the machine's start to the process's; 0 where it is not known."""
+    """Clock ticks from boot to the start of the process; 0 if unknown."""
     machine: str
     """Identifies machine and pid namespace: equal for processes that see each other's pids."""
 
@@ -44,17 +44,17 @@ class Member:
 
     @classmethod
     def of(cls, rank: int, pid: int) -> Member:
-        """A process of this machine."""
+        """A process on this machine."""
         return cls(rank, socket.gethostname(), pid, start_ticks(pid), f"{machine()} {pid_namespace()}")
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs. Only for a member of this machine."""
+        """Whether it still runs. Only for a member on this machine."""
         return runs(self.pid, self.started)
 
     @property
     def standstill(self) -> str | None:
-        """Why it is stopped or blocked, in words; None when it runs, sleeps as usual, or has ended."""
+        """Human-readable reason why it is stopped or blocked; None if it runs, sleeps as usual, or has ended."""
         state = stat_fields(self.pid)
         return _WORDS.get(state[0]) if state and int(state[19]) == self.started else None
 
@@ -64,14 +64,14 @@ class Member:
 
 @dataclass(frozen=True)
 class MemoryKills:
-    """The number of processes that the kernel's out-of-memory killer has ended: in this cgroup, and on the machine."""
+    """Number of processes killed by the kernel's out-of-memory killer: in this cgroup, and on the machine."""
 
     group: int | None
     machine: int | None
 
     @classmethod
     def now(cls) -> MemoryKills:
-        """The counters as they stand; None for one that cannot be read."""
+        """The current counters; None for one that cannot be read."""
         found = None
         for line in read("/proc/self/cgroup").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -86,7 +86,7 @@ class MemoryKills:
         return cls(found, _counter("/proc/vmstat", "oom_kill"))
 
     def since(self, before: MemoryKills) -> str:
-        """The most likely reason of a SIGKILL between `before` and now, by the counters, in words."""
+        """The most likely reason for a SIGKILL between `before` and now, by the counters, human-readable."""
         for here, earlier, where in ((self.group, before.group, "cgroup"), (self.machine, before.machine, "machine")):
             if here is not None and earlier is not None and here > earlier:
                 return f"out of memory: this {where}'s count of out-of-memory kills rose from {earlier} to {here}"
@@ -96,7 +96,7 @@ class MemoryKills:
 
 
 def exit_status(member: Member, handle: int | None = None) -> int | None:
-    """A process's exit code, or minus the signal that ended it; None when it has not ended, or it is not known.
+    """A process's exit code, or minus the signal that ended it; None if it has not ended, or its status is unknown.
 
     handle: a pidfd opened while it ran, through which Linux 6.15 and later keep the status. Before that the kernel
     keeps it only until the parent waits for the process, so call this at once.
@@ -115,12 +115,12 @@ def exit_status(member: Member, handle: int | None = None) -> int | None:
 
 
 def _code(status: int) -> int:
-    """A wait status, as in waitpid(2), converted to subprocess's return code."""
+    """A wait status, as from waitpid(2), converted to subprocess's return code."""
     return -(status & 0x7F) if status & 0x7F else status >> 8
 
 
 def describe_status(status: int | None) -> str:
-    """An exit status in words."""
+    """A human-readable exit status."""
     return "has ended for an unknown reason" if status is None else processes.describe_exit(status)
 
 

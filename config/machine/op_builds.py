@@ -1,8 +1,8 @@
-"""The folder where DeepSpeed's ops are built, one at a time, and locks of killed builds.
+"""The folder where DeepSpeed's ops are built, one at a time, and locks left by killed builds.
 
-torch builds an op under a lock file, and waits for an existing one for ever and silently. A building process keeps the
-file open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of
-other machines and users cannot be seen.
+torch builds an op under a lock file, and silently waits forever for an existing one. A building process keeps the file
+open (`torch.utils.file_baton`), so a lock that no process has open was left by a killed build; but processes of other
+machines and users cannot be seen.
 """
 
 import fcntl
@@ -20,10 +20,10 @@ from config.machine import processes
 
 
 def extensions_folder() -> Path:
-    """The folder for this environment's ops: TORCH_EXTENSIONS_DIR, else a folder of its own in torch's cache.
+    """The folder for this environment's ops: TORCH_EXTENSIONS_DIR, else its own folder in torch's cache.
 
-    Ops of two environments in one folder would replace each other at every start, a minute of building each time: the
-    paths of the compiler's command line, and the libraries that an op is linked with, are an environment's own.
+    Two environments sharing a folder would rebuild each other's ops at every start, a minute each time: the compiler's
+    command line and the libraries that an op is linked with differ between environments.
     """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given:
@@ -38,7 +38,7 @@ def extensions_folder() -> Path:
 
 
 def use_own_folder() -> None:
-    """Have torch build and look for ops in `extensions_folder`, in this process and those that it starts."""
+    """Have torch build and find ops in `extensions_folder`, in this process and its children."""
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions_folder())
 
 
@@ -58,7 +58,7 @@ def locks(folder: Path, op: str = "*") -> list[dict[str, Any]]:
 
 @contextmanager
 def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
-    """Inside, no other process of Mantissa on this machine builds or loads `op`, and abandoned locks are removed."""
+    """Context manager: no other Mantissa process here builds or loads `op`, and abandoned locks are removed."""
     folder = extensions_folder()
     with ExitStack() as held:
         with suppress(OSError):  # a folder that may not be written, or a file system without locks
@@ -75,7 +75,7 @@ def exclusive_build(op: str, log: Callable[[str], None]) -> Iterator[None]:
 
 
 def clear_abandoned(op: str, log: Callable[[str], None]) -> None:
-    """Remove locks that killed builds of `op` left. The remaining ones may belong to running builds."""
+    """Remove locks left by killed builds of `op`. Those that remain may belong to running builds."""
     for lock in locks(extensions_folder(), op):
         path = Path(lock["path"])
         built = path.parent.name

@@ -1,4 +1,4 @@
-"""Processes of this machine as /proc shows them, and the launchers that this one stands under. Standard library, Linux.
+"""Processes of this machine as seen in /proc, and the launchers above this one. Standard library, Linux.
 
 A file that cannot be read, as on another system, makes the answer empty and is never an error.
 """
@@ -25,7 +25,7 @@ _LAUNCHERS = {
     "mpirun": ("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun", "orted", "prted", "hydra_pmi_proxy"),
 }
 _LOCAL = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "tmpfs")
-"""File systems of one machine only."""
+"""File systems local to one machine."""
 _NAME_OF = {program: name for name, programs in _LAUNCHERS.items() for program in programs}
 DEEPSPEED_NODE = "deepspeed.launcher.launch"
 """The part of DeepSpeed's launcher that starts the ranks of one machine."""
@@ -42,33 +42,33 @@ class Launcher:
     pid: int
     started: int
     words: tuple[str, ...]
-    """Its command line as somebody would write it: `deepspeed --num_gpus 2 ...`, `python -m launch.supervise ...`."""
+    """Its command line as a user would write it: `deepspeed --num_gpus 2 ...`, `python -m launch.supervise ...`."""
 
 
 def stat_fields(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third, the state, on; empty when there is no such process."""
+    """The fields of /proc/PID/stat from the third, the state; empty if there is no such process."""
     return read(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def start_ticks(pid: int) -> int:
-    """Clock ticks from the machine's start to the process's, which tell it from a later one of its number."""
+    """Clock ticks from boot to the start of the process, which distinguish it from a later one with the same pid."""
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def runs(pid: int, started: int) -> bool:
-    """Whether the process that started then still runs."""
+    """Whether the process that started at these clock ticks still runs."""
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in "ZX" and int(fields[19]) == started
 
 
 def machine() -> str:
-    """An id of this machine since it was started."""
+    """An id of this machine since its boot."""
     return read("/proc/sys/kernel/random/boot_id").strip() or socket.gethostname()
 
 
 def pid_namespace() -> str:
-    """An id of the namespace in which process numbers are unique."""
+    """An id of the namespace in which pids are unique."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:
@@ -84,7 +84,7 @@ def read(path: str) -> str:
 
 
 def launchers() -> list[Launcher]:
-    """The launchers that this process stands under, the nearest first; none when its parent is not one."""
+    """The launchers above this process, nearest first; none if its parent is not one."""
     found, pid = list[Launcher](), os.getppid()
     while pid > 1:
         started, line = start_ticks(pid), read(f"/proc/{pid}/cmdline")
@@ -99,7 +99,7 @@ def launchers() -> list[Launcher]:
 
 
 def as_written(command: Sequence[str]) -> list[str]:
-    """A command line without folders and the interpreter before a script, unless that was started by its path."""
+    """A command line without folders, and without the interpreter before a script unless started by its path."""
     words = list(command)
     if words and Path(words[0]).name.startswith("python"):
         del words[0]
@@ -118,7 +118,7 @@ def free_port() -> int:
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words, as in "was killed by SIGKILL"; negative for a signal, as in subprocess."""
+    """A human-readable exit code, such as "was killed by SIGKILL"; negative for a signal, as in subprocess."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -128,7 +128,7 @@ def describe_exit(code: int) -> str:
 
 
 def peak_resident_bytes(process: str) -> int:
-    """Peak resident set of a process by id, or of this one as "self"; 0 when it has ended."""
+    """Peak resident set of a process by id, or of this one for "self"; 0 if it has ended."""
     try:
         _, _, peak = Path(f"/proc/{process}/status").read_text(encoding="utf-8").partition("VmHWM:")
     except OSError:
@@ -137,12 +137,12 @@ def peak_resident_bytes(process: str) -> int:
 
 
 def is_local(path: Path) -> bool:
-    """Whether the path is on a file system that no other machine writes to."""
+    """Whether the path is on a file system local to this machine."""
     return mount_of(path)["filesystem"] in _LOCAL
 
 
 def mount_of(path: Path) -> dict[str, str]:
-    """The file system that holds `path`, as /proc/self/mounts names it."""
+    """The file system that holds `path`, as listed in /proc/self/mounts."""
     best = ("", "?")
     for line in os.fsdecode(Path("/proc/self/mounts").read_bytes()).splitlines():
         _, point, kind, *_ = line.split()

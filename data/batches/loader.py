@@ -43,11 +43,11 @@ class Batch:
     sample_ids: np.ndarray
     """(global_size,) int64, the whole global batch over all ranks; NO_SAMPLE for padding rows."""
     label_tokens: int
-    """[tokens] Labels on this rank that count; pairs of preference optimisation, or rows where `counting_rows`."""
+    """[tokens] Labels on this rank that count; pairs in preference optimisation, rows with `counting_rows`."""
     label_tokens_of_all: int | None = None
     """[tokens] `label_tokens` summed over all ranks; None where labels are masked and a rank knows only its own."""
     position_ids: torch.Tensor | None = None
-    """Same shape as input_ids, int64, from 0 in every document; None where sequences are attended to as a whole."""
+    """Same shape as input_ids, int64, from 0 in every document; None if attention spans the whole sequence."""
     one_row: bool = False
     """`micro_batches` concatenates the sequences of a micro-batch into one row."""
     places_of_all: int | None = None
@@ -56,15 +56,15 @@ class Batch:
     source_names: tuple[str, ...] = ()
     """The sources of a mixture; empty where there is one source."""
     labels_by_source: dict[str, int] | None = None
-    """[tokens] Labels over all ranks, by source; None with one source, or if a rank knows only its own labels, which
-    `counts_by_source` has."""
+    """[tokens] Labels over all ranks, by source; None with one source, or if a rank knows only its own labels (see
+    `counts_by_source`)."""
     sources: torch.Tensor | None = None
     """(accumulation, micro) int64: the source of each sample of this rank, as an index into source_names; None with one
     source."""
     counts_by_source: tuple[float, ...] = ()
     """label_tokens by source, in the order of source_names."""
     counts: np.ndarray | None = None
-    """(accumulation, micro) int64: each sample's count in label_tokens, on this rank; None: its labels."""
+    """(accumulation, micro) int64: what each sample adds to label_tokens on this rank; None: its number of labels."""
     further: dict[str, torch.Tensor] = field(default_factory=dict)
     """More inputs of the task's objective, each (accumulation, micro, ...), in their own dtypes."""
 
@@ -75,14 +75,14 @@ class Batch:
 
     @property
     def counted(self) -> np.ndarray:
-        """(accumulation, micro) int64: each sample's count in label_tokens, on this rank."""
+        """(accumulation, micro) int64: what each sample adds to label_tokens on this rank."""
         if self.counts is not None:
             return self.counts
         found: np.ndarray = (self.labels != IGNORED_LABEL).reshape(*self.labels.shape[:2], -1).sum(-1).numpy()
         return found
 
     def micro_batches(self, device: torch.device) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-        """The model's arguments and labels of each micro-batch, on `device`; concatenated to one row with one_row."""
+        """Model arguments and labels of each micro-batch, on `device`; concatenated into one row with `one_row`."""
         for index, (input_ids, labels) in enumerate(zip(self.input_ids, self.labels, strict=True)):
             inputs: dict[str, Any] = {"input_ids": input_ids}
             inputs |= {name: values[index] for name, values in self.further.items()}
@@ -260,7 +260,7 @@ def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
 
 
 def counting_rows(make: MakeBatch) -> MakeBatch:
-    """`make`, with `label_tokens` counting rows that have a label instead of labels."""
+    """`make`, with `label_tokens` counting rows that have a label rather than the labels."""
 
     def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
@@ -298,7 +298,7 @@ def _rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Inputs, labels and positions of sequences of whole rows, (samples, length) each, padded at the end.
 
-    padded: to this rank's longest, since attention is causal; else to `sequence_length`, as one more document.
+    padded: pad to this rank's longest, since attention is causal; else to `sequence_length`, as one more document.
     """
     length = sequence_length
     if padded:

@@ -48,7 +48,7 @@ class Masking:
         """Raises UserError where the tokenizer has no mask token."""
         mask, vocabulary = mask_token(tokenizer), tokenizer.get_vocab()
         size = vocabulary_size(tokenizer)
-        special = np.ones(size, dtype=bool)  # ids without a token, too
+        special = np.ones(size, dtype=bool)  # ids without a token included
         special[list(vocabulary.values())] = False
         special[tokenizer.all_special_ids] = True
         special[[i for i, token in tokenizer.added_tokens_decoder.items() if token.special]] = True

@@ -1,8 +1,8 @@
 """Batches of pairs of answers: a sample is a pair, whose two sides go through the model together.
 
-Sequences are padded at their end, which causal attention needs no mask for. The length of a batch is one of a few, so
-that the log-probabilities of the start weights, computed once per length, are bit for bit those of a training step: the
-same row in a batch of another shape may be rounded differently.
+Sequences are padded at the end, which needs no mask with causal attention. The length of a batch is one of a few, so
+that the log-probabilities of the initial weights, computed once per length, are bit for bit those of a training step:
+the same row in a batch of another shape may be rounded differently.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from data.corpora.shards import TokenShards
 
 REFERENCE = "reference"
 """Column of (pairs, lengths, 2) float32: log-probabilities of both answers [nats] at each of the lengths, under the
-start weights; NaN where the pair is longer."""
+initial weights; NaN where the pair is longer."""
 _HALVINGS = 2
 
 
 def lengths_of(longest: int) -> tuple[int, ...]:
-    """The lengths that batches are padded to: of the longest sequence, half and a quarter of it, ascending."""
+    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence."""
     parts = {-(-max(longest, 1) // (PADDED_TO << halvings)) * PADDED_TO for halvings in range(_HALVINGS + 1)}
     return tuple(sorted(parts))
 
@@ -37,7 +37,7 @@ def batches_of_pairs(lengths: tuple[int, ...]) -> MakeBatch:
 
     input_ids and `targets`: (accumulation, micro, 2, length) int64, the chosen side first; a target is the next token
     where it belongs to an answer, else IGNORED_LABEL. labels: (accumulation, micro), 0 for a pair and IGNORED_LABEL for
-    padding, so that a batch counts pairs. `reference`: (accumulation, micro, 2) float32, where the shards have it.
+    padding, so that a batch counts pairs. `reference`: (accumulation, micro, 2) float32, if the shards have it.
     """
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:

@@ -33,7 +33,7 @@ def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
         shifted[:, 0] = start
         for row, (source, target) in enumerate(rows):
             inputs[row, : len(source)] = source
-            seen[row, : max(len(source), 1)] = 1  # attention over nothing is not a number
+            seen[row, : max(len(source), 1)] = 1  # attention over no key is NaN
             labels[row, : len(target)], shifted[row, 1 : len(target)] = target, target[:-1]
         facts = of_all_ranks(shards, ids)
         facts["places_of_all"] += int((ids != NO_SAMPLE).sum())  # the last token of a target is an input, too

@@ -65,7 +65,7 @@ class Corpus:
     mixture: Mixture | None = None
     """The mixture of several sources; None for one source."""
     validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
-    """The validation set by source, or by its name, where there are several."""
+    """Validation sets by the name of their source or set, if there are several."""
     targets: Path | None = None
     """Folder of a teacher's cached answers to every sequence (training/tasks/cached_teacher.py)."""
     notes: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ class Corpus:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a finished corpus is there. Does not check for damage. Raises UserError when it cannot be looked into."""
+    """Whether the folder holds a finished corpus; does not check for damage. Raises UserError if it cannot be read."""
     try:
         return (folder / INDEX).is_file()
     except OSError as error:
@@ -83,7 +83,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def fingerprint_of_parts(parts: list[Any]) -> str:
-    """Name of a corpus: 20 hex digits of a hash over everything that decides it."""
+    """Name of a corpus: 20 hex digits of a hash over everything that determines it."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
 
@@ -170,7 +170,7 @@ def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tupl
 
 
 def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
-    """Labels in the order in which a model has them unless told otherwise: numbers by value, else by the alphabet."""
+    """Labels in a model's default order: by value if all are numbers, else alphabetical."""
     found = set(names)
     if all(name.removeprefix("-").isdecimal() for name in found):
         return tuple(sorted(found, key=int))
@@ -178,6 +178,6 @@ def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def lost(counts: Mapping[str, Any]) -> str:
-    """The numbers of rows that were left out or cut, as the end of a sentence; empty for none."""
+    """Counts of dropped, truncated and skipped rows, as the end of a sentence; empty if there are none."""
     reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
     return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)

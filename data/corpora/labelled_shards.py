@@ -1,8 +1,8 @@
 """Prepared rows with labels on disk, and as batches for an encoder.
 
-The files are those of `row_shards`, one row a sequence. A shard has `tokens` (n,) and `ends` (rows,), and beside them
+The files are those of `row_shards`, one row per sequence. A shard has `tokens` (n,) and `ends` (rows,), and also
 `types` (n,) uint8, 1 for the second of two texts, and `targets`: (rows,) int32 numbers of labels, (rows,) float64, or
-(n,) int32 of which IGNORED_LABEL stands where no word begins. A row of n tokens takes n places.
+(n,) int32, IGNORED_LABEL where no word begins. A row of n tokens takes n places.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Labelled(NamedTuple):
     types: np.ndarray
     """(n,) 1 for the second of two texts, else 0"""
     target: np.ndarray
-    """() number of the label, or the number to predict; (n,) of words"""
+    """() number of the label, or the value to predict; (n,) for labels of words"""
 
 
 class LabelledShards(RowShards):
@@ -33,7 +33,7 @@ class LabelledShards(RowShards):
 
     @cached_property
     def places(self) -> np.ndarray:
-        """(rows,) int64: tokens of each."""
+        """(rows,) int64: tokens of each row."""
         return self._sums(self._lengths.astype(np.int64))
 
     @property
@@ -59,9 +59,9 @@ class LabelledShards(RowShards):
 def encoder_batches(
     labels: Sequence[int] | None, *, sequence_length: int, pad: int, takes_types: bool, by_token: bool
 ) -> MakeBatch:
-    """Batches of whole rows, padded at their ends to the longest of this rank's, with an attention mask.
+    """Batches of whole rows, padded at the end to the longest on this rank, with an attention mask.
 
-    labels: what each number on disk means to the model; None for numbers to predict, which go into the batch's
+    labels: the model's label for each number on disk; None for regression, whose values go into the batch's
     `further["targets"]` (accumulation, micro, 1) FP32, while `labels` says which of them count. by_token: words have
     labels; Batch.labels is then as long as the inputs, else (accumulation, micro, 1). pad: [id] of padding.
     """
@@ -77,7 +77,7 @@ def encoder_batches(
         targets = np.zeros((mine.size, 1), dtype=np.float32)
         for row, sample in enumerate(samples):
             if sample == NO_SAMPLE:
-                seen[row, 0] = 1  # attention over nothing is not a number
+                seen[row, 0] = 1  # attention over no key is NaN
                 continue
             [number] = shards.rows_of(int(sample))
             item = shards.labelled(number)

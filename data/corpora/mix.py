@@ -1,4 +1,4 @@
-"""Several sources as one corpus, each prepared by itself, and validation sets in files of their own beside it."""
+"""Several sources as one corpus, each prepared separately, plus validation sets from files of their own."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from data.corpora.shards import TokenShards
 
 
 def corpus_of(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of a data section: of one source or several, and with its data.validation. prepare: of one source."""
+    """The corpus of a data section, with its data.validation. prepare: makes the corpus of one source."""
     alone = replace(data, validation=())
     corpus = mixed(alone, prepare) if data.sources else prepare(alone)
     return _with_sets(corpus, data, prepare) if data.validation else corpus
 
 
 def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """The corpus of data.sources. prepare: of one source. Raises UserError for one without a whole sequence."""
+    """The corpus of data.sources. prepare: makes that of one source. Raises UserError for one without a sequence."""
     parts = _with_one_numbering([prepare(section_of(data, item)) for item in data.sources])
     length = data.sequence_length
     names = tuple(str(item.name) for item in data.sources)
@@ -69,8 +69,8 @@ def section_of(data: DataSection, item: SourceSection | ValidationSection) -> Da
 
 
 def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:
-    """`corpus` with the sets of data.validation, of which nothing is trained, after what it holds out itself."""
-    # a tokenizer that was trained on the data is that of the sets, too
+    """`corpus` with the sets of data.validation, which are not trained on, after its own held-out data."""
+    # a tokenizer trained on the data also serves the validation sets
     tokenizer = str(corpus.tokenizer_folder) if data.tokenizer.startswith("bpe:") else data.tokenizer
     data, length = replace(data, tokenizer=tokenizer, validation_fraction=0.0), data.sequence_length
     parts = {str(item.name): prepare(section_of(data, item)) for item in data.validation}
@@ -101,7 +101,7 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
 
 
 def _size(part: Corpus, length: int) -> str:
-    """The number of rows, pairs or documents of a set, and of sequences where that is another number."""
+    """Rows, pairs or documents of a set, and its sequences if their number differs."""
     sequences = part.train.sequences(length)
     if part.counts.get("format") == "preference":
         return f"{sequences:,} pairs"
@@ -114,7 +114,7 @@ def _weight(item: SourceSection, samples: int) -> float:
 
 
 def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
-    """The same parts, their labels numbered alike: in the order of the sources, and in each as its rows have them."""
+    """The same parts with one numbering of labels: sources in their order, and in each the order of its labels."""
     labels = tuple(dict.fromkeys(name for part in parts for name in part.labels))
     if not labels:
         return parts
@@ -131,7 +131,7 @@ def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
 
 
 def _renumbered(split: TokenShards | RowShards, own: Sequence[str], labels: Sequence[str]) -> TokenShards | RowShards:
-    """The same rows, their labels, which `own` names by number, numbered as in `labels`."""
+    """The same rows with their labels renumbered from the place in `own` to that in `labels`."""
     if not labels:
         return split
     assert isinstance(split, LabelledShards)

@@ -39,7 +39,7 @@ class Mixture:
         return found
 
     def source_of(self, ids: np.ndarray) -> np.ndarray:
-        """The source of each sample, by its place in `names`."""
+        """The source of each sample, as an index into `names`."""
         return np.searchsorted(np.cumsum(self.samples), ids, side="right")
 
     def shares(self) -> list[float]:
@@ -64,7 +64,7 @@ class Mixture:
         return found
 
     def bounds(self, place: int, *, seed: int, about: int) -> tuple[int, int]:
-        """The part [first, end) of the order around a place in which no source begins another pass of its samples."""
+        """The part [first, end) of the order around a place in which no source begins another pass over its samples."""
         span = max(about // BLOCK, 1) * BLOCK
         window = place // span * span
         cuts = _passes(self, window, span, seed)
@@ -72,7 +72,7 @@ class Mixture:
         return int(cuts[index - 1]), int(cuts[index])
 
     def _taken(self, samples: int) -> list[int]:
-        """The number of the first `samples` samples that each source has given."""
+        """How many of the first `samples` samples each source has given."""
         shares = self._shares()
         largest = max(range(len(shares)), key=shares.__getitem__)
         taken = [int(samples * share) for share in shares]
@@ -86,13 +86,13 @@ class Mixture:
 
 @lru_cache(maxsize=8)
 def _block(mixture: Mixture, block: int, seed: int) -> np.ndarray:
-    """A block is asked for by many batches."""
+    """`mixture.block`, cached because many batches need the same block."""
     return mixture.block(block, seed=seed)
 
 
 @lru_cache(maxsize=4)
 def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
-    """The places of a window at which a source begins a pass of its samples, with the window's own two ends."""
+    """The places of a window at which a source begins a pass over its samples, with the window's own two ends."""
     blocks = [_block(mixture, block, seed) for block in range(window // BLOCK, (window + span) // BLOCK)]
     owners = mixture.source_of(np.concatenate(blocks))
     cuts = [np.array([0, span])]
@@ -103,5 +103,5 @@ def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
 
 
 def _seed(seed: int, source: int) -> int:
-    """A seed of its own for each source's order, and for that of the sources."""
+    """A separate seed for the order of each source, and of the sources themselves."""
     return seed * 1_000_003 + source + 2

@@ -1,10 +1,10 @@
-"""Prepared rows on disk, and read as sequences of whole rows.
+"""Prepared rows on disk, read as sequences of whole rows.
 
 A shard is a safetensors file of rows that follow each other: `tokens` (n,) uint16 or uint32, `trained` (n,) uint8,
 `ends` (rows,) int64. A split's sequences are in one more file: `rows` (rows,) int64, the numbers of its rows in the
-order of the sequences, `ends` (sequences,) int64, and of every row its tokens (`lengths`) and its labels (`labels`),
-both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of answers is a
-sequence of two rows, the chosen one first.
+order of the sequences, `ends` (sequences,) int64, and for every row its number of tokens (`lengths`) and of labels
+(`labels`), both (rows,) int32. All are memory-mapped, and their sizes and sha256 are in the corpus's index. A pair of
+answers is a sequence of two rows, the chosen one first.
 
 A row of n tokens takes n - 1 places of a sequence, because its last token is only a label.
 """
@@ -56,12 +56,12 @@ class RowShards:
     def __init__(
         self, shards: Sequence[Mapping[str, np.ndarray]], order: Mapping[str, np.ndarray], *, sequence_length: int
     ) -> None:
-        """shards: what `open_tensors` gives of each. order: of the file with the sequences, made for this length."""
+        """shards: `open_tensors` of each. order: `open_tensors` of the file of sequences, made for this length."""
         self._shards, self._length = tuple(shards), sequence_length
         self._rows, self._ends = order["rows"], order["ends"]
         self._lengths, self._labels = order["lengths"], order["labels"]
         self.columns: dict[str, np.ndarray] = {}
-        """Further values of the sequences, (sequences, ...) each, which a task has measured and its batches read."""
+        """Extra values of the sequences, (sequences, ...) each, measured by a task and read by its batches."""
         self._first = np.cumsum([0, *(len(shard["ends"]) for shard in shards)], dtype=np.int64)
 
     @classmethod
@@ -88,7 +88,7 @@ class RowShards:
         return int(self._lengths.sum(dtype=np.int64))
 
     def sequences(self, sequence_length: int) -> int:
-        """Number of sequences. Raises ValueError for another length than they were made for."""
+        """Number of sequences. Raises ValueError for any length other than the one they were made for."""
         if sequence_length != self._length:
             raise ValueError(f"sequences of {self._length} tokens, not {sequence_length}")
         return len(self._ends)
@@ -99,7 +99,7 @@ class RowShards:
 
     @cached_property
     def places(self) -> np.ndarray:
-        """(sequences,) int64: inputs of each sequence, padding aside."""
+        """(sequences,) int64: inputs of each sequence, without padding."""
         return self._sums(self._lengths.astype(np.int64) - 1)
 
     @cached_property
@@ -129,12 +129,12 @@ class RowShards:
         yield from map(self.row, self.rows_of(number))
 
     def rows_of(self, number: int) -> list[int]:
-        """The numbers of a sequence's rows, in their order in it."""
+        """Numbers of a sequence's rows, in their order in the sequence."""
         found: list[int] = self._rows[self._ends[number - 1] if number else 0 : self._ends[number]].tolist()
         return found
 
     def row_places(self, number: int) -> np.ndarray:
-        """(rows,) int64: the inputs of each row of a sequence, in their order in it."""
+        """(rows,) int64: inputs of each row of a sequence, in their order in the sequence."""
         return self._lengths[self.rows_of(number)].astype(np.int64) - 1
 
     def row(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +143,7 @@ class RowShards:
         return shard["tokens"][part], shard["trained"][part]
 
     def found(self, number: int) -> tuple[Mapping[str, np.ndarray], int, slice]:
-        """The shard of a row, its number there, and the place of its tokens."""
+        """A row's shard, its index in the shard, and the slice of its tokens."""
         owner = int(np.searchsorted(self._first, number, side="right")) - 1
         shard, index = self._shards[owner], number - int(self._first[owner])
         return shard, index, slice(int(shard["ends"][index - 1]) if index else 0, int(shard["ends"][index]))

@@ -1,7 +1,7 @@
 """The sequences of a global batch: a pure function of seed, position and sizes, with nothing to save.
 
 Every epoch needs a fresh permutation of [0, samples), numbered through all epochs. Shuffling an index array takes 8
-bytes a sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
+bytes per sample on every rank. A keyed bijection computes the i-th element alone instead: a Feistel network (Luby and
 Rackoff 1988) on the smallest even number of bits that covers [0, samples), restricted to that range by cycle walking
 (Black and Rogaway 2002): a value that leaves the range is encrypted again until it is back, at most four times on
 average. The rounds use an integer mixer: the shuffle has to look random to a loss curve, not to an adversary.
@@ -46,9 +46,9 @@ def grouped(
 ) -> np.ndarray:
     """A global batch of samples of similar length, so that little of it is padding. A pure function too.
 
-    Samples change places only within [first, end), which `bounds_of` gives around a place, as an epoch. That is cut
-    into stretches of STRETCH batches, whose samples are sorted by length and dealt out to the batches, and to the part
-    of one at either end, in a shuffled order. lengths: (samples,). sample_ids_of: the batch drawn at a position.
+    Samples are reordered only within the [first, end) that `bounds_of` gives around a place, such as an epoch. It is
+    cut into stretches of STRETCH batches, each sorted by length and dealt out to its batches, with those cut at either
+    end, in a shuffled order. lengths: (samples,). sample_ids_of: the batch drawn at a position.
     """
     size, parts = global_size, []
     place, end = position * size, (position + 1) * size
@@ -74,7 +74,7 @@ def grouped(
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
     """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size). Raises UserError.
 
-    The ranks' micro-batches number a together are the a-th stretch of the global batch.
+    Micro-batch number a of all ranks together is the a-th stretch of the global batch.
     """
     if len(ids) % (micro_size * world_size):
         raise UserError(
@@ -85,7 +85,7 @@ def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: i
 
 
 def permute(index: np.ndarray, *, samples: int, seed: int, epoch: np.ndarray) -> np.ndarray:
-    """Element number index[i] of the permutation of [0, samples) of epoch[i]; both (n,) int64 -> (n,) int64."""
+    """Element index[i] of the permutation of [0, samples) of epoch[i]; both (n,) int64 -> (n,) int64."""
     half_bits = max(_SMALLEST_HALF_BITS, ((samples - 1).bit_length() + 1) // 2)
     numbers, which = np.unique(epoch, return_inverse=True)
     keys = np.stack([_round_keys(seed, int(number)) for number in numbers], axis=1)[:, which]

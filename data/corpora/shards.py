@@ -29,8 +29,8 @@ FORMAT_VERSION = "1"
 _DTYPE_NAMES = {"U16": "uint16", "U32": "uint32"}
 _LARGEST_HEADER = 1 << 20
 SHARDS_MAPPED = 1 << 14
-"""Shards of a split that are mapped at a time, 10^12 tokens. Linux gives a process 65,530 mappings (vm.max_map_count)
-and fails it, wherever it asks next for memory, when they are used up."""
+"""Shards of a split mapped at a time, 10^12 tokens together. Linux allows a process 65,530 mappings (vm.max_map_count);
+once they are used up, its next memory allocation fails."""
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -56,7 +56,7 @@ def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[
 
 
 def _sort_header(path: Path) -> None:
-    """Give a safetensors file's header an order, which the library draws anew in every process."""
+    """Sort a safetensors file's header, which the library writes in a different order in every process."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.dumps(json.loads(file.read(length)), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -66,7 +66,7 @@ def _sort_header(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Shard:
-    """One shard file, checked; its tokens are mapped when they are asked for."""
+    """One shard file, checked; its tokens are mapped on access."""
 
     path: Path
     tokens: int
@@ -85,7 +85,7 @@ class Shard:
 
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
-    """Open a shard. Raises UserError where size or header, or with `verify` the sha256, are not those of the index."""
+    """Open a shard. Raises UserError where size or header, or with `verify` the sha256, differ from the index."""
     try:
         header, base = header_of(path, expected["bytes"])
         tensor = header["tokens"]

@@ -1,4 +1,4 @@
-"""Rows into sequences: as few as best-fit decreasing makes, or one row each."""
+"""Rows arranged into sequences: best-fit decreasing packing, or a fixed number of rows each."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
 
 
 def by_number(rows: int, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """The same for sequences of `each` rows in their order."""
+    """`best_fit`'s result for sequences of `each` rows in their given order."""
     return np.arange(rows, dtype=np.int64), np.arange(each, rows + 1, each, dtype=np.int64)

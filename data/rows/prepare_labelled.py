@@ -1,7 +1,7 @@
-"""Prepare rows with labels once: read, turn into tokens as the tokenizer does for an encoder, publish.
+"""Prepare rows with labels once: read, tokenize as for an encoder, publish.
 
-It publishes as `prepare` does, in one process, since rows of a classification are short and few. Labels are counted
-by name; which output of a model each is, is decided when training starts.
+It publishes as `prepare` does, in one process, since rows for classification are short and few. Labels are counted by
+name; their order among a model's outputs is decided when training starts.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SHOWN = 8
 
 
 def prepare_labelled(data: DataSection, *, progress: bool) -> Corpus:
-    """The labelled rows that a config names, prepared first if need be. data: with its format. Raises UserError."""
+    """The labelled rows that a config names, prepared if need be. data: with its format resolved. Raises UserError."""
     return prepared(data, labelled_fingerprint, _fill, progress=progress)
 
 
 def labelled_fingerprint(data: DataSection, source: Source) -> str:
-    """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
+    """Name of the prepared rows: 20 hex digits of a hash over everything that determines them."""
     parts = [_VERSION, data.source, source.identity, tokenizer_identity(data.tokenizer)]
     parts += [getattr(data, key) for key in _DECIDING]
     return fingerprint_of_parts(parts)
@@ -51,7 +51,7 @@ _DECIDING = (
 
 
 class LabelledEncoder(BatchEncoder):
-    """Turns rows into tokens with one tokenizer, and names of labels into numbers in the order in which they come."""
+    """Turns rows into tokens with one tokenizer, and label names into numbers in order of first appearance."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> None:
         super().__init__(data)
@@ -65,7 +65,7 @@ class LabelledEncoder(BatchEncoder):
             self._encoder.enable_truncation(data.sequence_length, direction=side)
 
     def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
-        """Tokens, types and target as in the shards. Numbers the labels of rows that are kept."""
+        """Tokens, types and target as stored in the shards. Numbers the labels of rows that are kept."""
         read = read_labelled(row, self.data)
         encoding = self._encoder.encode(read.texts[0], read.texts[1] if len(read.texts) > 1 else None)
         if len(encoding.ids) > self.data.sequence_length:
@@ -114,12 +114,12 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
 
 def _texts_of(data: DataSection, row: dict[str, Any]) -> list[str]:
     text = "\n".join(read_labelled(row, data).texts)
-    text.encode()  # raises for what a tokenizer cannot be trained on
+    text.encode()  # raises for text that a tokenizer cannot be trained on
     return [text]
 
 
 def _targets(folder: Path, split: str) -> np.ndarray:
-    """(n,) what is to be predicted in one split: numbers of labels, or float64."""
+    """(n,) the targets of one split: numbers of labels, or float64."""
     files = sorted(folder.glob(f"{split}-0*.safetensors"))
     targets = [safe_open(file, "np").get_tensor("targets") for file in files]
     found = np.concatenate(targets) if targets else np.empty(0, dtype=np.int32)

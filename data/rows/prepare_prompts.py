@@ -1,7 +1,7 @@
-"""Prepare prompts once: read rows, render what an answer is sampled after, and keep each row whole for its rewards.
+"""Prepare prompts once: read rows, render the prompt to sample answers from, and keep the whole row for its rewards.
 
-It publishes as `prepare_rows` does, in one process. A shard's rows have no labels, and beside their tokens `json` (n,)
-uint8, the row as JSON in UTF-8, and `json_bytes` (rows,) int64, its length.
+It publishes as `prepare_rows` does, in one process. A shard's rows have no labels; besides tokens it holds `json` (n,)
+uint8, the rows as JSON in UTF-8, and `json_bytes` (rows,) int64, the length of each.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prepare_prompts(data: DataSection, *, progress: bool) -> Corpus:
 
 
 def read_prompt(row: dict[str, Any], data: DataSection) -> Example:
-    """The row without an answer: its column `prompt`, a text or messages, or its turns but the last answer's.
+    """The row without an answer: its column `prompt` (text or messages), or its turns without the final answer.
 
     Raises BadRow.
     """
@@ -83,7 +83,7 @@ class PromptEncoder(BatchEncoder):
         self._longest = data.sequence_length - data.label_length
 
     def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
-        """The tokens and the row; none where data.too_long drops it."""
+        """The tokens and the row; nothing if data.too_long drops it."""
         tokens = self._chat.prompt(read_prompt(row, self.data))
         if not len(tokens):
             raise BadRow("prompt", "has no token")

@@ -1,8 +1,8 @@
-"""Prepare rows for fine-tuning once: read, turn into tokens, cut or drop what is too long, pack, publish as `prepare`.
+"""Prepare rows for fine-tuning once: read, tokenize, cut or drop what is too long, pack, publish as `prepare` does.
 
-The fingerprint has everything that decides the tokens, `data.sequence_length` and the chat template included. Rows do
-not depend on the number of workers. A few thousand rows are prepared in this process, since starting another takes
-longer.
+The fingerprint covers everything that determines the tokens, including `data.sequence_length` and the chat template.
+Rows do not depend on the number of workers. A few thousand rows are prepared in this process, since starting another
+one takes longer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from data.text.tokenizer import is_made, load_tokenizer, make_tokenizer, tokeniz
 
 _VERSION = "rows-2"
 _BATCHES_HERE = 16
-"""At most this many batches of rows are prepared in this process: a worker takes seconds to import transformers."""
+"""With at most this many batches, rows are prepared in this process: a worker takes seconds to import transformers."""
 
 
 def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
@@ -56,7 +56,7 @@ def prepare_rows(data: DataSection, *, progress: bool) -> Corpus:
 
 
 def rows_fingerprint(data: DataSection, source: Source) -> str:
-    """Name of the prepared rows: 20 hex digits of a hash over everything that decides them."""
+    """Name of the prepared rows: 20 hex digits of a hash over everything that determines them."""
     own = Path(data.tokenizer).expanduser() / "chat_template.jinja"
     parts = [
         _VERSION,
@@ -95,12 +95,12 @@ _RENDERED = "rendered"
 
 @dataclass
 class RowEncoder(BatchEncoder):
-    """Turns located rows into tokens as a chat template and a config say."""
+    """Turns located rows into tokens according to a chat template and a config."""
 
     chat: Chat
 
     def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
-        """One sequence, or both of a pair."""
+        """One sequence, or the two of a pair."""
         sides = self._sides(row, found.counts)
         found.longest |= Counter(row=max(len(side.ids) for side in sides))
         if isinstance(self.chat, SourceAndTarget):
@@ -110,7 +110,7 @@ class RowEncoder(BatchEncoder):
         return [{"tokens": side.ids, "trained": side.trained.astype(np.uint8)} for side in fitted]
 
     def advice(self, row: dict[str, Any] | BadRow) -> str:
-        """Advice to correct the format, where the row has the fields of another one than the data's."""
+        """Advice to correct data.format, if the row has the fields of another format."""
         with suppress(BadRow):
             found = recognise(row, self.data.text_field) if isinstance(row, dict) else self.data.format
             if found != self.data.format:
@@ -121,7 +121,7 @@ class RowEncoder(BatchEncoder):
         return FIX
 
     def _sides(self, row: dict[str, Any], counts: Counter[str]) -> list[Tokens]:
-        """The row as one sequence, or as both of a pair. Raises BadRow."""
+        """The row as one sequence, or as the two of a pair. Raises BadRow."""
         examples = read_examples(row, self.data.format, self.data.text_field)
         sides = [self.chat.tokens(example) for example in examples]
         counts[_RENDERED] += self.chat.renders(examples[0])
@@ -130,7 +130,7 @@ class RowEncoder(BatchEncoder):
         return sides
 
     def _fitted(self, sides: list[Tokens], counts: Counter[str]) -> list[Tokens]:
-        """The sequences of a row cut to their length, or none of them. Cut off the left, a pair keeps one prompt."""
+        """A row's sequences cut to the maximum length, or none. Cut on the left, a pair keeps one prompt."""
         if isinstance(self.chat, SourceAndTarget):
             return self.chat.fitted(sides[0], self.data, counts)
         longest = self.data.sequence_length + 1
@@ -152,7 +152,7 @@ class RowEncoder(BatchEncoder):
 
 
 def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
-    """An encoder with the tokenizer in a folder. data: with its format. Raises UserError."""
+    """An encoder with the tokenizer in a folder. data: with its format resolved. Raises UserError."""
     loaded, template = load_tokenizer(tokenizer), _template(data)
     if data.target_length is not None:
         return RowEncoder(data, SourceAndTarget(loaded, template=template))
@@ -166,7 +166,7 @@ def make_packing_encoder(data: DataSection, tokenizer: str) -> Callable[[list[Fo
 
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
-    """The work of turning rows into tokens. data: with its format."""
+    """The work of tokenizing rows. data: with its format resolved."""
     digest = hashlib.sha256(f"{_VERSION}.2 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
     for file in sorted(tokenizer_folder.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
@@ -175,7 +175,7 @@ def _work(data: DataSection, tokenizer_folder: Path) -> Work:
 
 
 def with_format(data: DataSection, source: Source) -> DataSection:
-    """`data` with the format of its rows: of the first that has one. Raises UserError."""
+    """`data` with its format resolved: that of the first row that has one. Raises UserError."""
     if data.format != "auto":
         return data
     problem = empty(source)
@@ -197,7 +197,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
 
 
 def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
-    """The tokenizer that data.tokenizer names; a BPE is trained on the text of the rows. data: with its format."""
+    """data.tokenizer's tokenizer; a BPE is trained on the text of the rows. data: with its format resolved."""
 
     def texts_of(row: dict[str, Any]) -> Iterator[str]:
         return map(_text_of, read_examples(row, data.format, data.text_field))
@@ -234,14 +234,14 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
 
 
 def _sequences(data: DataSection, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences as data.packing says; a pair is a sequence of two rows."""
+    """Sequences according to data.packing; a pair is a sequence of two rows."""
     if data.packing != "none":
         return best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
     return by_number(len(lengths), 2 if data.format == "preference" else 1)
 
 
 def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> Iterator[EncodedRows]:
-    """The batches of the source in their order. kept: as of `results`."""
+    """The batches of the source in order. kept: as for `results`."""
     batches = batches_of(data, source)
     first = list(islice(batches, _BATCHES_HERE + 1))
     if len(first) <= _BATCHES_HERE:
@@ -251,7 +251,7 @@ def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> 
 
 
 def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, recognised: bool) -> list[str]:
-    """Human-readable lines on what was decided and counted. chat: None where no row went through a chat template."""
+    """Human-readable lines on what was decided and counted. chat: None if no row went through a chat template."""
     counts = preparation.counts()
     how = "recognised by their fields" if recognised else "as data.format says"
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"

@@ -1,8 +1,8 @@
-"""Prepare rows, of whatever task: encode them batch by batch, count what happens to them, write shards and the index.
+"""Prepare rows of any task: encode them batch by batch, count what happens to them, write shards and the index.
 
-`prepare_rows` and `prepare_labelled` say how a row becomes tokens and what is noted about them. A row is a dict of
-arrays: `tokens`, and beside them what is learned of it. What was dropped, cut or skipped is counted in the index, and
-so in the record of every run on it.
+`prepare_rows` and `prepare_labelled` decide how a row becomes tokens and what is reported. A row is a dict of arrays:
+`tokens`, and more that say what is trained on. Dropped, cut and skipped rows are counted in the index, and so in the
+record of every run on it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ SHARD_TOKENS = 1 << 26
 _DETAIL = re.compile(r"(?<=\w)\[\d+\]| \((?:[^()]|\([^()]*\))*\)")
 """The part of a reason that differs from row to row: a number in a list, or a parenthesis."""
 _REASONS, _PLACES = 4, 3
-"""The most reasons for unfit rows that are named, and rows of each."""
+"""At most this many reasons for bad rows are named, each with at most this many rows."""
 FIX = "correct the row, or set data.on_bad_row=skip"
 
 Row = dict[str, np.ndarray]
 Sequences = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Arranges rows by their lengths: the rows in the order of the sequences, and where each of these ends."""
+"""Arranges rows by their lengths: the row numbers in sequence order, and where each sequence ends among them."""
 
 
 @dataclass
 class EncodedRows:
-    """The rows of a batch that were kept, and what became of the others. A pair is two that follow each other."""
+    """The rows of a batch that were kept, and counts of the others. A pair is two consecutive rows."""
 
     rows: list[Row] = field(default_factory=list)
     held_out: list[bool] = field(default_factory=list)
@@ -57,23 +57,23 @@ class EncodedRows:
     longest: Counter[str] = field(default_factory=Counter)
     """[tokens] Length of the longest row, and of the longest source and target of task seq2seq."""
     bad: dict[str, list[Any]] = field(default_factory=dict)
-    """Rows that do not fit, by reason: how many, then the places of the first few."""
+    """Bad rows by reason: their number, then the places of the first few."""
 
     def add_facts(self, other: EncodedRows) -> None:
-        """Count what became of the rows of another batch, which comes after this one."""
+        """Add the counts of another batch, which comes after this one."""
         self.counts.update(other.counts)
         self.longest |= other.longest
         for reason, (count, *places) in other.bad.items():
             self.add_bad(reason, count, places)
 
     def add_bad(self, reason: str, count: int, places: list[str]) -> None:
-        """Count rows that do not fit for one reason, whatever the place inside a row."""
+        """Count bad rows under one reason, whatever the place inside a row."""
         found = self.bad.setdefault(_DETAIL.sub(lambda part: "[]" * (part[0][0] == "["), reason), [0])
         found[0] += count
         found += places[: _PLACES + 1 - len(found)]
 
     def packed(self) -> dict[str, np.ndarray]:
-        """All of it as arrays: the tokens and labels of the rows end to end, and what was counted as JSON."""
+        """Everything as arrays: tokens and labels of the rows end to end, and the counts as JSON."""
         facts = json.dumps([self.counts, self.longest, self.bad]).encode()
         return {
             "tokens": np.concatenate([np.empty(0, np.int64), *(row["tokens"] for row in self.rows)]),
@@ -99,7 +99,7 @@ class EncodedRows:
         return [f"data: rows skipped: {self.bad_rows()}"] if self.bad else []
 
     def bad_rows(self) -> str:
-        """The most frequent reasons why rows do not fit, each with its number and first places."""
+        """The most frequent reasons for bad rows, each with its count and first places."""
         ordered = sorted(self.bad.items(), key=lambda item: -item[1][0])
         said = [
             f"{count:,} x {reason} ({_compact(places)}{', ...' if count > len(places) else ''})"
@@ -118,20 +118,20 @@ def _compact(places: list[str]) -> str:
 
 @dataclass
 class BatchEncoder(ABC):
-    """Turns located rows into tokens as a config says."""
+    """Turns located rows into tokens according to a config."""
 
     data: DataSection
-    """Its format is known."""
+    """Its format is resolved."""
 
     def __call__(self, batch: Iterable[Found]) -> EncodedRows:
-        """Raises UserError where rows do not fit, which names the first, unless those are to be skipped."""
+        """Encode a batch. Raises UserError naming the first bad row, unless data.on_bad_row skips them."""
         found, problem, where = EncodedRows(), "", ""
         for where, row in batch:
             found.counts["rows"] += 1
             try:
                 if isinstance(row, BadRow):
                     raise row
-                held_out = is_held_out(row, self.data.validation_fraction)  # refuses what no tokenizer reads
+                held_out = is_held_out(row, self.data.validation_fraction)  # refuses text that no tokenizer reads
                 kept = self.encode(row, found)
             except BadRow as error:
                 if error.of_config:  # skipping such rows would leave none
@@ -150,7 +150,7 @@ class BatchEncoder(ABC):
 
     @abstractmethod
     def encode(self, row: dict[str, Any], found: EncodedRows) -> list[Row]:
-        """The sequences that a row becomes, none where it is dropped; `found` counts that. Raises BadRow."""
+        """The sequences that a row becomes, none if it is dropped, which `found` counts. Raises BadRow."""
 
     def advice(self, row: dict[str, Any] | BadRow) -> str:
         """Advice on a row that does not fit."""
@@ -158,7 +158,7 @@ class BatchEncoder(ABC):
 
 
 class SplitWriter:
-    """Collects the rows of one split and writes a shard of every SHARD_TOKENS."""
+    """Collects the rows of one split and writes a shard whenever SHARD_TOKENS are held."""
 
     def __init__(self, folder: Path, split: str, dtype: str) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
@@ -185,7 +185,7 @@ class SplitWriter:
             self._flush()
 
     def finish(self, sequences: Sequences) -> dict[str, Any]:
-        """Write what is left and the sequences; this split's part of the index."""
+        """Write the remaining rows and the sequences; returns this split's part of the index."""
         if self._held:
             self._flush()
         lengths = np.array(self._lengths, dtype=np.int32)
@@ -213,7 +213,7 @@ class Preparation:
     """Writes the rows of a source into a folder."""
 
     def __init__(self, data: DataSection, source: Source, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        """Save the tokenizer. data: its format is known."""
+        """Save the tokenizer. data: with its format resolved."""
         self._data, self._source, self._folder, self._tokenizer = data, source, folder, tokenizer
         tokenizer.save_pretrained(folder / TOKENIZER)
         dtype = token_dtype(vocabulary_size(tokenizer))
@@ -241,7 +241,7 @@ class Preparation:
         return counts | {"tokens": tokens, "trained": labels}
 
     def require_rows(self, too_long: str) -> None:
-        """Raises UserError where no row is left to train on. too_long: the length that dropped rows exceeded."""
+        """Raises UserError if no row is left to train on. too_long: the length that dropped rows exceeded."""
         label, counts = self._source.label, self.found.counts
         if self.train.rows:
             return
@@ -262,7 +262,7 @@ class Preparation:
         )
 
     def publish(self, fingerprint: str, **further: Any) -> None:
-        """Write the index, after all else. further: other entries."""
+        """Write the index, last of all. further: more entries."""
         content = {
             "fingerprint": fingerprint,
             "source": self._source.label,
@@ -282,13 +282,13 @@ def empty(source: Source) -> str:
 
 
 def batches_of(data: DataSection, source: Source) -> Iterator[list[Found]]:
-    """The rows of a source by BATCH_ROWS."""
+    """The rows of a source in lists of BATCH_ROWS."""
     rows = located_rows(data, source)
     return iter(lambda: list(islice(rows, BATCH_ROWS)), [])
 
 
 def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:
-    """The text of the rows as documents, which a BPE is trained on. texts_of: it may raise BadRow."""
+    """The text of the rows as documents to train a BPE on. texts_of: may raise BadRow."""
 
     def texts() -> Iterator[Found]:
         for where, row in located_rows(data, source):

@@ -1,12 +1,10 @@
-"""An example as tokens, and which of them are trained: those of the answers, each with the token that ends it.
+"""An example as tokens, and which of them are trained on: the answers, each with the token that ends it.
 
-Where the answers are in the text of a conversation is taken from the template's generation markers where it has them,
-else from differences: answer i is what lies between the rendering of the turns before it, with the prompt to generate,
-and the rendering up to and with it. Both have to be beginnings of the whole text; other templates are refused.
-
-The whole text is tokenized once, and a token is trained when it has a character of an answer.
-(`return_assistant_tokens_mask` of transformers 5.23 marks everything after an answer that ends in the first token of
-the text: github.com/huggingface/transformers/issues/47325.)
+Answers are located in a conversation's text by the template's generation markers if it has them, else by differences:
+answer i lies between the rendering of the turns before it, with the generation prompt, and the rendering up to and
+including it. Both must be prefixes of the whole text; other templates are refused. The whole text is tokenized once,
+and a token is trained on if it has a character of an answer. (`return_assistant_tokens_mask` of transformers 5.23 marks
+everything after an answer that ends in the first token of the text: github.com/huggingface/transformers/issues/47325.)
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from config.errors import one_line
 from data.sources.row_formats import BadRow, Example, Messages
 
 Spans = list[tuple[int, int]]
-"""First character of each answer and the one after its last, in order."""
+"""First character of each answer, and the position after its last, in order."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,18 @@ class Tokens:
     ids: np.ndarray
     """(n,) int64"""
     trained: np.ndarray
-    """(n,) bool: whether the token is a label. The first one never is: nothing comes before it."""
+    """(n,) bool: whether the token is a label. The first one never is, since nothing comes before it."""
 
 
 class Chat:
     """Turns examples into tokens with one tokenizer and one template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, template: str | None, train_on: str) -> None:
-        """template: Jinja, in place of the tokenizer's own. train_on: assistant, last_assistant or all."""
+        """template: Jinja that replaces the tokenizer's own. train_on: assistant, last_assistant or all."""
         self._tokenizer, self._train_on = tokenizer, train_on
         own: Any = tokenizer.chat_template
         self.template = template or (own.get("default") if isinstance(own, dict) else own)
-        """None where there is none."""
+        """None if there is none."""
         self.has_markers = self.template is not None and _MARKER.search(self.template) is not None
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special.update(tokenizer.all_special_ids)
@@ -56,11 +54,11 @@ class Chat:
         self._leading = _leading(self._encoder)
 
     def renders(self, example: Example) -> bool:
-        """Whether the row's text is made by the chat template."""
+        """Whether the chat template makes the row's text."""
         return example.messages is not None and self.template is not None
 
     def tokens(self, example: Example) -> Tokens:
-        """The row. Raises BadRow when the template refuses it, its answers cannot be located, or it has none."""
+        """Tokens of the row. Raises BadRow if the template refuses it, or it has no answer that can be located."""
         self._require_template(example)
         found = self._of_conversation(example) if self.renders(example) else self._of_texts(example)
         if not found.trained.any():
@@ -68,7 +66,7 @@ class Chat:
         return found
 
     def prompt(self, example: Example) -> np.ndarray:
-        """(n,) int64: what an answer is sampled after, of a conversation or of `example.prompt`. Raises BadRow."""
+        """(n,) int64: the prompt to sample an answer from, for a conversation or `example.prompt`. Raises BadRow."""
         self._require_template(example)
         if not self.renders(example):
             ids, _ = self._encode(example.prompt, [], control_tokens=False)
@@ -78,7 +76,7 @@ class Chat:
         return self._encode(self._render(example, messages, generate=True), [], control_tokens=True)[0]
 
     def _require_template(self, example: Example) -> None:
-        """Raises BadRow for a conversation that nothing renders."""
+        """Raises BadRow for a conversation without a template to render it."""
         if example.messages is not None and not (self.renders(example) or example.prompt):
             problem = (
                 "is a conversation, and the tokenizer has no chat template; set data.chat_template to a file of one"
@@ -86,7 +84,7 @@ class Chat:
             raise BadRow("", problem, of_config=True)
 
     def _of_texts(self, example: Example) -> Tokens:
-        """Prompt and completion as one text, then the end of the document. What spells a control token stays text."""
+        """Prompt and completion as one text, then the end of the document. Text like a control token stays text."""
         text = example.prompt + example.completion
         start = 0 if self._train_on == "all" else len(example.prompt)
         ids, trained = self._encode(text, [(start, len(text))], control_tokens=False)
@@ -126,7 +124,7 @@ class Chat:
         return Tokens(ids, trained)
 
     def _render(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
-        """The text of some turns. generate: with what stands before an answer."""
+        """The text of some turns. generate: followed by the generation prompt."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -138,13 +136,13 @@ class Chat:
                     **example.template_options,
                 )
             )
-        except Exception as error:  # a template raises what it likes, and Jinja's own errors
+        except Exception as error:  # a template may raise anything, besides Jinja's own errors
             raise BadRow("messages", f"are refused by the chat template ({one_line(error, 200)})") from error
 
     def _marked(self, example: Example, text: str) -> Spans | None:
-        """The spans between the template's generation markers; None where it marked nothing in this conversation."""
+        """The spans between the template's generation markers; None if it marked nothing in this conversation."""
         variables = {**self._tokenizer.special_tokens_map, **example.template_options}
-        found: Any = render_jinja_template(  # its annotation is of an older form
+        found: Any = render_jinja_template(  # its return annotation is outdated
             conversations=[example.messages or []],
             tools=example.tools,
             chat_template=self.template,
@@ -157,7 +155,7 @@ class Chat:
         return list(spans) or None
 
     def _difference(self, example: Example, text: str, index: int) -> tuple[int, int]:
-        """The span of one answer by rendering the conversation up to it. Raises BadRow."""
+        """The span of one answer, found by rendering the conversation before and up to it. Raises BadRow."""
         messages, where = example.messages or [], f"messages[{index}]"
         before = self._render(example, messages[:index], generate=True)
         upto = text if index + 1 == len(messages) else self._render(example, messages[: index + 1])
@@ -177,7 +175,7 @@ class Chat:
         return start, len(upto)
 
     def _turn_ends(self, example: Example, text: str, answers: list[int], spans: Spans) -> list[int]:
-        """Up to where each marked answer's turn goes on: a marker may close before the token that ends the turn."""
+        """End of each marked answer's turn: a marker may close before the token that ends the turn."""
         messages = example.messages or []
         if len(answers) != len(spans):
             return [end for _, end in spans]
@@ -190,7 +188,7 @@ class Chat:
     def _encode(
         self, text: str, spans: Spans, *, control_tokens: bool, ends: list[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of the text, and which of them belong to the spans. ends: up to where each span's turn may go on."""
+        """Ids of the text, and which of them belong to the spans. ends: end of each span's turn."""
         self._encoder.encode_special_tokens = not control_tokens
         encoding = self._encoder.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
@@ -199,7 +197,7 @@ class Chat:
         for number, (start, end) in enumerate(spans):
             inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
             first = int(inside[0]) if len(inside) else int(np.searchsorted(offsets[:, 0], start))
-            last = int(inside[-1]) if len(inside) else first - 1  # an empty answer, of which only the end is learned
+            last = int(inside[-1]) if len(inside) else first - 1  # an empty answer: only its end is trained on
             if ends is not None and self._train_on != "all":
                 last = self._to_end_of_turn(text, ids, offsets, first, last, ends[number])
             trained[first : last + 1] = True
@@ -208,7 +206,7 @@ class Chat:
     def _to_end_of_turn(
         self, text: str, ids: np.ndarray, offsets: np.ndarray, first: int, last: int, turn_end: int
     ) -> int:
-        """`last` moved to the control token that ends the turn, if only white space is between."""
+        """`last` moved to the control token that ends the turn, if only white space lies between them."""
         back = last
         while back > first and not text[offsets[back, 0] : offsets[back, 1]].strip():
             back -= 1
@@ -224,7 +222,7 @@ class Chat:
         return last
 
     def _refuse_control_tokens(self, messages: Messages) -> None:
-        """Raises BadRow for a content that would become a control token, such as the end of the turn it is in."""
+        """Raises BadRow for content that would become a control token, such as the one that ends its turn."""
         for index, message in enumerate(messages):
             content = message.get("content")
             parts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
@@ -255,6 +253,6 @@ def _with_exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def _leading(encoder: Tokenizer) -> list[int]:
-    """The tokens that the tokenizer puts before every text, such as the beginning of a document."""
+    """Tokens that the tokenizer puts before every text, such as one for the beginning of a document."""
     plain, full = (encoder.encode("a", add_special_tokens=added).ids for added in (False, True))
     return full[: full.index(plain[0])] if plain and plain[0] in full else []

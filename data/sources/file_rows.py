@@ -1,6 +1,6 @@
 """Rows of files, each with its file and its place there. Compressed text (.gz, .zst, .bz2) needs no unpacking.
 
-Read here and not by `datasets`, which knows no line numbers and gives every row of JSON the keys of all others.
+Not read by `datasets`, which has no line numbers and gives every row of JSON the keys of all others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from data.sources.row_formats import BadRow, Found
 LONE_SURROGATE = "holds a lone surrogate, which is no character"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARQUET_ROWS = 256
-"""Rows of Parquet that are Python objects at a time."""
+"""Number of Parquet rows that exist as Python objects at a time."""
 
 
 def text_rows(paths: Sequence[str], separator: str | None) -> Iterator[Found]:
@@ -60,7 +60,7 @@ def json_rows(path: str) -> Iterator[Found]:
 
 
 def _opening(stream: BinaryIO) -> bytes:
-    """The first byte that is neither white space nor of a byte order mark."""
+    """The first byte that is neither white space nor part of a byte order mark."""
     while block := stream.read(4096):
         if start := block.removeprefix(codecs.BOM_UTF8).lstrip():
             return start[:1]
@@ -68,7 +68,7 @@ def _opening(stream: BinaryIO) -> bytes:
 
 
 def _text(raw: bytes) -> str:
-    """Raises UnicodeDecodeError. A byte order mark, which Windows writes, is left out."""
+    """Decode UTF-8 without a byte order mark, which Windows writes. Raises UnicodeDecodeError."""
     return raw.decode("utf-8-sig")
 
 
@@ -86,7 +86,7 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
 
 
 def _as_row(value: Any, raw: bytes) -> dict[str, Any] | BadRow:
-    """raw: what it was parsed from. Without such an escape there is no lone surrogate, and no need to look for one."""
+    """raw: the bytes `value` was parsed from; without a surrogate escape in them, `value` has no lone surrogate."""
     if not isinstance(value, dict):
         return BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
     if _SURROGATE.search(raw) is not None:

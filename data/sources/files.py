@@ -15,11 +15,11 @@ from config.task import is_url
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Compression by file suffix."""
 BLOCK_BYTES = 1 << 20
-"""[bytes] Size of the blocks in which a file that is cut is read."""
+"""[bytes] Block size for reading a file that is split at separators."""
 
 
 def opened(path: str, *, seekable: bool = False) -> BinaryIO:
-    """A file or URL for reading. seekable: it is read in parts, which not all servers send."""
+    """A file or URL for reading. seekable: it is read in parts, which not every server supports."""
     if not is_url(path):
         return Path(path).open("rb")
     from data.sources import remote  # it loads fsspec
@@ -28,20 +28,20 @@ def opened(path: str, *, seekable: bool = False) -> BinaryIO:
 
 
 def compression_of(path: str) -> str | None:
-    """The compression of a file or URL, by its name; None for none."""
+    """The compression of a file or URL, by its name; None if uncompressed."""
     return _COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
 
 
 def decompressed(path: str) -> BinaryIO:
-    """A file or URL for reading from its start, unpacked."""
+    """A file or URL for reading from its start, decompressed."""
     return cast(BinaryIO, pyarrow.input_stream(opened(path), compression=compression_of(path)))
 
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Inside, a file that is damaged or of another format, and a store that fails, are a UserError.
+    """Context manager: a damaged file, one of another format, or a failing store raises UserError.
 
-    The libraries under fsspec have exceptions of their own, and none of them has to be installed.
+    The libraries under fsspec have their own exceptions, and none of them has to be installed.
     """
     try:
         yield
@@ -54,10 +54,10 @@ def reading(path: str) -> Iterator[None]:
 
 
 def pieces(file: BinaryIO, separator: bytes) -> Iterator[bytes]:
-    """The parts that `bytes.split` makes of a file, with a block and copies of the longest piece in memory."""
+    """The parts that `bytes.split` would give, holding one block and copies of the longest part in memory."""
     held = bytearray()
     while block := file.read(BLOCK_BYTES):
-        start = max(0, len(held) - len(separator) + 1)  # where one may begin that was not whole before
+        start = max(0, len(held) - len(separator) + 1)  # a separator cut by the block border may begin here
         held += block
         done = 0
         while (end := held.find(separator, max(start, done))) >= 0:

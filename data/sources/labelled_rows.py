@@ -1,4 +1,4 @@
-"""Rows of task classify (docs/data.md): one or two texts, or words, and what is to be predicted of them."""
+"""Rows of task classify (docs/data.md): one or two texts, or words, and their targets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LabelledRow:
     """A row in the common form."""
 
     texts: tuple[str, ...]
-    """One or two; of words, their words with a space between."""
+    """One or two texts; for words, one text of words joined by spaces."""
     words: tuple[tuple[int, int], ...]
     """Character span (start, end) of each word of a tagged row; end is exclusive."""
     target: str | float | tuple[str, ...]

@@ -12,7 +12,7 @@ The format is that of `megatron/core/datasets/indexed_dataset.py` (IndexedDatase
 | 8 n | int64: where each begins in the `.bin` [bytes] |
 | 8 d | int64: sequences before each document and after the last: 0, ..., n |
 
-A document may be several sequences (one for each sentence). Multimodal sets have n further bytes, and are refused.
+A document may be several sequences (one for each sentence). Multimodal sets have n more bytes, and are refused.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from config.errors import UserError
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-"""Integer dtypes by Megatron's code, which hold ids; 6 and 7 are floating-point."""
+"""Integer dtypes of ids by Megatron's code; 6 and 7 are floating-point."""
 _CHECKED_AT_ONCE = 1 << 20
-"""Sequences of which a copy is held while an index is checked: it may be larger than the memory."""
+"""Number of sequences copied at a time while an index is checked, which may be larger than memory."""
 
 
 def bin_of(index: Path) -> Path:
-    """The tokens beside an index."""
+    """The `.bin` file of token ids beside an index."""
     return index.with_suffix(".bin")
 
 
 def documents(index: Path) -> Iterator[np.ndarray]:
-    """The ids of every document, (tokens,) of the file's integer dtype, read when they are used. Raises UserError."""
+    """The ids of every document, (tokens,) in the file's integer dtype, read lazily. Raises UserError."""
     dtype, lengths, pointers, borders = _read_index(index)
     tokens = bin_of(index)
     ids = np.memmap(tokens, dtype, mode="r") if tokens.stat().st_size else np.empty(0, dtype)
@@ -93,7 +93,7 @@ def _mapped(path: Path, dtype: str, offset: int, count: int) -> np.ndarray:
 
 
 def _end_of_sequences(path: Path, lengths: np.ndarray, pointers: np.ndarray, size: int) -> int:
-    """[bytes] Where the last sequence ends. Raises UserError for one that no file can have. size: [bytes] of an id."""
+    """[bytes] End of the last sequence. Raises UserError for an impossible length or position. size: [bytes] per id."""
     end = 0
     for start in range(0, len(lengths), _CHECKED_AT_ONCE):
         tokens = lengths[start : start + _CHECKED_AT_ONCE].astype(np.int64)

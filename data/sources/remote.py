@@ -1,4 +1,4 @@
-"""Files of data.path behind a URL, through fsspec: their names, what tells their versions apart, and their bytes."""
+"""Files of data.path behind a URL, through fsspec: their names, versions and bytes."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _VERSIONS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "crc32c", "Digest", "blob_id", "generation"),
     *("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created"),
 )
-"""File systems' names for a file's version: by its content first, else by a time."""
+"""File systems' names for a file's version, those derived from content before times."""
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file, without its content."""
+    """One file's name, size and version."""
 
     url: str
     name: str
-    """Relative to the folder that data.path names, or that its glob begins in."""
+    """Relative to the folder that data.path names, or in which its glob begins."""
     size: int | None
-    """[bytes] None where the file system does not tell."""
+    """[bytes] None if the file system does not report it."""
     version: str
-    """Changes with the content, as far as the file system tells: an ETag, a checksum or a time; else ""."""
+    """An ETag, a checksum or a time, as far as the file system reports one; it changes with the content. Else ""."""
 
 
 def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
@@ -48,7 +48,7 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
     except ImportError as error:
         raise _not_installed(url, error) from error
     except Exception as error:
-        # A web server that does not answer is to fsspec a file that is not there, too.
+        # For a web server that does not answer, fsspec raises FileNotFoundError too.
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
         if cause is not None and getattr(cause, "status", None) != HTTPStatus.NOT_FOUND:
             raise UserError(
@@ -64,7 +64,7 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
 
 
 def opened(url: str, *, seekable: bool = False) -> BinaryIO:
-    """A file for reading; errors are its store's own. seekable: of servers that send parts of files only."""
+    """A file for reading; raises its store's own errors. seekable: only for servers that support range requests."""
     system, path = _connect(url)
     # One request for a whole file, which every server can answer, or one for each part of it.
     whole = {"block_size": 0} if _is_web(url) and not seekable else {}
@@ -81,16 +81,16 @@ def _connect(url: str) -> tuple[Any, str]:
     if _is_web(url):
         import aiohttp
 
-        # Proxies are those of the environment. A file may take longer than aiohttp's five minutes.
+        # Proxies come from the environment. A file may take longer than aiohttp's five minutes.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=300)
         options = {"client_kwargs": {"trust_env": True, "timeout": timeout}}
     return cast(tuple[Any, str], fsspec.core.url_to_fs(url, **options))
 
 
 def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[str, tuple[str, dict[str, Any]]]]:
-    """Path, name and what the file system says of every file."""
+    """Path, name and file system metadata of every file."""
     web = _is_web(root)
-    path = root.partition("?")[0] if web else root  # in an address it begins the query
+    path = root.partition("?")[0] if web else root  # in a URL `?` begins the query
     if glob.has_magic(path):
         parts = path.split("/")
         base = "/".join(parts[: next(index for index, part in enumerate(parts) if glob.has_magic(part))])
@@ -104,7 +104,7 @@ def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[st
     for found, info in listed.items():
         name = found.removeprefix(base).lstrip("/")
         if info["type"] == "file" and any(fnmatch.fnmatchcase(PurePosixPath(name).name, each) for each in patterns):
-            # A web server's list of links says nothing of the files.
+            # A web server's list of links has no metadata.
             yield found, (name, info if _version(info) else system.info(found))
 
 

@@ -1,6 +1,6 @@
-"""The forms in which rows for fine-tuning come (docs/data.md), and the one they are turned into.
+"""The formats in which rows for fine-tuning come (docs/data.md), and the common form they are converted to.
 
-What does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
+A row that does not fit is a `BadRow` that names the field. Whoever reads the rows knows the file and the line.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Messages = list[dict[str, Any]]
 
 
 class BadRow(ValueError):
-    """A row that does not fit: the field, and what is wrong with it."""
+    """A row that does not fit its format: the field, and what is wrong with it."""
 
     def __init__(self, where: str, problem: str, *, of_config: bool = False) -> None:
-        """of_config: it is the config that does not fit the row; `problem` says what to set there."""
+        """of_config: the config, not the row, is wrong; `problem` says what to set there."""
         super().__init__(f"{where}: {problem}" if where else problem)
         self.of_config = of_config
 
 
 Found = tuple[str, dict[str, Any] | BadRow]
-"""The place of a row, and the row, or the reason why it is none."""
+"""The place of a row, and the row, or the reason why it is not one."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Example:
     messages: Messages | None = None
     tools: list[Any] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Further variables of the chat template, of the row's `chat_template_kwargs`."""
+    """More variables for the chat template, from the row's `chat_template_kwargs`."""
     prompt: str = ""
     completion: str = ""
     context: int = 0
-    """[messages] So many of the first are no answers, whoever speaks in them."""
+    """[messages] This many at the start are not answers, whatever their role."""
 
 
 def recognise(row: Mapping[str, Any], text_field: str) -> str:
-    """The format of a row with these fields. Raises BadRow, which names the fields that there are."""
+    """The format of a row with these fields. Raises BadRow naming the fields it has."""
     there = {name for name, value in row.items() if value is not None}
     for name, needed in _FIELDS.items():
         if needed <= there:
@@ -62,7 +62,7 @@ def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Exampl
 
 
 def read_examples(row: Mapping[str, Any], format: str, text_field: str) -> tuple[Example, ...]:
-    """The sequences that a row becomes: one, or of a pair both, the chosen one first. Raises BadRow."""
+    """The sequences that a row becomes: one, or the two of a pair, chosen first. Raises BadRow."""
     return _pair(row) if format == "preference" else (read_example(row, format, text_field),)
 
 
@@ -88,10 +88,10 @@ _SHAREGPT_ROLES = {
 }
 
 _QUESTIONS = ("question", "instruction", "query", "input")
-"""Other names under which public pairs have their prompt."""
+"""Other names for the prompt in public data sets of pairs."""
 _ROLES = ("system", "user", "assistant")
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "bot": "assistant", "ai": "assistant", "model": "assistant"}
-"""Names of roles in other forms of rows. A template would show them to the model as they are, or leave them out."""
+"""Role names in other row formats. A template would show them to the model as they are, or leave them out."""
 
 ALPACA_PROMPT = (
     "Below is an instruction that describes a task{also}. Write a response that appropriately completes the \
@@ -101,7 +101,7 @@ request.\n\n### Instruction:\n{instruction}\n\n{given}### Response:\n"
 
 
 def alpaca_prompt(instruction: str, given: str) -> str:
-    """The text of a row's prompt where there is no chat template."""
+    """The prompt text of a row if there is no chat template."""
     also = ", paired with an input that provides further context" if given else ""
     return ALPACA_PROMPT.format(also=also, instruction=instruction, given=f"### Input:\n{given}\n\n" if given else "")
 
@@ -162,7 +162,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Example]] = {
 
 
 def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
-    """The chosen and the rejected answer, each with the prompt that they share."""
+    """The chosen and the rejected answer, each with the shared prompt."""
     chosen, rejected, prompt = row.get("chosen"), row.get("rejected"), row.get("prompt")
     if isinstance(chosen, list) != isinstance(rejected, list):
         raise BadRow("rejected", f"is {json_kind(rejected)} and chosen is {json_kind(chosen)}; give both alike")
@@ -184,7 +184,7 @@ def _pair(row: Mapping[str, Any]) -> tuple[Example, Example]:
 
 
 def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messages]]:
-    """The prompt of two lists of messages, which both may begin with, and what follows it in each."""
+    """The prompt of two message lists, from its column or their common beginning, and the rest of each list."""
     lists, prompt = [_conversation(row, "chosen"), _conversation(row, "rejected")], row.get("prompt")
     shared = next((n for n, (a, b) in enumerate(zip(*lists, strict=False)) if a != b), min(map(len, lists)))
     if isinstance(prompt, list):
@@ -207,13 +207,13 @@ def _conversations_of_pair(row: Mapping[str, Any]) -> tuple[Messages, list[Messa
 
 
 def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
-    """The common beginning of two texts, which is their question. Raises BadRow where it is elsewhere or missing."""
+    """The common beginning of two texts, which is their question. Raises BadRow if it is elsewhere or missing."""
     other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if other is not None:
         raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
     pairs = enumerate(zip(first, second, strict=False))
     shared = first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))]
-    while shared and not shared[-1].isspace():  # up to the start of a word
+    while shared and not shared[-1].isspace():  # back to the start of a word
         shared = shared[:-1]
     shared = shared.rstrip()
     if not shared:
@@ -223,7 +223,7 @@ def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
 
 
 def _conversation(row: Mapping[str, Any], name: str) -> Messages:
-    """A list of messages with a role and a content each; other keys, such as tool_calls, stay as they are."""
+    """A list of messages with a role and content each; other keys, such as tool_calls, are kept as they are."""
     found: Messages = []
     for index, message in enumerate(list_of(row, name)):
         where = f"{name}[{index}]"
@@ -244,7 +244,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
 
 
 def _meant(role: str) -> str | None:
-    """The role meant by one that is misspelled or of another form of rows, which a template would show as it is."""
+    """The role meant by a misspelled one or one of another format, which a template would show unchanged."""
     if role in _ROLES:
         return None
     plain = role.strip().lower()
@@ -253,7 +253,7 @@ def _meant(role: str) -> str | None:
 
 
 def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools and template options that a row may carry beside its messages."""
+    """Tools and template options that a row may have beside its messages."""
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -279,7 +279,7 @@ def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messa
 
 
 def list_of(row: Mapping[str, Any], name: str) -> list[Any]:
-    """A field that is a list with something in it. Raises BadRow."""
+    """A field that is a non-empty list. Raises BadRow."""
     value = row.get(name)
     if not isinstance(value, list):
         raise _other_type(row, name, "a list")
@@ -289,7 +289,7 @@ def list_of(row: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def text_of(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
-    """A field that is text. Raises BadRow."""
+    """A text field. Raises BadRow."""
     value = row.get(name)
     if not isinstance(value, str):
         raise _other_type(row, name, "text")
@@ -305,7 +305,7 @@ def _other_type(row: Mapping[str, Any], name: str, wanted: str) -> BadRow:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without keys whose value is null: Arrow, which `datasets` reads rows with, adds every key to every row."""
+    """`value` without keys that are null: Arrow, through which `datasets` reads rows, adds every key to every row."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

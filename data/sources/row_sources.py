@@ -1,4 +1,4 @@
-"""Rows of a source, those that are made of the standard library included; and which of them are held out."""
+"""Rows of a source, including those made of the standard library, and which of them are held out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from data.text.encode import is_validation
 _LONGEST_FUNCTION = 40
 """[lines] Functions longer than this are left out."""
 _LONGEST_DOCSTRING = 4
-"""[lines] At most this much of a docstring is the longer answer of a pair."""
+"""[lines] The longer answer of a pair is at most this much of a docstring."""
 _TESTS = {"test", "tests", "idle_test"}
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
-    """Every row of the source in its order. Raises UserError for a source that cannot be read."""
+    """Every row of the source in order. Raises UserError for a source that cannot be read."""
     if data.source != "stdlib":
         return iter(source.rows())
     if data.format in TASK_FORMATS:
@@ -37,9 +37,9 @@ def located_rows(data: DataSection, source: Source) -> Iterator[Found]:
 
 
 def is_held_out(row: dict[str, Any], validation_fraction: float) -> bool:
-    """Whether a row is of the validation set, by a hash of all its fields. Raises BadRow for text that is none."""
+    """Whether a row belongs to the validation set, by a hash of all its fields. Raises BadRow for a lone surrogate."""
     try:
-        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet has dates, too
+        text = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str)  # str: parquet also has dates
         return is_validation(text, validation_fraction)
     except UnicodeEncodeError as error:
         raise BadRow("", LONE_SURROGATE) from error
@@ -56,14 +56,14 @@ def _functions(source: Source) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _short_and_long(source: Source) -> Iterator[Found]:
-    """{prompt, chosen, rejected}: a function, the first line of its docstring, and more lines of it than that."""
+    """{prompt, chosen, rejected}: a function, the first line of its docstring, and that line with more lines."""
     for where, code, lines in _functions(source):
         if len(lines) > 1:
             yield where, {"prompt": code, "chosen": lines[0], "rejected": "\n".join(lines[:_LONGEST_DOCSTRING])}
 
 
 def _functions_by_folder(source: Source) -> Iterator[Found]:
-    """{text, label} of every short function of the standard library but tests: its code, and its package's name."""
+    """{text, label} of every short function of the standard library except tests: its code, and its package's name."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in map(Path, source.files):
         folders = path.relative_to(root).parts[:-1]
@@ -79,13 +79,13 @@ def _functions_by_folder(source: Source) -> Iterator[Found]:
 def _functions_in(text: str | bytes) -> Iterator[_Function]:
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):  # the library has files that are wrong on purpose
+    except (SyntaxError, ValueError, RecursionError):  # the library has files that are invalid on purpose
         return
     yield from (node for node in ast.walk(tree) if isinstance(node, _Function))
 
 
 def _code_of(node: _Function, *, documented: bool = True) -> str | None:
-    """The function without its docstring and decorators; None where nothing is left, or it is long."""
+    """The function without its docstring and decorators; None if nothing is left, or it is too long."""
     if len(node.body) < 1 + documented or (node.end_lineno or 0) - node.lineno > _LONGEST_FUNCTION:
         return None
     node.body, node.decorator_list = node.body[documented:], []

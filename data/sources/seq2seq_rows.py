@@ -1,8 +1,8 @@
 """Rows for an encoder-decoder: a source that the encoder reads, and a target that the decoder learns.
 
-Both are what the tokenizer of transformers makes of a text, special tokens included, and a target always ends with the
-end of a text. A conversation's target is its last turn, which has to be the assistant's. A prepared row is its source
-with its target behind it, of which all are labels.
+Both are encoded by the transformers tokenizer with special tokens, and a target always ends with the end-of-text token.
+A conversation's target is its last turn, which must be the assistant's. A prepared row is its source followed by its
+target, all of which is labels.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _PADDING = "<pad>"
 
 
 class SourceAndTarget(Chat):
-    """Turns examples into a source and a target with one tokenizer, and cuts those that are too long."""
+    """Turns examples into a source and a target with one tokenizer, and cuts them if too long."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, template: str | None) -> None:
-        """template: Jinja, in place of the tokenizer's own."""
+        """template: Jinja that replaces the tokenizer's own."""
         super().__init__(tokenizer, template=template, train_on="assistant")
         special = np.array(self._encoder.encode("a").special_tokens_mask, dtype=bool)
         text = np.flatnonzero(~special)
         self._before, self._after = int(text[0]), len(special) - 1 - int(text[-1])
 
     def tokens(self, example: Example) -> Tokens:
-        """The source, and the target as labels. Raises BadRow when there is no target, or the template refuses it."""
+        """The source, and the target as labels. Raises BadRow if there is no target or the template refuses the row."""
         messages = example.messages
         if messages is not None and (self.template is not None or not example.prompt):
             source, target, control = *self._of_turns(example, messages), True
@@ -46,7 +46,7 @@ class SourceAndTarget(Chat):
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
-        """The row with both sides cut to their lengths, a target without its end, or nothing; `counts` says which."""
+        """The row, both sides cut to their maximum lengths (a target loses its end), or nothing; updates `counts`."""
         source, target = sides(row.ids, row.trained)
         too_long = len(source) > data.sequence_length, len(target) > data.label_length
         if not any(too_long):
@@ -67,7 +67,7 @@ class SourceAndTarget(Chat):
         return [Tokens(np.concatenate([source, target]), np.arange(len(source) + len(target)) >= len(source))]
 
     def _of_turns(self, example: Example, messages: Messages) -> tuple[str, str]:
-        """The text of all turns but the last one, and that of the last."""
+        """The text of all turns before the last one, and that of the last."""
         self._refuse_control_tokens(messages)
         last, where = messages[-1], f"messages[{len(messages) - 1}]"
         if last["role"] != "assistant":
@@ -84,19 +84,19 @@ class SourceAndTarget(Chat):
         return messages[0]["content"], last["content"]
 
     def _with_specials(self, text: str, *, control_tokens: bool) -> np.ndarray:
-        """Ids of a text between the tokens that the tokenizer puts around one. control_tokens: it may spell some."""
+        """Ids of a text with the special tokens that the tokenizer adds. control_tokens: the text may spell some."""
         self._encoder.encode_special_tokens = not control_tokens
         return np.array(self._encoder.encode(text).ids, dtype=np.int64)
 
 
 def sides(ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The source and the target of a row: (n,) ids, and (n,) whether each is of the target."""
+    """Source and target of a row: (n,) ids, and (n,) whether each belongs to the target."""
     start = int(np.argmax(trained))
     return ids[:start], ids[start:]
 
 
 def for_encoder_decoder(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Give a tokenizer that was made here a token to pad with, and let it end every text with the end of a text."""
+    """Give a tokenizer made here a padding token, and let it end every text with the end-of-text token."""
     tokenizer.add_special_tokens({"pad_token": _PADDING})
     end = str(tokenizer.eos_token)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

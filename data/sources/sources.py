@@ -1,10 +1,10 @@
-"""Sources of documents, each a stream with an identity, the part of the corpus's fingerprint that stands for the text.
+"""Sources of documents: streams with an identity, which represents the text in the corpus's fingerprint.
 
-Local files: names (relative to data.path) and sizes, and the sha256 of the contents while these are at most
-`HASHED_BYTES` in all, so that copies of a corpus on two nodes are the same corpus whatever their times; above that
-size modification times, since hashing would delay every start by minutes. URLs: each with its size and what its file
-system tells versions apart by (`remote`). Hub: id, name, split, and the revision when data.path pins one; without a
-pin, what was prepared stays in use when the hub changes, and the revision that was read is recorded.
+Local files: names (relative to data.path) and sizes, and the sha256 of the contents up to `HASHED_BYTES` in total, so
+that copies of a corpus on two nodes are the same corpus whatever their times; above that size, modification times,
+since hashing would delay every start by minutes. URLs: each with its size and its version according to the file system
+(`remote`). Hub: id, name, split, and the revision if data.path pins one; otherwise prepared data stay in use when the
+hub changes, and the revision that was read is recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ HASHED_BYTES = 1 << 30
 """[bytes] Local sources up to this size are identified by content, larger ones by modification time."""
 
 _ROWS_WITHOUT = 1000
-"""Rows from the start without data.text_field after which no other is looked at."""
+"""Stop looking for data.text_field after this many rows from the start lack it."""
 _NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
 _PATTERNS = {
     "text": ("*",),
@@ -54,25 +54,25 @@ class Source:
     identity: str
     """The source's part of a corpus's fingerprint; see the module's docstring."""
     rows: Callable[[], Iterable[Found]]
-    """Opens the stream of rows as they are. Raises UserError, also while it is read."""
+    """Opens the stream of raw rows. Raises UserError, also while it is read."""
     total_bytes: int | None = None
-    """[bytes] Size of the files; None when it is not known beforehand."""
+    """[bytes] Total size of the files; None if unknown beforehand."""
     text_field: str = "text"
     null_means: str = "no text"
-    """Reason under which a document that is null is counted as left out."""
+    """Reason under which a null document is counted as skipped."""
     deduplicate: bool = False
     """Leave out repeated documents. Keeps 16 bytes in memory for each document."""
     revision: Callable[[], str | None] = field(default=lambda: None)
-    """Revision of a hub dataset, once it was opened."""
+    """Revision of a hub dataset, once it is opened."""
     files: tuple[str, ...] = ()
     """Paths or URLs of the files, in order."""
     ids_field: str | None = None
-    """Field with the token ids of a document, where it is tokenized already and no text."""
+    """Field with a document's token ids, if it is already tokenized."""
 
     def documents(self, skipped: Counter[str]) -> Iterator[str]:
-        """Every document's text; what is left out is counted in `skipped` by its reason. Raises UserError."""
+        """Every document's text; `skipped` counts those left out, by reason. Raises UserError."""
         seen: set[bytes] = set()
-        lacking: list[dict[str, Any]] | None = []  # None: the field has been there
+        lacking: list[dict[str, Any]] | None = []  # None: the field was seen
         for where, row in self.rows():
             if isinstance(row, BadRow):
                 raise UserError(f"{where}: {row}; correct the row")
@@ -136,7 +136,7 @@ class _Files:
     """The files that data.path names."""
 
     names: tuple[str, ...]
-    """Paths or URLs, in the order in which they are read."""
+    """Paths or URLs, in reading order."""
     identity: str
     total_bytes: int | None
     """[bytes]"""
@@ -169,7 +169,7 @@ def _order(name: PurePath, source: str) -> Any:
 
 
 def _library_files(root: Path) -> Iterator[Path]:
-    """The standard library's .py files; folders of installed packages, which may be far larger, are not looked into."""
+    """The standard library's .py files; folders of installed packages, which may be far larger, are skipped."""
     for folder, names, files in os.walk(root):
         names[:] = [name for name in names if name not in {"site-packages", "dist-packages"}]
         yield from (Path(folder, file) for file in files if file.endswith(".py"))
@@ -211,7 +211,7 @@ def _megatron_source(path: str, label: str) -> Source:
 
 
 def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
-    """The folder that names are relative to, and the files: of one file, of a folder (recursive), or of a glob."""
+    """The folder that names are relative to, and the files: one file, a folder's (recursive), or a glob's."""
     place = Path(path).expanduser()
     if place.is_file():
         return place.parent, [place]
@@ -244,7 +244,7 @@ def _files_identity(root: Path, files: list[Path]) -> str:
 
 
 def _hub_source(data: DataSection, label: str) -> Source:
-    """A dataset of the hub, a local folder of one, or a folder written by `Dataset.save_to_disk`."""
+    """A dataset of the hub, a local copy of one, or a folder written by `Dataset.save_to_disk`."""
     assert data.path is not None
     folder = Path(data.path).expanduser()
     if folder.is_file() and folder.suffix in (".csv", ".tsv"):
@@ -284,7 +284,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
 
 
 def _as_rows(row: dict[str, Any]) -> str:
-    """The reader of rows with answers, where this is such a source."""
+    """Advice on how to read rows with answers, if the source has such rows; else empty."""
     try:
         found = recognise(row, "")
     except BadRow:

@@ -1,4 +1,4 @@
-"""Datasets of the hub and local copies of them, as streams by Hugging Face's `datasets`.
+"""Datasets of the hub and local copies of them, streamed by Hugging Face's `datasets`.
 
 Importing `datasets` takes longer than opening a corpus that is prepared already, so `data.sources.sources` imports this
 only when a row is asked for.
@@ -17,15 +17,15 @@ from config.schema import DataSection
 
 READ_ERRORS = (
     *(datasets.exceptions.DatasetsError, pyarrow.ArrowException, httpx.HTTPError, ValueError, OSError),
-    *(EOFError, zlib.error),  # of .gz, which `datasets` unpacks by Python's gzip
+    *(EOFError, zlib.error),  # for .gz, which `datasets` unpacks with Python's gzip
 )
-"""Errors that a stream raises when its files, its format or the network are at fault."""
+"""Errors that a stream raises if its files, its format or the network are at fault."""
 
 
 def opened(data: DataSection) -> tuple[datasets.IterableDataset, str | None]:
-    """The rows of data.path, and the revision that was opened of a dataset of the hub.
+    """The rows of data.path, and the revision opened for a dataset of the hub.
 
-    Raises READ_ERRORS, also while they are read.
+    Raises READ_ERRORS, also while rows are read.
     """
     folder = Path(str(data.path)).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():

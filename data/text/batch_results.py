@@ -25,7 +25,7 @@ from data.text.workers import Workers
 Arrays = dict[str, np.ndarray]
 _DIGEST_BYTES = 32
 _AHEAD = 2
-"""Batches for each worker that are in flight."""
+"""Batches in flight for each worker."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +37,18 @@ class Work:
     arguments: tuple[Any, ...]
     """Arguments of `make`."""
     identity: str
-    """Differs where anything does that decides the result of a batch."""
+    """Differs whenever anything differs that determines a batch's result."""
 
 
 def kept_folder(corpus: Path) -> Path:
-    """The folder of a corpus's results until it is published. corpus: the folder of the finished one."""
+    """The folder that keeps a corpus's results until it is published. corpus: folder of the finished corpus."""
     return corpus.with_name(f"{corpus.name}.pieces")
 
 
 def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None) -> Generator[Arrays]:
-    """The result of every batch, in their order. At most two batches for each worker are in flight, and one more.
+    """The result of every batch, in order. At most two batches per worker are in flight, plus one.
 
-    kept: the folder of `kept_folder`, which is made; None: no result is kept. Raises what a batch raises, and
+    kept: a folder from `kept_folder`, which is created; None: results are not kept. Raises whatever a batch raises, and
     WorkerDied.
     """
     if kept is not None:
@@ -70,7 +70,7 @@ def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None)
 
 
 def _keeping(make: Callable[..., Callable[[Any], Arrays]], *arguments: Any) -> Callable[[Any], Arrays]:
-    """The function that a worker applies to a path and a batch: it keeps the result there, unless the path is None."""
+    """The function that a worker applies to a path and a batch: it keeps the result at the path unless that is None."""
     function = make(*arguments)
 
     def compute(item: tuple[Path | None, Any]) -> Arrays:
@@ -84,7 +84,7 @@ def _keeping(make: Callable[..., Callable[[Any], Arrays]], *arguments: Any) -> C
 
 
 def result_path(folder: Path, identity: str, batch: Any) -> Path:
-    """The file of a batch's result, in one of 256 folders, since a large corpus has millions."""
+    """The file of a batch's result, in one of 256 folders because a large corpus has millions."""
     content = json.dumps(batch, default=repr).encode()
     key = hashlib.blake2b(content, digest_size=20, key=hashlib.sha256(identity.encode()).digest()).hexdigest()
     return folder / key[:2] / key[2:]
@@ -103,7 +103,7 @@ def write_result(path: Path, result: Arrays) -> None:
 
 
 def read_result(path: Path) -> Arrays | None:
-    """A result; None where there is none, or a damaged one."""
+    """A kept result; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -11,10 +11,10 @@ from data.corpora.corpus import is_prepared
 
 
 def cache_folder(data: DataSection, fingerprint: str, *, say: bool) -> Path:
-    """The folder of a corpus that is there or will be prepared. say: print where it is not that of the config.
+    """The folder of a corpus that exists or will be prepared. say: print it if it is not the config's.
 
-    Services often have no HOME that they may write: the default then becomes a folder of this user beside the temporary
-    files. Raises UserError.
+    Services often have no writable HOME: the default then becomes a folder of this user beside the temporary files.
+    Raises UserError.
     """
     default = data.cache_dir == DataSection.cache_dir
     key = f"data.cache_dir={data.cache_dir}"

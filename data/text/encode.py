@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_DOCUMENT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
-"""[characters] Longer documents are encoded in pieces cut after a line end: the tokenizer needs hundreds of bytes
-of memory for each token, and one file may be a whole corpus."""
+"""[characters] Longer documents are encoded in pieces cut after a line end: the tokenizer needs hundreds of bytes of
+memory per token, and one file may be a whole corpus."""
 
 
 def is_validation(text: str, fraction: float) -> bool:
@@ -25,7 +25,7 @@ def is_validation(text: str, fraction: float) -> bool:
 
 
 def is_drawn(content: bytes, fraction: float) -> bool:
-    """`is_validation` of a document that is these bytes."""
+    """`is_validation` for a document given as bytes."""
     digest = hashlib.blake2b(content, digest_size=8, person=b"split").digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
@@ -36,7 +36,7 @@ class DocumentEncoder:
     def __init__(
         self, tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
     ) -> None:
-        """bytewise: the tokenizer is that of `bytes`, which is applied by a table alone."""
+        """bytewise: the tokenizer is that of `bytes`, which is applied by table lookup."""
         # Parallelism comes from the processes; threads in each of them would only compete for the cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -49,7 +49,7 @@ class DocumentEncoder:
         self._byte_ids = byte_ids().astype(dtype) if bytewise else None
 
     def __call__(self, documents: list[str]) -> dict[str, np.ndarray]:
-        """The documents in order, as of `joined_splits`."""
+        """Tokens of the documents in order, as in `joined_splits`."""
         parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         counts = np.zeros((2, 2), dtype=np.int64)
         for text in documents:
@@ -64,7 +64,7 @@ class DocumentEncoder:
         return joined_splits(parts, counts, self._end.dtype)
 
     def _tokens(self, piece: str) -> np.ndarray:
-        # The batch call is the only one that leaves out the character offsets, which cost a third of the time.
+        # Only the batch call omits the character offsets, which take a third of the time.
         encoding = self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype=self._end.dtype)
 
@@ -82,7 +82,7 @@ def joined_splits(
 
 def byte_ids() -> np.ndarray:
     """(256,) int64: the token of each byte under the tokenizer `bytes`, whose vocabulary is GPT-2's alphabet of bytes
-    in the order of code points: printable Latin-1 as it is, the other bytes behind it.
+    in the order of code points: printable Latin-1 as it is, followed by the other bytes.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(printable))
@@ -90,7 +90,7 @@ def byte_ids() -> np.ndarray:
 
 
 def pieces(text: str) -> Iterator[str]:
-    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they are the text again."""
+    """Cut a long text after line ends into pieces of at most PIECE_CHARACTERS; joined they give the text again."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         line_end = text.rfind("\n", start, start + PIECE_CHARACTERS)

@@ -1,8 +1,8 @@
-"""Holds out the end of the longest document where no document was drawn for validation, as of a single text file.
+"""Holds out the end of the longest document if no document was drawn for validation, as with a single text file.
 
-It is done when a corpus is opened and changes nothing on disk: what is held out are the last whole sequences of that
-document, `data.validation_fraction` of all tokens and at least one, never more than half of it. Training stops at the
-token before, on the border of a sequence, so no token is in both splits.
+This happens when a corpus is opened and changes nothing on disk. Held out are the last whole sequences of that
+document: `data.validation_fraction` of all tokens, at least one sequence, never more than half the document. Training
+stops at the token before, on a sequence border, so no token is in both splits.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from data.corpora.corpus import Corpus
 from data.corpora.shards import Shard, TokenShards
 
 TAIL = "+tail"
-"""Ends the fingerprint of a corpus whose training data this has cut."""
+"""Suffix of the fingerprint of a corpus whose training data was cut here."""
 
 
 def hold_out_tail(corpus: Corpus, *, fraction: float, sequence_length: int) -> Corpus:
-    """`corpus` with the end of its longest document held out; unchanged where that is too short."""
+    """`corpus` with the end of its longest document held out; unchanged if that is too short."""
     assert isinstance(corpus.train, TokenShards), "rows are held out whole"
     start, end = _longest_document(corpus.train, corpus.end_of_document)
     wanted = max(1, round(fraction * corpus.train.tokens / sequence_length))
     sequences = min(wanted, ((end - start) // 2 - 1) // sequence_length)
     if sequences < 1:
         return corpus
-    # Training keeps whole sequences of the shard that it is cut in: each takes one token more than its length.
+    # Training keeps whole sequences of the shard being cut: each takes one token more than its length.
     cut = end - sequences * sequence_length - 1
     base = max(first for first in _starts(corpus.train).tolist() if first <= cut)
     cut = max(start, base + (cut - base - 1) // sequence_length * sequence_length + 1)
@@ -40,7 +40,7 @@ def hold_out_tail(corpus: Corpus, *, fraction: float, sequence_length: int) -> C
 
 
 def _longest_document(shards: TokenShards, end_of_document: int) -> tuple[int, int]:
-    """First token and end of the longest document, the first of several, counted through all shards."""
+    """First token and end of the longest document (the first if several), counted through all shards."""
     longest, start = (0, 0), 0
     for shard, base in zip(shards.shards, _starts(shards).tolist(), strict=True):
         for position in np.flatnonzero(shard.array == end_of_document):
@@ -51,7 +51,7 @@ def _longest_document(shards: TokenShards, end_of_document: int) -> tuple[int, i
 
 
 def _starts(shards: TokenShards) -> np.ndarray:
-    """The number of each shard's first token."""
+    """The global index of each shard's first token."""
     return np.cumsum([0, *(shard.tokens for shard in shards.shards)])[:-1]
 
 

@@ -1,6 +1,6 @@
 """Progress of a preparation, displayed by the process that prepares or by one that waits for it.
 
-Only one rank may print, which need not be the one that holds the lock. So the preparing process writes its line to a
+Only one rank may print, and it need not be the one that holds the lock, so the preparing process writes its line to a
 small file in its partial folder, and a waiting process that displays progress reads it there.
 """
 
@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_EQUAL_LINES = 60.0
 
 
 class Display:
-    """A line every five seconds, or every minute where it says nothing new."""
+    """A line every five seconds, or every minute if it has not changed."""
 
     def __init__(self, label: str, *, active: bool) -> None:
         self.label, self._active = shown(label), active
@@ -54,7 +54,7 @@ class ProgressFile:
         self._path.unlink(missing_ok=True)
 
     def __call__(self, what: str, done: int = 0, total: int | None = None) -> None:
-        """what: the present work, such as "tokenizing". done, total: [bytes]; None where the total is unknown."""
+        """what: the current work, such as "tokenizing". done, total: [bytes]; None if the total is unknown."""
         of_total = f" of {total / 1e6:.1f}" if total else ""
         line = f"data: {what} {self._display.label}" + (f", {done / 1e6:.1f}{of_total} MB" if done else "")
         self._display.show(line)
@@ -66,7 +66,7 @@ class ProgressFile:
 
 
 def read_progress(corpus_folder: Path) -> str:
-    """The line of the process that prepares this corpus; empty without one."""
+    """The progress line of the process that prepares this corpus; empty if there is none."""
     for path in corpus_folder.parent.glob(f"{corpus_folder.name}.partial-*/{_FILE}"):
         try:
             return path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Prepare a corpus once: read the source, tokenize in several processes, publish shards atomically.
 
 Every rank of a run calls `prepare`; it needs no process group. Whichever takes the file lock first prepares, the others
-wait and find the corpus finished. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end; what
-a killed preparation leaves is removed by the next one, which holds the lock, but for the batches in
+wait and find the corpus finished. Everything is written into `<fingerprint>.partial-<pid>` and renamed at the end;
+leftovers of a killed preparation are removed by the next one that holds the lock, except the batches in
 `<fingerprint>.pieces` (`batch_results`). The tokens do not depend on the number of workers.
 """
 
@@ -58,18 +58,18 @@ from data.text.workers import WorkerDied
 SHARD_TOKENS = 1 << 26
 """[tokens] Size of a full shard: 128 MiB of uint16."""
 BATCH_CHARACTERS = 1 << 20
-"""[characters] Text handed to a worker at a time; a longer document is a batch alone."""
+"""[characters] Text handed to a worker at a time; a longer document is a batch of its own."""
 _POLL_SECONDS = 0.5
 _RESULTS_VERSION = 2
-"""The form of a kept result; those of another one are not found."""
+"""Version of the format of kept results; those of other versions are not found."""
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
-"""The tokenizer of data.tokenizer, of the source and data.validation_fraction."""
+"""Makes data.tokenizer's tokenizer from the source and data.validation_fraction."""
 
 
 def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> Corpus:
     """Open the corpus that a config names, preparing it first if need be. It does not depend on the run's seed.
 
-    progress: print how far it is, also while another process prepares.
+    progress: print progress, also while another process prepares.
     for_encoder: with the tokenizer of `make_masking_tokenizer`. Raises UserError.
     """
     fill = partial(_fill, make=make_masking_tokenizer if for_encoder else make_tokenizer)
@@ -80,13 +80,13 @@ def prepare(data: DataSection, *, progress: bool, for_encoder: bool = False) -> 
 
 
 Fill = Callable[[DataSection, Source, str, Path, "ProgressFile"], None]
-"""Writes a whole corpus: of which data and source, its fingerprint, the folder to fill, and where progress goes."""
+"""Writes a whole corpus from: data, source, its fingerprint, the folder to fill, and where to report progress."""
 
 
 def prepared(
     data: DataSection, fingerprint_of: Callable[[DataSection, Source], str], fill: Fill, *, progress: bool
 ) -> Corpus:
-    """The finished corpus of one source, which `fill` writes if it is not there. Raises UserError."""
+    """The finished corpus of one source, written by `fill` if it does not exist. Raises UserError."""
     try:
         source = open_source(data)
         fingerprint = fingerprint_of(data, source)
@@ -117,7 +117,7 @@ def prepared(
 
 
 def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool = False) -> str:
-    """Name of the corpus: 20 hex digits of a hash over everything that decides its tokens."""
+    """Name of the corpus: 20 hex digits of a hash over everything that determines its tokens."""
     parts = [FORMAT_VERSION, data.source, source.identity, source.text_field, str(source.deduplicate)]
     parts += [tokenizer_identity(data.tokenizer), repr(data.validation_fraction), *["encoder"] * for_encoder]
     return fingerprint_of_parts(parts)
@@ -125,7 +125,7 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
 
 @contextmanager
 def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock, or display its holder's progress; UserError once it makes none for `wait_minutes`."""
+    """Hold the corpus's lock; until then display its holder's progress. UserError after `wait_minutes` without any."""
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, ""
     while True:
@@ -152,7 +152,7 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
     for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
         shutil.rmtree(leftover)
     if folder.exists():
-        # A folder without an index is the rest of an interrupted deletion.
+        # A folder without an index is the remainder of an interrupted deletion.
         shutil.rmtree(folder)
     partial = folder.parent / f"{folder.name}.partial-{os.getpid()}"
     partial.mkdir()
@@ -161,7 +161,7 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
             fill(data, source, folder.name, partial, report)
         partial.rename(folder)
         shutil.rmtree(kept_folder(folder), ignore_errors=True)
-    except (UserError, OSError):  # after another end, such as a worker's for lack of memory, what is kept is of use
+    except (UserError, OSError):  # after other failures, such as a worker out of memory, kept results are reused
         shutil.rmtree(kept_folder(folder), ignore_errors=True)
         raise
     finally:
@@ -173,7 +173,7 @@ def _fill(
 ) -> None:
     """Write a whole corpus into `folder`: tokenizer, shards, and last the index.
 
-    Where all documents were drawn for validation, none is if the end of one can be held out instead.
+    If all documents were drawn for validation, none is held out, provided the end of one can be instead.
     """
     report("making the tokenizer for")
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
@@ -189,7 +189,7 @@ def _fill(
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
     if source.ids_field is None:
-        # to tokenize bytes again is faster than to read what was kept
+        # tokenizing bytes again is faster than reading kept results
         kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
         work = _work(data, folder / TOKENIZER)
         batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
@@ -271,7 +271,7 @@ def _no_training_text(data: DataSection, source: Source, held_out: int, skipped:
 
 
 class _SplitWriter:
-    """Collects the tokens of one split and writes a shard of every SHARD_TOKENS."""
+    """Collects the tokens of one split and writes a shard whenever SHARD_TOKENS are held."""
 
     def __init__(self, folder: Path, split: str, dtype: str, header: dict[str, str], end_of_document: int) -> None:
         self._folder, self._split = folder, split
@@ -298,7 +298,7 @@ class _SplitWriter:
                 self._flush()
 
     def finish(self) -> dict[str, Any]:
-        """Write what is left and return this split's part of the index."""
+        """Write the remaining tokens and return this split's part of the index."""
         if self._held:
             self._flush()
         return {"shards": self._shards, "documents": self.documents, "text_bytes": self.text_bytes}

@@ -1,7 +1,7 @@
-"""Documents that are token ids already: checked against the vocabulary, ended, and split into training and validation.
+"""Documents that are already token ids: checked against the vocabulary, ended, and split into training and validation.
 
-A document's ids come as they are; only the end of a document is added where its last id is another. The validation set
-is drawn by a hash of the ids without that end, so it is not the one that the same text would have.
+A document's ids are used as they are; an end-of-document token is added only if the last id is another one. The
+validation set is drawn by a hash of the ids without that end, so it differs from that of the same text.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _BATCH_TOKENS = 1 << 20
 def copied(
     data: DataSection, source: Source, skipped: Counter[str], *, size: int, end_of_document: int, dtype: str
 ) -> Generator[dict[str, np.ndarray]]:
-    """The documents of a source with `ids_field` in batches, as of `joined_splits`. Raises UserError.
+    """The documents of a source with `ids_field` in batches, as in `joined_splits`. Raises UserError.
 
-    size: [ids] of the vocabulary. dtype: uint16 or uint32, in which they are stored.
+    size: [ids] of the vocabulary. dtype: of the stored ids, uint16 or uint32.
     """
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -54,10 +54,10 @@ def copied(
 
 
 def _ids(where: str, value: Any, size: int, tokenizer: str) -> np.ndarray:
-    """(tokens,) of an integer dtype, each below `size`. where: with the field, for messages. Raises UserError."""
+    """(tokens,) of an integer dtype, each below `size`. where: place and field, for messages. Raises UserError."""
     try:
         ids = np.asarray([] if value is None else value)
-    except ValueError:  # lists of several lengths
+    except ValueError:  # lists of different lengths
         ids = np.asarray(None)
     if ids.ndim == 1 and not len(ids):
         return ids.astype(np.int64)
@@ -75,7 +75,7 @@ def _ids(where: str, value: Any, size: int, tokenizer: str) -> np.ndarray:
 
 
 def _located(data: DataSection, source: Source, field: str) -> Iterator[tuple[str, Any]]:
-    """The field's value in every row, with its file and place there as far as a hub gives them."""
+    """The field's value in every row, with its file and place if the source has them."""
     if data.source == "parquet":
         for path in source.files:
             yield from _of_parquet(path, field)
@@ -89,7 +89,7 @@ def _located(data: DataSection, source: Source, field: str) -> Iterator[tuple[st
 
 
 def _of_parquet(path: str, field: str) -> Iterator[tuple[str, Any]]:
-    """Rows of one column as arrays: Python's numbers take ten times as long."""
+    """Rows of one column as arrays: Python numbers take ten times as long."""
     with reading(path), pyarrow.parquet.ParquetFile(opened(path, seekable=True)) as file:
         if field not in file.schema_arrow.names:
             raise _no_such_field(path, field, file.schema_arrow.names)

@@ -23,15 +23,15 @@ from data.text.encode import END_OF_DOCUMENT, is_validation, train_bpe
 from data.text.workers import Workers
 
 SAMPLE_BYTES = 32 << 20
-"""[bytes] Text that a BPE is trained on, at most (one longer document excepted)."""
+"""[bytes] A BPE is trained on at most this much text (except for a single longer document)."""
 SCANNED_BYTES = 1 << 30
-"""[bytes] Text at the start of the source that the sample is drawn from; so that drawing it ends on any stream."""
+"""[bytes] The sample is drawn from this much text at the start of the source, so that drawing ends on any stream."""
 SMALLEST_BPE = 257
 """[tokens] 256 bytes and the end of a document."""
 
 
 def tokenizer_identity(spec: str) -> str:
-    """The tokenizer's part of a corpus's fingerprint: its name, or for a local folder its files' contents."""
+    """The tokenizer's part of a corpus's fingerprint: its name, or the contents of a local folder's files."""
     folder = Path(spec).expanduser()
     if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
         return spec
@@ -50,17 +50,17 @@ def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> Pre
     if vocabulary is None:
         return _load_pretrained(spec)
     sample = draw_sample(source, validation_fraction)
-    # In a process of its own: the trainer's threads would make every later fork of this process print a warning.
+    # In a separate process: the trainer's threads would make every later fork of this process print a warning.
     with Workers(1, partial, train_bpe, vocabulary) as workers:
         return _wrap(Tokenizer.from_str(workers.submit(sample).result()))
 
 
 ENCODER_TOKENS = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-"""Special tokens of an encoder's tokenizer that is trained here."""
+"""Special tokens of an encoder's tokenizer that is made here."""
 
 
 def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS, and put texts between them as BERT does."""
+    """`make_tokenizer` for an encoder: bytes and bpe get ENCODER_TOKENS and wrap texts in them as BERT does."""
     tokenizer = make_tokenizer(spec, source, validation_fraction)
     if is_made(spec):
         tokenizer.add_special_tokens(dict(ENCODER_TOKENS))
@@ -74,21 +74,21 @@ def make_encoder_tokenizer(spec: str, source: Source, validation_fraction: float
 
 
 def make_masking_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:
-    """`make_encoder_tokenizer` for task mlm. Raises UserError where it has no mask token, too."""
+    """`make_encoder_tokenizer` for task mlm. Also raises UserError if it has no mask token."""
     tokenizer = make_encoder_tokenizer(spec, source, validation_fraction)
     mask_token(tokenizer)
     return tokenizer
 
 
 def mask_token(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The id of what stands for a hidden token. Raises UserError where there is none."""
+    """Id of the mask token. Raises UserError if there is none."""
     if tokenizer.mask_token_id is None:
         raise UserError("data.tokenizer: has no mask token, which task = mlm needs; use that of an encoder")
     return int(tokenizer.mask_token_id)
 
 
 def is_made(spec: str) -> bool:
-    """Whether the tokenizer that data.tokenizer names is made from the data, and no other has its tokens."""
+    """Whether data.tokenizer names a tokenizer made here, so that no other has its tokens."""
     return spec == "bytes" or _bpe_vocabulary(spec) is not None
 
 
@@ -99,7 +99,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerFast) -> int:
-    """Number of ids a model needs: one more than the largest id, which `len` understates for vocabularies with gaps."""
+    """Number of ids a model needs: the largest id plus one, which `len` understates for vocabularies with gaps."""
     return max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
 
 
@@ -107,7 +107,7 @@ def draw_sample(source: Source, validation_fraction: float) -> list[str]:
     """Training documents for the BPE: those with the smallest hashes among the first SCANNED_BYTES, in hash order."""
     heap: list[tuple[int, str]] = []
     held = scanned = 0
-    cut = 1 << 64  # hash of the smallest document that did not fit: a larger one that would fit has to stay out too
+    cut = 1 << 64  # smallest hash that did not fit: documents with larger hashes stay out, even if they would fit
     for text in source.documents(Counter()):
         raw = text.encode()
         scanned += len(raw)
@@ -165,7 +165,7 @@ def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
-        tokenizer.eos_token = tokenizer.sep_token  # BERT's texts end with it
+        tokenizer.eos_token = tokenizer.sep_token  # BERT ends texts with it
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"data.tokenizer={spec}: has no end-of-document token. Set eos_token in its tokenizer_config.json."

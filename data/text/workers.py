@@ -1,9 +1,9 @@
-"""Worker processes that compute what a thread of this process waits for, and whose death is noticed at once.
+"""Worker processes that compute while a thread of this process waits, and whose death is noticed at once.
 
-`concurrent.futures.ProcessPoolExecutor` would do, but for two things seen with Python 3.11. It keeps five named
-semaphores in /dev/shm, which stay until the machine restarts when a whole job is killed. And it hands a new process its
-arguments through a pipe of which it holds both ends: if the process is killed before it has read a tokenizer of more
-than the pipe holds, the executor waits for ever. Here every worker has one connection, which breaks with it.
+`concurrent.futures.ProcessPoolExecutor` would do, except for two problems seen with Python 3.11. It keeps five named
+semaphores in /dev/shm, which stay until the machine restarts if a whole job is killed. And it passes a new process its
+arguments through a pipe of which it holds both ends: if the process is killed before it has read a tokenizer larger
+than the pipe's buffer, the executor waits forever. Here every worker has one connection, which breaks with it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from config.machine.processes import describe_exit
 
 
 class WorkerDied(Exception):
-    """A worker process has ended by itself; how, in words."""
+    """A worker process has ended by itself; the text says how."""
 
 
 class Workers:
-    """At most `count` processes, started as they are needed: fresh interpreters, on all cores this process may use."""
+    """At most `count` processes, started on demand: fresh interpreters, on all cores this process may use."""
 
     def __init__(self, count: int, make: Callable[..., Callable[[Any], Any]], *arguments: object) -> None:
-        """make: called with `arguments` in each process, returns the function that it applies. Both are pickled."""
+        """make: called with `arguments` in each process; returns the function to apply. Both are pickled."""
         self._setup = (make, arguments)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")  # one waits for each process
         self._own = threading.local()
@@ -86,7 +86,7 @@ class Workers:
 
 
 def _serve(connection: Connection) -> None:
-    """Compute one item after another, until the other end is closed."""
+    """Compute one item after another until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with suppress(EOFError, ConnectionError):  # the parent is done
@@ -102,7 +102,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process with its parent, also in the middle of an item."""
+    """End this process when its parent ends, even in the middle of an item."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

@@ -2,9 +2,9 @@
 
     python -m lab.benchmark.anchors --config config/recipes/benchmark_1b.yaml [key.sub=value ...]
 
-Each one's own model runs forward and backward on tensors without values; bytes and launches are those of its
-operators, of its loss and of what happens once a step (docs/performance.md says what is taken from whose code).
-torchtitan is left out where it is not installed (`make titan`). Exit code 0; 2 when the config is wrong.
+The model of each runs forward and backward on tensors without values; bytes and launches are those of its operators,
+its loss and everything done once a step (docs/performance.md says what is taken from whose code). torchtitan is left
+out if it is not installed (`make titan`). Exit code 0; 2 when the config is wrong.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from tracking import terminal
 from tracking.pages.markdown import Table
 
 _COMPILED_SOFTMAX = 8.0
-"""[bytes] What a compiled cross-entropy moves of one logit: read for the sums and for the loss, read and overwritten by
+"""[bytes] Traffic of a compiled cross-entropy per logit: read for the sums and for the loss, read and overwritten by
 its gradient in 16 bits."""
 _TITAN_CHUNKS = 8
-"""Chunks of torchtitan's loss."""
+"""Number of chunks of torchtitan's loss."""
 _ADAMW, _CLIPPED = 28.0, 12.0
-"""[bytes] What fused AdamW and clipping by a norm move of one value in FP32."""
+"""[bytes] Traffic of fused AdamW and of clipping by a norm per FP32 value."""
 _FSDP_GATHERED = 4 + 2 + 2 + 2
-"""[bytes] What FSDP2 moves of one value in a forward pass: cast into the buffer of its group, and copied out of it."""
+"""[bytes] Traffic of FSDP2 per value in a forward pass: cast into its group's buffer, and copied out of it."""
 _FSDP_REDUCED = 2 + 4 + 8 + 4
-"""[bytes] The same of its gradient: cast to FP32 into the buffer, and added to the sum."""
+"""[bytes] Traffic of FSDP2 per gradient value: cast to FP32 into the buffer, and added to the sum."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,15 @@ class Counted:
 
     name: str
     flops: float
-    """[FLOP] A step's matmuls and attention."""
+    """[FLOP] Matmuls and attention of a step."""
     blocks: float
-    """[bytes] Operators of a step's micro-batches, but for the head and the loss."""
+    """[bytes] Operators of a step's micro-batches, except head and loss."""
     loss: float
     """[bytes] Head and loss."""
     states: float
     """[bytes] Casts and sums of gradients, copies of weights, clipping, optimizer."""
     launches: float
-    """[operators] Number in a step."""
+    """[operators] Number of launches in a step."""
 
     @property
     def bytes(self) -> float:
@@ -66,7 +66,7 @@ class Counted:
 
 
 def contestants(config: Any, shape: Shape, layout: Layout) -> Iterator[Counted]:
-    """Mantissa with each kind of kernels, and the others on the same work."""
+    """Mantissa with each kind of kernels, then the others on the same work."""
     assert shape.counted is not None
     own = shape.counted.operations
     loss = list(loss_operations(shape, layout, fused_softmax=True))
@@ -80,7 +80,7 @@ def contestants(config: Any, shape: Shape, layout: Layout) -> Iterator[Counted]:
     ):
         yield _counted(name, kernels, loss, states, layout, steps)
     whole = list(_whole_loss(shape, layout, SOFTMAX_BYTES["full"], chunks=1))
-    summed = (layout.accumulation - 1) * 12.0  # the first gradient is kept as it is
+    summed = (layout.accumulation - 1) * 12.0  # the first gradient is kept, not added
     trainer = shape.parameters * (summed + _CLIPPED + _ADAMW)
     yield _counted("HF Trainer, autocast", _trainer(config, layout), whole, trainer, layout, steps)
     if find_spec("torchtitan") is None:
@@ -114,14 +114,14 @@ def _counted(
 
 
 def _whole_loss(shape: Shape, layout: Layout, softmax: float, *, chunks: int) -> Iterator[Operation]:
-    """Logits of all tokens, or of one chunk after the other, in 16 bits, and a gradient of the head for each."""
+    """Logits of all tokens, or of one chunk after another, in 16 bits, each with a gradient of the head."""
     tokens, head = layout.label_tokens / chunks, 2.0 * shape.vocabulary * shape.hidden
     logits, states = 2.0 * tokens * shape.vocabulary, 2.0 * tokens * shape.hidden
     for _ in range(chunks):
         for size in (logits + states + head,) * 3:
             yield Operation("matmul", "head", False, tokens * head, {0: size}, {})
         yield Operation("other", "head", False, 0.0, {0: softmax * logits / 2}, {})
-        if chunks > 1:  # added to the gradient so far
+        if chunks > 1:  # added to the gradient accumulated so far
             yield Operation("other", "head", True, 0.0, {0: 3 * head}, {})
 
 

@@ -6,14 +6,14 @@
 
 docs/performance.md has the contestants. All start from the same weights and train on the same tokens in the same order,
 with the same learning rates and the same resolved DeepSpeed JSON (translated for torchtitan). Each round runs every
-contestant once, in an order that is reversed from round to round; ratios are taken round by round, and those whose
-losses differ get none. With parallel.tensor it is mantissa and bare. task: sft (with data.packing=none) is trained by
-mantissa, trainer and trl, task: dpo by mantissa and trl, both with or without an adapter; each pads its batches as it
-does.
+contestant once, in an order that is reversed from round to round; ratios are taken round by round, and a contestant
+whose losses differ gets none. With parallel.tensor only mantissa and bare take part. task: sft (with data.packing=none)
+is trained by mantissa, trainer and trl, task: dpo by mantissa and trl, both with or without an adapter; each pads
+batches in its own way.
 
-The folder gets `benchmark.json` and `benchmark.md`, written anew after every run, logs and results. A contestant whose
-job fails is left out of the rounds that follow, and the report says why. Exit code 0; 3: losses differ, a contestant
-failed, or a bound of --at-least does; 2: it cannot be done.
+The folder gets `benchmark.json` and `benchmark.md`, rewritten after every run, logs and results. A contestant whose job
+fails is left out of later rounds, and the report says why. Exit code 0; 3: losses differ, a contestant failed, or a
+bound of --at-least is not met; 2: not possible.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lab.benchmark.spec import prepare_work
 from launch.job import default_processes, shorten
 
 DEFAULT_CONTESTANTS = "mantissa,bare,accelerate,trainer,trl,torchtitan"
-"""Contestants unless others are named; those that are not installed are skipped, with the reason."""
+"""Default contestants; those that are not installed are skipped, with the reason."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -63,9 +63,9 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def read_bounds(
     texts: Sequence[str], contestants: Sequence[str], skipped: Mapping[str, str]
 ) -> list[tuple[str, str, float]]:
-    """`A/B=RATIO` as (A, B, RATIO). skipped: those who are skipped, with the reason.
+    """`A/B=RATIO` as (A, B, RATIO). skipped: contestants that are skipped, with the reason.
 
-    Raises UserError: another form, or a name that does not take part.
+    Raises UserError for any other form, or a name that does not take part.
     """
     bounds = []
     for text in texts:
@@ -120,14 +120,14 @@ def _require_shared(file: str, config: Config) -> None:
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    """Run all contestants, compare them, and write the report; the content of benchmark.json. Raises UserError."""
+    """Run and compare all contestants, and write the report; returns benchmark.json's content. Raises UserError."""
     contestants, skipped = parted(read_names(options.contestants), unavailable_reason, "run here")
     read_bounds(options.at_least, contestants, skipped)
     processes = options.processes or default_processes()
     resolved, arguments = resolve(options, processes)
     report = Report(options.out, "benchmark", page)
     report.remove("results", "weights", "rows", "tokens.npy", "spec.json")
-    # in a process of its own: it takes the model's memory, and on a GPU machine a share of a GPU's
+    # in its own process: it takes the model's memory, and on a GPU machine some of a GPU's
     spec = in_own_process(prepare_work, resolved, report.folder, warm_up=options.warm_up)
     runner = Runner(report.folder, processes, arguments, spec)
     contestants, unsupported = parted(contestants, runner.refusal, "train this")

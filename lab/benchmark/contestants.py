@@ -31,26 +31,26 @@ MANTISSA: dict[str, tuple[str, ...]] = {
         *("guard.spike_sigmas=0", "guard.attribute_overflows=false"),
     ),
 }
-"""Mantissa as its config has it, with all its optional work on, and with all of it off: overrides by name."""
+"""Mantissa as configured, with all of its optional work on, and with all of it off: overrides by name."""
 _SAME_LAYOUT = ("deepspeed.config=null", "deepspeed.stage={stage}", "deepspeed.offload={offload}")
-_TORCH = "model.kernels=torch"  # the manifest path has no others
+_TORCH = "model.kernels=torch"  # the manifest path supports no others
 PRECISIONS: dict[str, tuple[str, ...]] = {
     "mantissa-fp32": (_TORCH, *_SAME_LAYOUT, "precision.compute=fp32"),
     "mantissa-bf16": (_TORCH, *_SAME_LAYOUT, "precision.compute=bf16"),
-    # steps that are skipped while the scale settles would make the losses differ
+    # steps skipped while the scale settles would make the losses differ
     "mantissa-fp16": (_TORCH, *_SAME_LAYOUT, "precision.compute=fp16", "precision.loss_scale.initial=4096"),
     "mantissa-manifest": (
         *(_TORCH, *_SAME_LAYOUT, "precision.compute=auto", "precision.manifest=config/manifests/bf16.json"),
     ),
 }
-"""Mantissa with another precision than the config's, on the same work: overrides by name, to be formatted with a ZeRO
+"""Mantissa with a precision other than the config's, on the same work: overrides by name, to be formatted with a ZeRO
 stage and none or cpu."""
 KERNELS: dict[str, tuple[str, ...]] = {
     "mantissa-liger": ("model.kernels=liger",),
     "mantissa-torch": ("model.kernels=torch",),
     "mantissa-compile": ("model.kernels=torch", "model.compile=true"),
 }
-"""Mantissa with Liger's kernels, without them where they are installed, and with compiled blocks: overrides by name."""
+"""Mantissa with Liger's kernels, with torch's even if Liger is there, and with compiled blocks: overrides by name."""
 CHECKPOINTING: dict[str, tuple[str, ...]] = {
     **{f"recompute-{mode}": (f"model.activation_checkpointing={mode}",) for mode in ("none", "ops", "attention")},
     "recompute-selective": ("model.activation_checkpointing=selective",),
@@ -63,12 +63,12 @@ OWN = MANTISSA | PRECISIONS | KERNELS | CHECKPOINTING
 
 
 class Peer(NamedTuple):
-    """A loop of another library."""
+    """A training loop of another library."""
 
     module: str
     """Module of `lab.benchmark.peers`."""
     tasks: tuple[str, ...] = ("pretrain",)
-    """The tasks that it trains."""
+    """Tasks that it can train."""
     arguments: tuple[str, ...] = ()
 
 
@@ -81,7 +81,7 @@ PEERS = {
     "torchtitan-compile": Peer("titan_loop", arguments=("--compile",)),
 }
 TITAN = ("torchtitan", "torchtitan-compile")
-# Turns off what no other contestant does while it is timed.
+# Turns off work that no other contestant does while it is timed.
 COMMON_OVERRIDES = (
     *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.dir=null"),
     *("checkpoint.at_end=false", "generate.tokens=0", "profile.steps=0", "tracking.otlp_endpoint=null"),
@@ -95,7 +95,7 @@ class Run:
     launched: float
     """[seconds since the epoch]"""
     warm_up: int
-    """[steps] Not timed."""
+    """[steps] Untimed steps."""
     result: Result
 
     @property
@@ -117,7 +117,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs jobs of any contestant on one work, in a folder of their own."""
+    """Runs jobs of any contestant on one work, in a folder of its own."""
 
     folder: Path
     processes: int
@@ -144,19 +144,19 @@ class Runner:
         return Run(launched, warm_up, result)
 
     def peak(self) -> dict[str, Any]:
-        """The rate of matmuls in the work's dtype, in all processes at once; see `lab.benchmark.peak`."""
+        """The matmul rate in the work's dtype, in all processes at once; see `lab.benchmark.peak`."""
         target = self._target("peak")
         self._start(["-m", "lab.benchmark.peak", self.spec.compute, str(target)], "peak")
         return json.loads(target.read_text(encoding="utf-8"))
 
     def refusal(self, contestant: str) -> str | None:
-        """Why a contestant cannot train this work; None where it can."""
+        """Why a contestant cannot train this work; None if it can."""
         spec = self.spec
         if contestant in OWN:
             return refusal(self._own_arguments(contestant), as_launched(self.processes))
         if spec.task not in PEERS[contestant].tasks:
             return f"it trains {' and '.join(PEERS[contestant].tasks)}, not {spec.task}"
-        if spec.tensor > 1 and contestant != "bare":  # whose DeepSpeed has AutoTP by its own config
+        if spec.tensor > 1 and contestant != "bare":  # DeepSpeed's own config gives bare AutoTP
             return f"its loop shares no matrices (parallel.tensor = {spec.tensor})"
         return titan_terms.unsupported_reason(spec) if contestant in TITAN else None
 
@@ -166,7 +166,7 @@ class Runner:
         return target
 
     def _start(self, program: Sequence[str], label: str) -> float:
-        """Run a program to its end; when it was launched. Raises UserError, which names the log, when it fails."""
+        """Run a program to its end; returns when it was launched. Raises UserError naming the log if it fails."""
         log, launched = self.folder / "logs" / f"{label}.log", time.time()
         code = launch(program, processes=self.processes, log=log)
         if code:
@@ -180,7 +180,7 @@ class Runner:
 
 
 def read_names(text: str) -> list[str]:
-    """The contestants of a comma-separated list. Raises UserError: no such contestant, or one twice."""
+    """The contestants of a comma-separated list. Raises UserError for an unknown or repeated one."""
     given = list(filter(None, text.split(",")))
     for name in given:
         if name not in {*OWN, *PEERS}:
@@ -191,7 +191,7 @@ def read_names(text: str) -> list[str]:
 
 
 def parted(names: Sequence[str], reason_of: Callable[[str], str | None], what: str) -> tuple[list[str], dict[str, str]]:
-    """The contestants that can do this, and the reason of each that cannot. Raises UserError: none is left."""
+    """The contestants that can do this, and the reason of each that cannot. Raises UserError if none is left."""
     reasons = {name: reason_of(name) for name in names}
     skipped = {name: reason for name, reason in reasons.items() if reason is not None}
     if len(skipped) == len(reasons):
@@ -201,7 +201,7 @@ def parted(names: Sequence[str], reason_of: Callable[[str], str | None], what: s
 
 
 def unavailable_reason(name: str) -> str | None:
-    """Why a contestant cannot be started here, whatever the work is; None where it can."""
+    """Why a contestant cannot be started here, whatever the work; None if it can."""
     if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
         return "accelerate is not installed"
     if name == "trl" and find_spec("trl") is None:

@@ -1,12 +1,12 @@
-"""Speed and memory of turning text into a corpus, by tokenizer, amount of text and number of processes.
+"""Speed and memory of preparing a corpus from text, by tokenizer, amount of text and number of processes.
 
     python -m lab.benchmark.data [--path FILES] [--tokenizers bytes,bpe:4096] [--megabytes 4,8,16,32] [--processes 1,2]
         [--json FILE]
 
 FILES is a text file, a folder or a glob, as in data.path; without it the running Python's standard library is read.
-Each amount is prepared from the first documents, in a process of its own with an empty cache. A BPE is trained first
-and timed separately, because its sample stops growing at 32 MiB; MB/s covers the rest. Memory is the peak resident set,
-of the process that reads and writes and of the largest of the workers that tokenize.
+Each amount is prepared from the first documents, in its own process with an empty cache. A BPE is trained first and
+timed separately, because its sample stops growing at 32 MiB; MB/s covers the rest. Memory is the peak resident set of
+the process that reads and writes, and of the largest worker that tokenizes.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ COLUMNS = {
     "reader_mib": "{:,.0f}",
     "worker_mib": "{:,.0f}",
 }
-"""Figures of a row and their form. `processes` tokenize, `train_s` draw the sample and train a tokenizer,
-`rest_s` are the rest with the start of the processes; memory is the peak of the process that reads and writes, and of
-the largest that tokenizes."""
+"""Figures of a row and their format. `processes`: number that tokenize; `train_s`: drawing the sample and training a
+tokenizer; `rest_s`: the rest, including the start of the processes; memory: peaks of the process that reads and writes,
+and of the largest that tokenizes."""
 
 
 def write_documents(source: DataSection, megabytes: float, folder: Path) -> None:
-    """Write the first documents of the source into `folder`, a file each.
+    """Write the first documents of the source into `folder`, one file each.
 
-    The last one is cut to size. Raises UserError when the source has less text.
+    The last one is cut to size. Raises UserError if the source has less text.
     """
     from data.sources.sources import open_source
 
@@ -71,7 +71,7 @@ def write_documents(source: DataSection, megabytes: float, folder: Path) -> None
 
 
 def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch: str) -> dict[str, Any]:
-    """Prepare the text in `path` into an empty cache. Runs in a process of its own, whose peak memory it reports."""
+    """Prepare the text in `path` into an empty cache. Runs in its own process, whose peak memory it reports."""
     from data.sources.sources import open_source
     from data.text.prepare import prepare
     from data.text.tokenizer import make_tokenizer
@@ -100,7 +100,7 @@ def measure(path: str, tokenizer: str, megabytes: float, processes: int, scratch
 
 
 def _cpu_seconds() -> list[float]:
-    """CPU time of this process, and of its children that have ended."""
+    """CPU time of this process, and of its finished children."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return [usage.ru_utime + usage.ru_stime for usage in used]
 

@@ -1,7 +1,7 @@
 """The harness of the benchmarks: jobs that take turns, and reports of them.
 
-Each round runs every contestant once, in an order that is reversed from round to round, and the report is written anew
-after every job, since what ends this process may come without notice.
+Each round runs every contestant once, in an order that is reversed from round to round, and the report is rewritten
+after every job, since this process may be killed without notice.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ALL_HOLD, FAILED = 0, 3
-"""Exit codes: everything was measured and every bound holds; losses differ, something failed, or a bound does."""
+"""Exit codes: everything was measured and every bound holds; losses differ, a job failed, or a bound does not hold."""
 SHARES: tuple[Literal["sequence", "tensor", "expert"], ...] = ("sequence", "tensor", "expert")
-"""The axes that ranks may share where Mantissa's own steps, observations or saves are timed."""
+"""The axes that ranks may share when Mantissa's own steps, observations or saves are timed."""
 
 
 def seconds_of(block: Callable[[], object], device: torch.device, *, times: int = 1) -> float:
-    """[s] Duration of `times` calls; on a GPU until its work is done."""
+    """[s] Duration of `times` calls; on a GPU until its work is finished."""
     started = time.perf_counter()
     for _ in range(times):
         block()
@@ -59,7 +59,7 @@ def write_json(path: Path, found: Any) -> Any:
 
 
 def job_options(module: str, description: str | None, *, steps: int, rounds: int | None = None) -> Arguments:
-    """The options that all benchmarks of jobs have. rounds: the default; None has no such option."""
+    """The options shared by all benchmarks of jobs. rounds: the default; None: no such option."""
     parser = Arguments(f"python -m {module}", description)
     parser.add_argument("--config", required=True, help="run config to train")
     if rounds is not None:
@@ -75,10 +75,10 @@ def job_options(module: str, description: str | None, *, steps: int, rounds: int
 def in_rounds(
     names: Sequence[str], rounds: int, run: Callable[[str, str], T], failed: dict[str, str], tell: Callable[[T], str]
 ) -> Iterator[dict[str, list[T]]]:
-    """Run everyone in every round; yields all runs so far, by name, after each.
+    """Run every contestant in every round; yields all runs so far, by name, after each.
 
-    run: of a name and the job's label. failed: is given those whose job failed, with the reason; their later rounds
-    are left out. Raises UserError: the first reason, where no run at all succeeded.
+    run: called with a name and the job's label. failed: filled with contestants whose job failed, and the reason; their
+    later rounds are left out. Raises UserError with the first reason if no run at all succeeded.
     """
     runs: dict[str, list[T]] = {name: [] for name in names}
     for number, name in in_turn(names, rounds):
@@ -100,14 +100,14 @@ class Report:
     """The folder of a benchmark: NAME.json and NAME.md beside the logs and runs of its jobs."""
 
     def __init__(self, out: Path, name: str, page: Callable[[dict[str, Any]], str]) -> None:
-        """Removes what an earlier benchmark has left there."""
+        """Removes what an earlier benchmark left there."""
         self.folder, self._page = out.expanduser().resolve(), page
         self._json, self._text = (self.folder / f"{name}.{ending}" for ending in ("json", "md"))
         self.remove("logs", "runs", self._json.name, self._text.name)
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self, *names: str) -> None:
-        """Remove files and folders where they exist."""
+        """Remove files and folders if they exist."""
         for path in (self.folder / name for name in names):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
@@ -119,7 +119,7 @@ class Report:
 
 
 def conditions(module: str, resolved: Resolved, processes: int, **more: Any) -> dict[str, Any]:
-    """The conditions of jobs, for their report."""
+    """Conditions of jobs, for the report."""
     return {
         "command": shlex.join(["python", "-m", module, *redact_arguments(sys.argv[1:])]),
         "compute": resolved.compute,
@@ -143,7 +143,7 @@ def device_name() -> str:
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Call a function in a process of its own, whose memory it has to itself and gives back."""
+    """Call a function in its own process, so that its memory is separate and released afterwards."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments, **options).result()
 

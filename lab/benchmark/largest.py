@@ -3,10 +3,10 @@
     python -m lab.benchmark.largest --config config/recipes/benchmark_1b.yaml --layers 32,64,96 [--steps 3]
         [--host-gib 100] [--processes 1] [--out FOLDER] [key.sub=value ...]
 
-Each depth is a job of its own, from the shallowest on, until one fails. A job whose processes together take more than
+Each depth is its own job, starting with the shallowest, until one fails. A job whose processes together take more than
 `--host-gib` of this machine's memory (the sum of their proportional set sizes) is killed before the kernel's
 out-of-memory killer chooses another process. The folder gets `largest.json` and `largest.md`, logs and runs. Exit code
-0; 3: not even the first depth trains; 2: it cannot be done.
+0; 3: not even the first depth trains; 2: not possible.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SHARE = 0.9
 
 
 class HostMemory:
-    """Measures the memory of the job that this process starts next, and kills the job where it exceeds a limit."""
+    """Measures the memory of the job that this process starts next, and kills the job if it exceeds a limit."""
 
     def __init__(self, limit: float) -> None:
         """limit: [bytes]"""
@@ -53,7 +53,7 @@ class HostMemory:
         return self.peak > self._limit
 
     def look(self) -> None:
-        """Sample the job's processes; those that end meanwhile have none."""
+        """Sample the memory of the job's processes, ignoring those that end meanwhile."""
         job: list[psutil.Process] = []
         now = 0
         for child in psutil.Process().children():
@@ -100,7 +100,7 @@ def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: 
 
 
 def benchmark(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the depths and write the report; the content of largest.json. Raises UserError."""
+    """Run the depths and write the report; returns the content of largest.json. Raises UserError."""
     processes = options.processes or default_processes()
     common = ["--config", options.config, *options.overrides, *COMMON_OVERRIDES, "tracking.wandb=disabled"]
     common += [f"run.steps={options.steps + 1}", "schedule.warmup_steps=1"]

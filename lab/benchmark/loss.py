@@ -2,11 +2,11 @@
 
     python -m lab.benchmark.loss [--vocabulary 4096 32768 131072] [--hidden 1024] [--tokens 4096] [--dtype bf16]
 
-A row is one implementation in a process of its own: milliseconds of a forward and backward pass (median of --repeats
-after one that is not counted), its peak memory without its inputs, and the relative error of the gradients against FP64
-(L2 norm; left out above 2^28 logits). `full` and `chunked` are the trainer's, `autograd` a loop over checkpointed
-chunks, `torch` its own chunked linear_cross_entropy, from 2.13 on, `liger` Liger Kernel's, on CUDA. Exit code 3: one
-failed; its row says why.
+A row is one implementation in its own process: milliseconds of a forward and backward pass (median of --repeats after
+an untimed one), its peak memory without its inputs, and the relative error of the gradients against FP64 (L2 norm; left
+out above 2^28 logits). `full` and `chunked` are the trainer's, `autograd` a loop over checkpointed chunks, `torch`
+torch's own chunked linear_cross_entropy, since 2.13, `liger` Liger Kernel's, on CUDA. Exit code 3: one failed; its row
+says why.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def measure(way: str, *, vocabulary: int, hidden: int, tokens: int, dtype: str, 
 
 
 def row_of(way: str, **shape: Any) -> dict[str, Any]:
-    """`measure` in a process of its own, whose allocator holds nothing of an earlier row; or why it failed."""
+    """`measure` in its own process, whose allocator holds nothing of an earlier row; or why it failed."""
     try:
         return in_own_process(measure, way, **shape)
-    except Exception as error:  # whatever it is, the other implementations are worth measuring
+    except Exception as error:  # whatever it is, the other implementations can still be measured
         return {"way": way, **shape, "failed": one_line(error)}
 
 
@@ -130,7 +130,7 @@ def _errors(states: Tensor, weight: Tensor, labels: Tensor, chunk: int, scale: f
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; one JSON line a row with --json, else a table."""
+    """The command line; one JSON line per row with --json, else a table."""
     parser = Arguments("python -m lab.benchmark.loss", __doc__)
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[4096, 32768, 131072])
     parser.add_argument("--hidden", type=int, default=1024)

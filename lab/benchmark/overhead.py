@@ -1,26 +1,26 @@
-"""The time that Mantissa adds to a training step, measured beside steps without it in the same processes.
+"""The time that Mantissa adds to a training step, measured against steps without it in the same processes.
 
     deepspeed --num_gpus 2 --module lab.benchmark.overhead --config FILE [--pairs 100] [--steps 1] [--json FILE]
         [--at-least 0.99 | --by-stage | --of WORK [--every 100]] [key.sub=value ...]
 
-Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a machine whose speed
-drifts disturbs both alike. What a job costs before and after them is not measured. Exit code 3: a bound is broken.
+Blocks of `--steps` steps alternate, and which kind comes first changes from pair to pair, so that a drift in the
+machine's speed affects both alike. The cost of a job's start and end is not measured. Exit code 3: a bound is not met.
 
 **Against a plain loop.** Two engines start from the same weights and train on the same batches with the same learning
-rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with all that the config
-asks for. Ratios are of tokens per second, Mantissa's over the plain loop's: the median of the pairs, and that of all
-their seconds together, in which a step that is rarely slow counts. Bounds: losses differ as little as in
-`lab.benchmark`, and the median's interval reaches `--at-least`.
+rates: one by `deepspeed.initialize` and the loop of its documentation, the other Mantissa's with everything that the
+config requests. Ratios are of tokens per second, Mantissa's over the plain loop's: the median over pairs, and the ratio
+of total seconds, which rare slow steps affect. Bounds: losses differ no more than `lab.benchmark` allows, and the
+median's interval reaches `--at-least`.
 
 **--by-stage.** Guarded and bare steps alternate on Mantissa's own engine. A bare step is forward, backward, gradient
-norm, clipping and optimizer step. What a guarded one adds is timed directly: health (the numbers of the step, gathered
+norm, clipping and optimizer step. What a guarded step adds is timed directly: health (the numbers of the step, gathered
 from all ranks), guard (the verdict, with spike detection on), record (the step event, to every sink) and other Python.
 
-**--of WORK.** Steps with and without one work alternate on one engine: telemetry, a figure of it (attention, channels,
-adam; the steps without it have the rest), an observation of dtypes, a save, or the checks for silent corruption. The
-cost is the median difference of a pair, as a share of the median step without; amortised is that share over `--every`
-steps, and its bound 0.5%. A save is started before the first of 8 steps, and its cost is that of the block; the checks,
-those of docs/corruption.md where nothing else is set, look at every step of theirs.
+**--of WORK.** Steps with and without one kind of work alternate on one engine: telemetry, one of its figures
+(attention, channels, adam; steps without it have the others), an observation of dtypes, a save, or the checks for
+silent corruption. The cost is the median difference of a pair, relative to the median step without; amortised is that
+share over `--every` steps, bounded by 0.5%. A save is started before the first of 8 steps, and its cost is that of the
+block; the checks, by default those of docs/corruption.md, run in every step of their block.
 """
 
 from __future__ import annotations
@@ -76,34 +76,34 @@ from training.tracing.follow import follow
 
 T = TypeVar("T")
 Interval = tuple[float, float, float]
-"""A figure, and the ends of its interval."""
+"""A figure, and the bounds of its interval."""
 WARM_UP_STEPS = 5
-"""[steps] Pairs that alternate before those that are timed."""
+"""[steps] Alternating untimed pairs before the timed ones."""
 Work = Figure | Literal["telemetry", "observation", "save", "checks"]
 ALLOWED = 0.005
-"""Share of a step that telemetry may cost where it is on by default, amortised."""
+"""Share of a step that telemetry may cost, amortised, with its default settings."""
 USUALLY_EVERY: dict[Work, int] = {
     **dict.fromkeys(("telemetry", *FIGURES), TelemetrySection().every_steps),
     "observation": PrecisionSection().verify_every_steps,
     "save": 1000,
 }
-"""[steps] Default of --every, the interval between two; the checks are in every step of their block."""
+"""[steps] Default of --every, the interval between two runs of the work; checks run in every step of their block."""
 IN_BLOCKS: tuple[Work, ...] = ("save", "checks")
-"""Works that are timed in blocks of several steps, after one block of each kind."""
+"""Kinds of work that are timed in blocks of several steps, after one untimed block of each kind."""
 CHECKS = ("guard.replica_checks=100", "guard.update_checks=65536", "guard.reexecute=suspicious")
-"""The checks as docs/corruption.md sets them."""
+"""The checks with the settings of docs/corruption.md."""
 ADDED = ("health", "guard", "record", "other")
 
 
 def alternate(first: Callable[[], T], second: Callable[[], T], *, pairs: int) -> list[tuple[T, T]]:
-    """The results of both by pair. Which is called first changes every time: the later one finds warmer caches."""
+    """The results of both, by pair. Which goes first changes every time, since the second finds warmer caches."""
     return [(first(), second()) if pair % 2 == 0 else (second(), first())[::-1] for pair in range(pairs)]
 
 
 def estimate(statistic: Callable[[np.ndarray], np.ndarray], seconds: np.ndarray) -> Interval:
-    """A statistic of all pairs and its interval: 2.5 to 97.5% of 2,000 bootstrap resamples of the pairs.
+    """A statistic of all pairs and its interval: the 2.5% and 97.5% quantiles of 2,000 bootstrap resamples.
 
-    seconds: (pairs, 2). statistic: of (..., pairs, 2), as (...).
+    seconds: (pairs, 2). statistic: maps (..., pairs, 2) to (...).
     """
     drawn = np.random.default_rng(0).integers(0, len(seconds), size=(2000, len(seconds)))
     low, high = np.quantile(statistic(seconds[drawn]), [0.025, 0.975])
@@ -111,22 +111,22 @@ def estimate(statistic: Callable[[np.ndarray], np.ndarray], seconds: np.ndarray)
 
 
 def median_ratio(seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second of the second kind over the first's: the median of the pairs. seconds: (..., pairs, 2)."""
+    """Median over pairs of the second kind's tokens per second over the first's. seconds: (..., pairs, 2)."""
     return np.median(seconds[..., 0] / seconds[..., 1], axis=-1)
 
 
 def ratio_of_sums(seconds: np.ndarray) -> np.ndarray:
-    """Tokens per second of the second kind over the first's, over all seconds together. seconds: (..., pairs, 2)."""
+    """Tokens per second of the second kind over the first's, from the total seconds. seconds: (..., pairs, 2)."""
     return seconds[..., 0].sum(-1) / seconds[..., 1].sum(-1)
 
 
 def added_share(seconds: np.ndarray) -> np.ndarray:
-    """The median difference of a pair as a share of the median block of the first kind. seconds: (..., pairs, 2)."""
+    """The median difference of a pair relative to the median block of the first kind. seconds: (..., pairs, 2)."""
     return np.median(seconds[..., 1] - seconds[..., 0], axis=-1) / np.median(seconds[..., 0], axis=-1)
 
 
 class PlainLoop:
-    """`deepspeed.initialize`, then forward, backward, step, on batches of its own."""
+    """`deepspeed.initialize`, then forward, backward, step, on its own batches."""
 
     def __init__(self, resolved: Resolved, corpus: Corpus, world: World) -> None:
         config = resolved.config
@@ -157,14 +157,14 @@ class PlainLoop:
 
 
 class GuardedLoop:
-    """Mantissa's own steps, one after another, with parts that may change between two."""
+    """Mantissa's own steps, one after another, with parts that may change in between."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts, self.progress = parts, Progress()
         self.losses: list[float] = []
 
     def step(self) -> None:
-        """One optimizer step. Raises UserError when the guard refuses it: then it is none that could be compared."""
+        """One optimizer step. Raises UserError if the guard refuses it, since it then cannot be compared."""
         self.progress, judgement, health = train_step(self.parts, self.progress)
         if judgement.verdict is not Verdict.STEP and not judgement.routine:
             raise UserError(f"the guard refused step {self.progress.step}, so the timing stops: {judgement.reason}")
@@ -181,7 +181,7 @@ def bare_step(parts: Parts) -> None:
 
 @contextmanager
 def open_parts(opened: Session) -> Iterator[Parts]:
-    """The parts of a run of the session's config: a temporary folder in run.dir, nothing restored."""
+    """Context manager: the parts of a run of the session's config, in a temporary folder, nothing restored."""
     resolved, engine, world = opened.resolved, opened.engine, opened.world
     root = Path(resolved.config.run.dir).expanduser()
     made = None
@@ -206,20 +206,20 @@ def open_parts(opened: Session) -> Iterator[Parts]:
 def time_pairs(parts: Parts, plain: PlainLoop, *, pairs: int, steps: int) -> tuple[np.ndarray, float]:
     """Time blocks of both loops in turn. A collective.
 
-    Returns (pairs, 2) float64 seconds a step, of the plain loop and of Mantissa's, and the largest relative difference
-    of two losses of the same step.
+    Returns (pairs, 2) float64 seconds per step of the plain loop and of Mantissa, and the largest relative difference
+    of their losses in the same step.
     """
     guarded, world = GuardedLoop(parts), parts.engine.world
     alternate(plain.step, guarded.step, pairs=WARM_UP_STEPS)
     blocks = (partial(seconds_of, step, world.device, times=steps) for step in (plain.step, guarded.step))
     seconds = np.array(alternate(*blocks, pairs=pairs)) / steps
-    # every rank's equal share of label tokens: the mean of the ranks' means is that of the global batch
+    # every rank has an equal share of label tokens, so the mean of the ranks' means is that of the global batch
     losses = world.gather(torch.stack(plain.losses).double()).mean(dim=0).cpu().numpy()
     return seconds, float(np.max(np.abs(losses / np.array(guarded.losses) - 1.0)))
 
 
 def require_comparable(resolved: Resolved) -> None:
-    """Raises UserError for settings that the plain loop does not have, or two engines in one process cannot."""
+    """Raises UserError for settings that the plain loop lacks, or that two engines in one process cannot have."""
     model, data = resolved.config.model, resolved.config.data
     refuse_sharing(resolved.batch, but=("tensor",), why="the plain loop has {what} on each rank")
     for key, value, allowed in (
@@ -237,7 +237,7 @@ def require_comparable(resolved: Resolved) -> None:
 def report_ratio(
     seconds: np.ndarray, distance: float, *, steps: int, compute: str, at_least: float | None, file: Path | None = None
 ) -> int:
-    """Print what `time_pairs` returned, and write it into a file; the exit code."""
+    """Print what `time_pairs` returned, and write it into a file; returns the exit code."""
     (bare, guarded), more = np.median(seconds, axis=0), np.median(seconds[:, 1] - seconds[:, 0])
     middle, total = (estimate(statistic, seconds) for statistic in (median_ratio, ratio_of_sums))
     lines = [
@@ -259,7 +259,7 @@ def report_ratio(
 
 
 def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Time both loops and print what was measured, on rank 0; the exit code."""
+    """Time both loops and print the measurements on rank 0; returns the exit code."""
     steps = options.steps or 1
     resolved = read_command_line([*arguments, f"run.steps={WARM_UP_STEPS + options.pairs * steps}"])
     require_comparable(resolved)
@@ -279,10 +279,10 @@ def against_plain_loop(arguments: Sequence[str], options: argparse.Namespace) ->
 def time_stages(parts: Parts, *, pairs: int, steps: int) -> dict[str, Any]:
     """Time bare and guarded steps in turn, stage by stage, on one engine. A collective.
 
-    Returns the number of parameters, and milliseconds of a step, each the median of all steps of its kind: `bare` is a
-    whole bare step, `ADDED` what a guarded one has beyond it.
+    Returns the number of parameters, and milliseconds per step, each the median over the steps of its kind: `bare` is a
+    whole bare step, `ADDED` the parts that a guarded one has in addition.
     """
-    # Full windows from the start, of values far above every loss and norm, so that no step is a spike.
+    # Full windows from the start, with values far above every loss and norm, so that no step is a spike.
     window = {"values": [1e3 + number % 7 for number in range(parts.resolved.config.guard.spike_window)]}
     parts.guard.load_state_dict(parts.guard.state_dict() | {"loss": window, "log_norm": window})
     kinds = partial(bare_step, parts), GuardedLoop(parts).step
@@ -300,7 +300,7 @@ def time_stages(parts: Parts, *, pairs: int, steps: int) -> dict[str, Any]:
 
 
 class Stages:
-    """Wall-clock time by stage; the time of a stage inside another one counts for the inner one only."""
+    """Wall-clock time by stage; time in a nested stage counts for the inner one only."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -309,7 +309,7 @@ class Stages:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Count the time inside as `name`'s."""
+        """Context manager: counts the time inside for stage `name`."""
         self.switch()
         self._open.append(name)
         try:
@@ -319,7 +319,7 @@ class Stages:
             self._open.pop()
 
     def switch(self) -> None:
-        """Count the time since the last switch for the stage that is open."""
+        """Count the time since the last switch for the innermost open stage."""
         if self._on_cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -350,7 +350,7 @@ def stage_milliseconds(parts: Parts, step: Callable[[], None]) -> dict[str, floa
 
 
 def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Time the stages of a step and print a table, on rank 0; the exit code."""
+    """Time the stages of a step and print a table on rank 0; returns the exit code."""
     resolved = read_command_line([*arguments, "guard.spike_sigmas=6"])
     with session(resolved, shares=SHARES) as opened, open_parts(opened) as parts:
         row = time_stages(parts, pairs=options.pairs, steps=options.steps or 1)
@@ -368,7 +368,7 @@ def by_stage(arguments: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def time_work(parts: Parts, of: Work, *, pairs: int, steps: int = 1) -> tuple[np.ndarray, list[Saved]]:
-    """(pairs, 2) float64 seconds of a block of steps without the work, and of one with it; the saves. A collective."""
+    """(pairs, 2) float64 seconds of a block of steps without and with the work, and the saves. A collective."""
     loop, (without, with_it), saves = GuardedLoop(parts), _both(parts, of), []
 
     def seconds(chosen: Parts) -> float:
@@ -380,9 +380,9 @@ def time_work(parts: Parts, of: Work, *, pairs: int, steps: int = 1) -> tuple[np
 
         loop.parts = chosen
         if chosen.checks is not None:
-            chosen.checks.forget()  # steps without them have changed what they kept
+            chosen.checks.forget()  # steps without checks have changed the state they kept
         taken = seconds_of(block, parts.engine.world.device)
-        for outcome in chosen.checkpoints.outcomes():  # waits for the save, which the next block must not have
+        for outcome in chosen.checkpoints.outcomes():  # waits for the save, which must not run into the next block
             if not isinstance(outcome, Saved):
                 raise outcome
             saves.append(outcome)
@@ -394,7 +394,7 @@ def time_work(parts: Parts, of: Work, *, pairs: int, steps: int = 1) -> tuple[np
 
 
 def _both(parts: Parts, of: Work) -> tuple[Parts, Parts]:
-    """The run's parts without the work and with it, nothing else measured."""
+    """The run's parts without the work and with it, with nothing else measured."""
     without = replace(_observing(parts, 0), telemetry=None)
     if of == "checks":
         return without, replace(without, checks=Checks(parts.engine, parts.resolved))
@@ -416,7 +416,7 @@ def _observing(parts: Parts, every: int) -> Parts:
 
 
 def of_work(arguments: Sequence[str], options: argparse.Namespace) -> int:
-    """Time blocks with and without a work and print its cost, on rank 0; the exit code."""
+    """Time blocks with and without the work and print its cost on rank 0; returns the exit code."""
     of, pairs = options.of, options.pairs
     steps, warm_up = (options.steps or 8, 1) if of in IN_BLOCKS else (1, WARM_UP_STEPS)
     given = [*(CHECKS if of == "checks" else ()), *arguments, f"run.steps={2 * steps * (warm_up + pairs)}"]
@@ -450,7 +450,7 @@ def of_work(arguments: Sequence[str], options: argparse.Namespace) -> int:
 
 
 def conclude(lines: Sequence[str], found: Any, file: Path | None, *, wrong: str | None = None) -> int:
-    """Print what was measured, write it as JSON where a file is named, and return the exit code: 3 if it is wrong."""
+    """Print the measurements, write them as JSON if a file is named, and return the exit code: 3 if `wrong`."""
     print("\n".join(["", *lines]))
     if file is not None:
         write_json(file, found)
@@ -462,7 +462,7 @@ def conclude(lines: Sequence[str], found: Any, file: Path | None, *, wrong: str 
 
 @entry_point(launched=True)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; arguments that are unknown here belong to the run config."""
+    """The command line; arguments unknown here belong to the run config."""
     parser = Arguments("lab.benchmark.overhead", __doc__)
     parser.add_argument("--pairs", type=positive_int, default=100, help="pairs of blocks (100)")
     parser.add_argument("--steps", type=positive_int, help="steps in a block (1; 8 for a save and the checks)")

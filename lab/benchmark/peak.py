@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m lab.benchmark.peak bf16 RESULT
 
-Each process multiplies two square matrices over and over; its rate is that of its fastest product of at least 20, and
-the peak is the sum over processes. A data sheet's number is higher; `--peak-tflops` takes it instead.
+Each process multiplies two square matrices repeatedly; its rate is that of the fastest of at least 20 products, and the
+peak is the sum over processes. A data sheet's number is higher; use it with `--peak-tflops`.
 """
 
 from __future__ import annotations

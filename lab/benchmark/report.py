@@ -16,12 +16,12 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3, "fp16": 5e-3}
 
 
 def statistics_of(values: Sequence[float]) -> dict[str, Any]:
-    """Median, extremes and all, in the order of the rounds."""
+    """Median, extremes and all values, in the order of the rounds."""
     return {"median": median(values), "least": min(values), "most": max(values), "rounds": list(values)}
 
 
 def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Largest relative difference of any step; inf where one is not finite or the lengths differ."""
+    """Largest relative difference in any step; inf if a loss is not finite or the lengths differ."""
     if len(losses) != len(expected) or not all(map(math.isfinite, [*losses, *expected])):
         return math.inf
     return max(abs(mine - other) / abs(other) for mine, other in zip(losses, expected, strict=True))
@@ -37,9 +37,9 @@ def compare(
 ) -> dict[str, Any]:
     """Each contestant's measurements and its ratios to the baseline. runs: by contestant, in order of rounds.
 
-    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Where either rate of FLOP is None there is no MFU.
-    The baseline is the bare loop, where it took part, else the first contestant. Losses are compared with the first
-    Mantissa's, else with the first contestant's; where they differ by more than `tolerance` there is no ratio.
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. If it or flops_per_token is None there is no MFU.
+    The baseline is the bare loop if it took part, else the first contestant. Losses are compared with the first
+    Mantissa's, else with the first contestant's; if they differ by more than `tolerance` there is no ratio.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
     reference = next((name for name in runs if name in OWN), next(iter(runs)))
@@ -67,14 +67,14 @@ def compare(
 
 
 def ratios(mine: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`mine` over `other`: tokens per second round by round that both have, and memory."""
+    """`mine` over `other`: tokens per second for each round that both have, and memory."""
     rates = zip(*(each["tokens_per_second"]["rounds"] for each in (mine, other)), strict=False)
     memory = mine["memory_bytes"] / other["memory_bytes"]
     return {"tokens_per_second": statistics_of([a / b for a, b in rates]), "memory_bytes": memory}
 
 
 def bound(found: Mapping[str, Any], first: str, second: str, least: float) -> dict[str, Any]:
-    """Whether the median ratio of the tokens per second of two contestants reaches a bound; without one it fails."""
+    """Whether the median ratio of two contestants' tokens per second reaches a bound; it fails without a ratio."""
     check: dict[str, Any] = {"of": f"{first}/{second}", "least": least, "value": None, "holds": False}
     lacking = [name for name in (first, second) if name not in found["contestants"]]
     if lacking:

@@ -1,4 +1,4 @@
-"""The rows or pairs of every step of `lab.benchmark`, in Mantissa's order, as a dataset that the peers read."""
+"""The rows or pairs of every step of `lab.benchmark`, in Mantissa's order, as a dataset for the peers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int) -> float:
-    """Write the samples of all steps; the inputs of a timed step over all ranks, padding aside, in the mean.
+    """Write the samples of all steps; returns the mean number of inputs per timed step, without padding.
 
     A folder of `datasets`, in the order of the global batches. Rows have `input_ids` and `labels`, unshifted; pairs
-    have `prompt_ids`, `chosen_ids` and `rejected_ids`. Raises UserError for a pair that cannot be written so.
+    have `prompt_ids`, `chosen_ids` and `rejected_ids`. Raises UserError for a pair that does not fit this form.
     """
     from datasets import Dataset
 

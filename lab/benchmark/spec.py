@@ -1,8 +1,8 @@
-"""The work that every contestant of `lab.benchmark` does, and the result of one, as JSON files.
+"""The work of every contestant of `lab.benchmark`, and a contestant's result, as JSON files.
 
 The work follows from Mantissa's own config: a folder with the initial weights in FP32, an array with the token windows
-of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON. For fine-tuning the
-rows or pairs of every step take the windows' place (`rows`).
+of every step in Mantissa's order, the learning rate of every step, and the resolved DeepSpeed JSON. For fine-tuning,
+rows or pairs of every step replace the windows (`rows`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _File:
-    """A dataclass of plain values that is kept as JSON."""
+    """A dataclass of plain values, stored as JSON."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -44,15 +44,15 @@ class Spec(_File):
     """The run config's value; reentrant selects torch's reentrant implementation."""
     reentrant: bool
     tokens: str
-    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one. Of
-    rows and pairs, the folder of `rows.write_rows`."""
+    """[path] .npy, (steps, global size, sequence length + 1), in sample order; labels are the tokens shifted by one.
+    For rows and pairs, the folder of `rows.write_rows`."""
     steps: int
     warm_up: int
-    """[steps] Not timed."""
+    """[steps] Untimed steps."""
     deepspeed: dict[str, Any]
     """The resolved DeepSpeed JSON."""
     optimizer: dict[str, Any]
-    """The run config's section."""
+    """The run config's `optimizer` section."""
     offload: str
     learning_rates: list[float]
     """Learning rate of each step."""
@@ -60,20 +60,20 @@ class Spec(_File):
     task: str = "pretrain"
     """pretrain, sft or dpo."""
     adapter: dict[str, Any] | None = None
-    """The run config's section; None: all weights are trained."""
+    """The run config's `adapter` section; None: all weights are trained."""
     preference: dict[str, Any] = field(default_factory=dict)
-    """The run config's section."""
+    """The run config's `preference` section."""
     tokenizer: str = ""
     """[path] Tokenizer folder of the prepared data."""
     parameters: int = 0
     tokens_per_step: float = 0.0
     """[tokens] Size of a timed step over all ranks without padding; with rows, the mean over the timed steps."""
     flops_per_token: float | None = None
-    """[FLOP] See `flops_per_token`; None for fine-tuning, whose steps differ."""
+    """[FLOP] See the function `flops_per_token`; None for fine-tuning, whose steps differ."""
 
     @property
     def tensor(self) -> int:
-        """Number of consecutive ranks that share each matrix, and the sequences; 1: each has whole ones."""
+        """Number of consecutive ranks that share each matrix and the sequences; 1: not shared."""
         return int(self.deepspeed.get("tensor_parallel", {}).get("autotp_size", 1))
 
     @property
@@ -83,7 +83,7 @@ class Spec(_File):
 
     @property
     def accumulation(self) -> int:
-        """[micro-batches] Number in one step on one rank."""
+        """[micro-batches] Number per rank in one step."""
         return self.deepspeed["gradient_accumulation_steps"]
 
     @property
@@ -99,23 +99,23 @@ class Spec(_File):
 
 @dataclass(frozen=True)
 class Result(_File):
-    """The result of a contestant."""
+    """A contestant's result."""
 
     losses: list[float]
     """[nats] Loss of every step: mean over the label tokens of the global batch."""
     stamps: list[float]
-    """[seconds since the epoch] End of each step; on a GPU exact for the first, the last and the last untimed
-    step, where the device is waited for."""
+    """[seconds since the epoch] End of each step; on a GPU exact for the first, the last and the last untimed step,
+    which wait for the device."""
     memory_bytes: int
     """Largest peak of any rank: device memory, or resident memory on a CPU."""
     engine: str
-    """Classes and device that trained, as found in the process."""
+    """Classes and device used, as found in the process."""
 
 
 def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Spec:
     """Write weights and tokens into `folder`. Holds the model once in FP32 in this process's memory.
 
-    Raises UserError: the data or the model cannot be loaded, or ranks cannot share this one's matrices.
+    Raises UserError if the data or the model cannot be loaded, or ranks cannot share the model's matrices.
     """
     from contextlib import nullcontext
 
@@ -168,7 +168,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Spec:
 
 
 def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
-    """Write the windows of every step in Mantissa's order, as an array; the tokens of a step."""
+    """Write the windows of every step as an array, in Mantissa's order; returns the tokens per step."""
     import numpy as np
 
     from data.corpora.sampler import sample_ids
@@ -184,17 +184,17 @@ def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
 
 
 def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
-    """[FLOP] Forward and backward of one token, nothing recomputed.
+    """[FLOP] Forward and backward of one token, without recomputation.
 
     6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
     attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since the
-    backward pass has no matmul for its gradient. Below the first layer that is trained it has none at all, which is
-    not taken off: of LoRA, for the first block's queries, keys and values.
+    backward pass has no matmul for its gradient. Layers below the first trained one have no backward matmul at all,
+    which is not subtracted: with LoRA, the first block's queries, keys and values.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
 
-    used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one trained whole
+    used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one fully trained
     weights = [module.weight for module in used if isinstance(module, torch.nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = model.config.get_text_config()

@@ -4,9 +4,9 @@
         [--precisions fp32,control,bf16,fp16] [--policies deepspeed,adaptive] [--rates LOW:HIGH:COUNT | A,B,C]
         [--steps N] [--processes N] [key.sub=value ...]
 
-One job runs all trials, which are kept in DIR/trials.jsonl: a second start runs only those that are missing there. DIR
-gets envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit code 0; 3 when FP32 is stable at no
-rate anywhere; 2 for a wrong argument.
+One job runs all trials, which are kept in DIR/trials.jsonl: a restart runs only those missing there. DIR gets
+envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit code 0; 3 if FP32 is stable at no rate
+anywhere; 2 for a wrong argument.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SMALL = (
     "data.sequence_length=64",
     "evaluate.batches=4",
 )
-"""Overrides of the demo recipe when no --config is given: about a second a trial on two cores."""
+"""Overrides of the demo recipe if no --config is given: about a second per trial on two cores."""
 _OPTION_OF = {
     "run.steps": "--steps",
     "batch.global_size": "--batches",
@@ -61,7 +61,7 @@ _OPTION_OF = {
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises UserError for what is wrong with it."""
+    """The command line. Raises UserError if it is wrong."""
     parser = Arguments("python -m lab.envelope", __doc__, allow_abbrev=False)
     parser.add_argument("--config", help="run config; the demo recipe made small when left out")
     parser.add_argument("--out", type=Path, default=Path("runs/envelope"), help="folder of trials and results")
@@ -100,7 +100,7 @@ def choices(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 
 def read_rates(text: str) -> list[float]:
-    """Ascending learning rates from "LOW:HIGH:COUNT" (evenly spaced by factors, six digits) or "A,B,C"."""
+    """Ascending learning rates from "LOW:HIGH:COUNT" (geometrically spaced, six digits) or "A,B,C"."""
     wrong = UserError(f"command line: --rates {text}: write LOW:HIGH:COUNT, such as {RATES}, or a list above 0")
     try:
         if ":" in text:
@@ -155,7 +155,7 @@ def make_study(options: argparse.Namespace) -> Study:
 def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
     """model.config with `depth` layers, under the architecture's own name for them.
 
-    Raises UserError where the architecture has no such key, or the model is a saved one of another depth.
+    Raises UserError if the architecture has no such key, or the model is a saved one with another depth.
     """
     from modeling.build import model_config
 
@@ -174,7 +174,7 @@ def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
 
 
 def check_data_and_model(study: Study) -> None:
-    """Prepare the corpus, and raise UserError for data and a model that do not fit each other."""
+    """Prepare the corpus, and raise UserError if data and model do not fit each other."""
     from modeling.build import model_config
 
     for setting in {setting.depth: setting for setting in study.settings}.values():
@@ -184,7 +184,7 @@ def check_data_and_model(study: Study) -> None:
 
 
 def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, Path]:
-    """Write the DeepSpeed JSON at `path` once for each precision, with its section only. Returns paths by precision."""
+    """Write the DeepSpeed JSON at `path` once per precision, with only its section. Returns paths by precision."""
     document = read_document(path)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {}

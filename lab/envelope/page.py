@@ -63,7 +63,7 @@ def write_results(study: Study, *, command: Sequence[str]) -> list[dict[str, Any
 
 
 def _order(study: Study, setting: Setting) -> tuple[int, int, int]:
-    """Sort key: FP32 first, then in the order of the settings; then depth and batch."""
+    """Sort key: FP32 first, then the order of the settings; then depth and batch."""
     labels = ["fp32", *dict.fromkeys(item.label for item in study.settings if item.precision != "fp32")]
     return labels.index(setting.label), setting.depth, setting.batch
 
@@ -76,9 +76,9 @@ def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def draw_envelope(rows: Sequence[Row], rates: Sequence[float], png: Path, *, title: str) -> Path:
-    """One panel a label: the largest rate by depth and batch.
+    """One panel per label: the largest rate by depth and batch.
 
-    rates: all that were to be tried, ascending; the range of the colour map. Returns `png`.
+    rates: all rates of the study, ascending; the range of the colour map. Returns `png`.
     """
     import matplotlib
     from matplotlib.cm import ScalarMappable
@@ -162,7 +162,7 @@ def envelope_page(
 
 
 def _verdict(rows: Sequence[Row]) -> list[str]:
-    """One line for each precision: how much of FP32's learning rates it can take at its worst, and of the control's."""
+    """One line per precision: its worst ratio of largest rates to the control's, or else to FP32's."""
     lines = []
     for label in dict.fromkeys(row["label"] for row in rows if row["label"] not in ("fp32", "control")):
         known = [row for row in rows if row["label"] == label and row["fp32"]]
@@ -184,7 +184,7 @@ def _verdict(rows: Sequence[Row]) -> list[str]:
 
 
 def _reference(row: Row) -> tuple[str, str]:
-    """The key and name of a rate's reference: the control where there is one, which FP32 itself may not pass."""
+    """Key and name of a rate's reference: the control if there is one, which FP32 itself may fail to match."""
     own = row["control"] and row["label"] != "control"
     return ("control", "the control's") if own else ("fp32", "FP32's")
 

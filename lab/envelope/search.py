@@ -1,9 +1,9 @@
 """The largest learning rate of a setting: when a run has failed, when it is within parity with FP32, and the search.
 
 A setting is a depth, a global batch and a precision (with a loss-scale policy for FP16). A trial is one short run of a
-setting at one peak learning rate. `DivergenceWatch` says whether it failed by itself, `parity_failure` whether it stays
-with FP32's trial of the same setting and rate. `climb` tries rates from the smallest up until two in a row fail: the
-largest rate is the last one below the first failure, larger ones that passed between failures are lucky.
+setting at one peak learning rate. `DivergenceWatch` detects whether it failed by itself, `parity_failure` whether it
+departs from FP32's trial of the same setting and rate. `climb` tries rates from the smallest up until two in a row
+fail: the largest rate is the last one below the first failure; larger ones that passed between failures are lucky.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from statistics import median
 from tools.parity.judge_runs import Trajectory, first_departure
 
 RISE = 0.1
-"""[fraction] A running median this far above the lowest one so far is a divergence. The loss of a batch swings by a few
-per cent from step to step; its running median does not come near this in a run that learns."""
+"""[fraction] A running median this far above the lowest one so far counts as divergence. The loss of a batch varies by
+a few per cent from step to step; its running median stays far below this in a run that learns."""
 CONTROL = "control"
-"""A control in FP32, at a learning rate larger by NUDGE. Runs diverge by themselves at large rates: where the control
-is not within parity with FP32, a 16-bit run that is not either is no evidence about its precision."""
+"""A control in FP32, at a learning rate larger by NUDGE. Runs diverge by themselves at large rates: if the control is
+not within parity with FP32, a 16-bit run that is not either says nothing about its precision."""
 PATIENCE = 2
-"""[rates] Failures in a row that end the search."""
+"""[rates] Consecutive failures that end the search."""
 
 
 @dataclass(frozen=True, order=True)
@@ -60,9 +60,9 @@ class Trial:
     """The result of one short run."""
 
     losses: tuple[float, ...]
-    """[nats] Mean loss of each attempted step; shorter than planned when the run failed."""
+    """[nats] Mean loss of each attempted step; shorter than planned if the run failed."""
     validation_loss: float | None
-    """[nats] After the last step; None when the run failed or nothing is held out."""
+    """[nats] After the last step; None if the run failed or nothing is held out."""
     skipped: int
     """[steps] Steps that did not change the weights."""
     failed_step: int | None = None
@@ -73,7 +73,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The bounds of parity; the keys of the same name in the config's `parity:` section."""
+    """Bounds of parity, named as in the config's `parity:` section."""
 
     loss_gap: float
     """[fraction] Bound on the running median of the training loss, at every step."""
@@ -91,12 +91,12 @@ class Tried:
 
     rate: float
     step: int | None
-    """[step] The first at which a failure showed; None: the rate is in the envelope."""
+    """[step] First step at which a failure showed; None: the rate is in the envelope."""
     why: str | None
     skipped: int
-    """[steps]"""
+    """[steps] Skipped steps."""
     steps: int
-    """[steps] Attempted."""
+    """[steps] Attempted steps."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Cell:
 
     @property
     def largest(self) -> float | None:
-        """The largest rate below the first failure; None when the smallest fails already, or none was tried."""
+        """The largest rate below the first failure; None if the smallest fails, or none was tried."""
         largest = None
         for item in self.tried:
             if item.why:
@@ -133,14 +133,14 @@ class DivergenceWatch:
     """Follows a run step by step and reports when it has failed."""
 
     def __init__(self, *, window: int, most_skips: int) -> None:
-        """window: steps of the running median. most_skips: skipped steps in a row that are too many."""
+        """window: steps of the running median. most_skips: number of consecutive skipped steps that is too many."""
         self._window, self._most_skips = window, most_skips
         self._losses: list[float] = []
         self._lowest = math.inf
         self._skips = 0
 
     def failure(self, loss: float, *, grad_norm: float, routine: bool, applied: bool) -> str | None:
-        """Why the run has failed at this step; None while it has not.
+        """Why the run has failed at this step; None if it has not.
 
         loss: [nats]. grad_norm: of the unscaled gradient. routine: a smaller loss scale could handle an overflow
         of this step. applied: whether the weights changed.
@@ -163,7 +163,7 @@ class DivergenceWatch:
 def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | None:
     """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same setting and rate.
 
-    Both have to be of the same number of planned steps. The validation loss is judged where both have one.
+    Both must have the same number of planned steps. The validation loss is compared if both have one.
     """
     if trial.failed_step is not None:
         return trial.failed_step, trial.why or "it failed"
@@ -197,8 +197,8 @@ def explore(
 ) -> Iterator[Cell]:
     """The cells of every setting, each FP32 cell before those compared with it; `run` runs a trial or recalls it.
 
-    settings: FP32 is added where it is missing. rates: ascending. Other settings are tried only up to FP32's largest
-    rate, since above it there is nothing to compare with.
+    settings: FP32 is added where missing. rates: ascending. Other settings are tried only up to FP32's largest rate,
+    since above it there is nothing to compare with.
     """
 
     def attempt(setting: Setting, rate: float) -> Tried:

@@ -1,6 +1,6 @@
 """The trials of a stability envelope: their conditions, their runs in this process's world, and trials.jsonl.
 
-A trial that is in trials.jsonl under the same conditions is not run again; a new one is appended and flushed before the
+A trial already in trials.jsonl under the same conditions is not rerun; a new one is appended and flushed before the
 next starts.
 """
 
@@ -46,7 +46,7 @@ _IRRELEVANT_OF = {
 
 
 class Missing(LookupError):
-    """A trial of the search has not been run."""
+    """A trial that the search needs has not been run."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Study:
     overrides: tuple[str, ...]
     """`key.sub=value` for every trial."""
     models: dict[int, dict[str, Any]]
-    """Depth to the value of model.config that has it."""
+    """Depth to the value of model.config with that depth."""
     documents: dict[str, Path]
     """Dtype of forward and backward to its DeepSpeed JSON."""
     settings: tuple[Setting, ...]
@@ -70,9 +70,9 @@ class Study:
     processes: int
 
     def resolve(self, setting: Setting, rate: float, launched: Mapping[str, str] | None = None) -> Resolved:
-        """The run of one trial; the control's rate is larger by NUDGE. Raises UserError when it cannot be started.
+        """The run of one trial; the control's rate is larger by NUDGE. Raises UserError if it cannot be started.
 
-        launched: the variables of the process that runs it; None: of rank 0.
+        launched: environment variables of the process that runs it; None: those of rank 0.
         """
         if setting.precision == CONTROL:
             rate *= 1 + NUDGE
@@ -85,12 +85,12 @@ class Study:
         return resolve_run(options, launched or as_launched(self.processes))
 
     def first(self, launched: Mapping[str, str] | None = None) -> Resolved:
-        """The first run of all; what it shares with the others is the study's."""
+        """The first run of all; settings that it shares with the others are the study's."""
         return self.resolve(self.settings[0], self.rates[0], launched)
 
 
 def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
-    """Key of a trial: 20 hex digits of a hash over all that determines its numbers, with versions and device."""
+    """Key of a trial: 20 hex digits of a hash of everything that determines its numbers, versions and device too."""
     config = to_dict(resolved.config)
     for section in _IRRELEVANT:
         del config[section]
@@ -115,14 +115,14 @@ def read_trials(folder: Path) -> dict[str, Trial]:
 
 
 def device_name() -> str:
-    """The GPU's name, or the processor's without one."""
+    """The GPU's name, or without one the processor's."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
 
 
 def explore_finished(study: Study) -> tuple[list[Cell], set[str], str]:
-    """The cells by trials.jsonl, the keys of the trials used and the data's fingerprint. Raises Missing."""
+    """The cells according to trials.jsonl, the keys of the trials used and the data's fingerprint. Raises Missing."""
     fingerprint, device = prepare(study.first().config, progress=False).fingerprint, device_name()
     known = read_trials(study.folder)
     used: set[str] = set()
@@ -164,7 +164,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
 
 
 def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any]) -> int:
-    """Run the trials of the search that are not known yet; returns how many it ran. A collective."""
+    """Run the trials of the search that are not known yet; returns their number. A collective."""
     device, ran = device_name(), 0
     known: dict[str, Trial] = world.from_main(read_trials(study.folder) if world.is_main else None)
 

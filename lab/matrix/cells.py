@@ -28,12 +28,12 @@ from precision.tolerance import tolerance
 VOCABULARY, SEQUENCE = 64, 16
 """[tokens]"""
 COARSEST = DTYPES | {"mixed": torch.bfloat16, "fp8": torch.float32, "fp8_bf16": torch.bfloat16}
-"""The coarsest dtype of a run, by what it computes in, besides FP8."""
+"""The coarsest dtype of a run, by its compute setting, besides FP8."""
 ROUNDINGS = 16
-"""Roundings in a row between a batch and its loss: in each of two blocks norm, projection, scores, attention, output,
-norm, MLP in, MLP out."""
+"""Consecutive roundings between a batch and its loss: in each of two blocks norm, projection, scores, attention,
+output, norm, MLP in, MLP out."""
 CLIPPING = 0.4
-"""[norm] Below the gradient norm of every step of the reference."""
+"""[norm] Smaller than the reference's gradient norm in every step."""
 ACCUMULATIONS = (1, 4)
 """[micro-batches]"""
 CHECKPOINTINGS = ("none", "full")
@@ -44,25 +44,25 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "lion": ("optimizer.learning_rate=0.002", "optimizer.eps=1e-8"),
     "sgd": ("optimizer.learning_rate=0.5", "optimizer.eps=1e-8"),
 }
-"""Optimizers beside AdamW, with the settings that differ from its own.
+"""Optimizers other than AdamW, with the settings that differ from AdamW's.
 
-Lion steps by its rate, SGD by its rate times the gradient, and neither reads eps; with AdamW's eps StableAdamW would
-never find a step too long, and be AdamW."""
+Lion steps by its rate, SGD by its rate times the gradient, and neither uses eps; with AdamW's eps StableAdamW would
+never find a step too long, and equal AdamW."""
 IN_16_BITS = ("muon", "lamb")
 """Also measured in BF16 and FP16."""
 WHOLE = ("lamb", "stable_adamw")
 """Optimizers whose update depends on a norm or mean over a parameter. DeepSpeed gives them flat shards of many."""
 RULE_BOUNDS = {"muon": 1e-4, "lion": 0.03, "lamb": 1e-5, "stable_adamw": 1e-5, "sgd": 1e-5}
-"""[fraction] The least that may be asked of a rule, above what rounding gradients does: masters are rounded to FP32,
-which counts where they move little. Muon's quintic steps enlarge what a direction has the least of up to 485 times.
-Lion steps by signs, and those of averages next to zero are rounding's: one that flips is 5e-3."""
+"""[fraction] Smallest usable bound for a rule, beyond the effect of rounding gradients: masters are rounded to FP32,
+which matters if they move little. Muon's quintic steps amplify the smallest directions up to 485 times. Lion steps by
+signs, and rounding decides those of averages near zero: one flipped sign is 5e-3."""
 
 FP8_BOUND = 1e-5
-"""[fraction] The least that may be asked where products are of FP8: FP32 sums in another order are off by 1e-7, and
-where that moves a value across the middle between two FP8 numbers it is rounded to the other, 6% away."""
+"""[fraction] Smallest usable bound with FP8 products: FP32 sums in another order differ by 1e-7, and if that moves a
+value across the midpoint of two FP8 numbers it is rounded to the other one, 6% away."""
 
 # eps is as large as Adam's sqrt(v), about 0.01 here, so that the update depends on the size of the gradient. With the
-# usual 1e-8 it is little more than its sign, which hides a halved gradient and turns rounding noise into whole steps.
+# usual 1e-8 it is little more than the sign, which hides a halved gradient and turns rounding noise into whole steps.
 _RUN = """
 model:
   architecture: llama
@@ -78,9 +78,9 @@ _MIXTURE = (
     "num_key_value_heads: 2, head_dim: 16, num_experts: 4, num_experts_per_tok: %d, moe_intermediate_size: 16}}"
 )
 _TAKEN = {"parallel.expert": 4, "model.balance_loss": 2}
-"""[experts] Number out of four that a token takes in cells of these settings, whose model is _MIXTURE instead of the
-Llama: all where ranks share them, so that rounding cannot choose others; two where they are balanced, since taking all
-is always balanced."""
+"""[experts] Number out of four that a token is routed to in cells of these settings, whose model is _MIXTURE instead of
+the Llama: all four when ranks share them, so that rounding cannot change the choice; two for the balance loss, since
+using all is always balanced."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 4096,
@@ -99,7 +99,7 @@ _MANIFESTS: dict[str, dict[str, Any] | Path] = {
 
 
 def global_size(world_size: int) -> int:
-    """[sequences] A step's batch: four micro-batches on every rank, and at least 8."""
+    """[sequences] Batch of a step: four micro-batches on every rank, and at least 8."""
     return max(8, 4 * world_size)
 
 
@@ -113,46 +113,46 @@ class Cell:
     clipping: bool = False
     checkpointing: str = "none"
     setting: Setting | None = None
-    """A setting that differs from Mantissa's own JSONs."""
+    """A setting that differs from those in Mantissa's own JSONs."""
     optimizer: str = "adamw"
     """optimizer.name."""
     ranks: int | None = None
-    """[processes] Number of ranks; None: as many as the matrix is started on."""
+    """[processes] Number of ranks; None: as many as the matrix was started with."""
 
     @property
     def dtype(self) -> str:
-        """Dtype of the parameters, which the DeepSpeed JSON names: fp32, bf16 or fp16."""
+        """Dtype of the parameters, as named in the DeepSpeed JSON: fp32, bf16 or fp16."""
         return "fp32" if self.combination.path == "manifest" else self.combination.compute
 
     @property
     def bound(self) -> float:
-        """Largest relative error of the loss, the gradient norm and the masters that counts as verified."""
+        """Largest relative error of loss, gradient norm and masters that counts as verified."""
         least = max(RULE_BOUNDS.get(self.optimizer, 0.0), FP8_BOUND if self.fp8 else 0.0)
         return max(tolerance(ROUNDINGS, COARSEST[self.combination.compute]), least)
 
     @property
     def fp8(self) -> bool:
-        """Whether its linear layers compute in FP8, and the reference's too."""
+        """Whether its linear layers, and the reference's, compute in FP8."""
         return self.combination.compute in FP8
 
     @property
     def plain(self) -> bool:
-        """Whether it has neither a setting nor an optimizer of its own, nor FP8."""
+        """Whether it has no setting, no optimizer other than AdamW, and no FP8."""
         return self.setting is None and self.optimizer == "adamw" and not self.fp8
 
     @property
     def bare(self) -> bool:
-        """Whether bare DeepSpeed is run beside it, by the same JSON, or with the same rule on what it gives to that.
+        """Whether bare DeepSpeed is run as well, with the same JSON, and the same rule on what it gives its optimizer.
 
-        Not where a setting is Mantissa's own, nor where upstream's way to it is another loop or another model; and not
-        with Muon's rule, which would get a flat shard for a matrix.
+        Not if a setting is Mantissa's own, or upstream implements it by another loop or model, nor with Muon's rule,
+        which would get a flat shard instead of a matrix.
         """
         own = self.setting is None or self.setting.in_json or self.setting.key == "parallel.tensor"
         return own and self.combination.path == "cast" and self.optimizer != "muon"
 
     @property
     def sharing(self) -> int:
-        """[processes] Number that share each sequence, or each matrix."""
+        """[processes] Number that share each sequence or each matrix."""
         shares = self.setting is not None and self.setting.key in ("parallel.sequence", "parallel.tensor")
         return self.setting.other if self.setting and shares else 1
 
@@ -197,19 +197,19 @@ class Cell:
         return overrides, folder / "run.yaml"
 
     def resolve(self, folder: Path) -> Resolved:
-        """The run as the command line would resolve it. Raises UserError where the config refuses it."""
+        """The run as the command line would resolve it. Raises UserError if the config refuses it."""
         overrides, path = self.prepare(folder)
         given = {"config": str(path), "overrides": overrides, "deepspeed_config": None, "local_rank": None}
         return resolve_run(argparse.Namespace(**given), os.environ)
 
     def resolve_document(self, folder: Path) -> dict[str, Any]:
-        """The complete DeepSpeed JSON for bare DeepSpeed, also of a combination that the config refuses."""
+        """The complete DeepSpeed JSON for bare DeepSpeed, even for a combination that the config refuses."""
         overrides, path = self.prepare(folder)
         json_path, config = folder / "deepspeed.json", load_config(path, overrides, None)
         world_size = int(os.environ["WORLD_SIZE"])
         document = resolve_unverified(config, json_path, read_document(json_path), world_size=world_size)
         if self.combination.stage == 0 and self.dtype != "fp32":
-            del document["data_types"]  # without ZeRO DeepSpeed cannot accumulate in another dtype than it computes in
+            del document["data_types"]  # without ZeRO DeepSpeed cannot accumulate in a dtype other than compute's
         return document
 
     def _apply_setting(self, document: dict[str, Any]) -> list[str]:
@@ -227,11 +227,11 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, FP8 at every stage on
-    one process too, then the settings, then the optimizers at every stage with and without clipping.
+    """The full matrix: every combination crossed with accumulation, clipping and checkpointing, FP8 at every stage also
+    on one process, then the settings, then the optimizers at every stage with and without clipping.
 
-    Settings and optimizers are measured with 4 micro-batches, settings without clipping: gradients are summed, and an
-    error of their size shows.
+    Settings and optimizers are measured with 4 micro-batches, settings without clipping, so that gradients are summed
+    and an error in their magnitude shows.
     """
     for combination in combinations():
         for accumulation in ACCUMULATIONS:

@@ -3,9 +3,9 @@
     python -m lab.matrix [--out docs/precision-matrix.md] [--only TEXT [--into PAGE]] [--processes N] [--steps N]
 
 Starts itself on several processes, runs one cell after the other in them, and appends every result to
-FOLDER/results.jsonl, so that an interrupted matrix resumes where it stopped. The page is written when every cell is
-there; --into replaces those sections of an earlier page whose cells were all measured. Exit code 0: every cell is as
-config/deepspeed/combinations.py expects; 3: some are not; 2: it cannot be done.
+FOLDER/results.jsonl, so that an interrupted matrix resumes where it stopped. The page is written once every cell is
+measured; --into replaces those sections of an earlier page whose cells were all measured. Exit code 0: every cell is as
+config/deepspeed/combinations.py expects; 3: some are not; 2: not possible.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def conditions(processes: int, steps: int) -> dict[str, Any]:
 
 
 def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Newest results measured under the `wanted` conditions, by the cell's name."""
+    """Newest results measured under the `wanted` conditions, by cell name."""
     found = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         result = json.loads(line)
@@ -55,7 +55,7 @@ def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def work(options: argparse.Namespace) -> int:
-    """Measure the missing cells; on every process."""
+    """Measure the missing cells, in every process."""
     from lab.matrix.run import measure
     from training import distributed
 
@@ -81,7 +81,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def lead(options: argparse.Namespace) -> int:
-    """Start the processes until no cell is missing, then write the page."""
+    """Start processes until no cell is missing, then write the page."""
     log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
     for processes in sorted({cell.ranks or options.processes for cell in _missing(options, now)}, reverse=True):
         while missing := _missing(options, now, processes):
@@ -113,7 +113,7 @@ def lead(options: argparse.Namespace) -> int:
 
 
 def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | None = None) -> list[Cell]:
-    """Cells without a result: those measured on `processes` processes, or all."""
+    """Cells without a result: those measured on `processes` processes, or all of them."""
     done, usual = results(options.folder / "results.jsonl", now), now["processes"]
     wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
     return [cell for cell in wanted if options.only in cell.name and cell.name not in done]

@@ -15,24 +15,24 @@ from tracking.pages import markdown
 from tracking.pages.markdown import Table, section
 
 Results = dict[str, dict[str, Any]]
-"""Results of `lab.matrix.run.measure` by the cell's name."""
+"""Results of `lab.matrix.run.measure` by cell name."""
 
 _SIGNS = {"verified": "ok", "refused": "refused", "wrong": "**WRONG**", "raised": "**RAISED**"}
 
 
 def expected_verdict(cell: Cell) -> str:
-    """verified or refused, by the table."""
+    """The verdict by the table: verified or refused."""
     return "refused" if refusal(cell.combination) else "verified"
 
 
 def expected_upstream(cell: Cell) -> str:
-    """verified or wrong, by the table, for bare DeepSpeed in a cell where it is run."""
+    """The verdict on bare DeepSpeed by the table, for a cell in which it is run: verified or wrong."""
     known = any(row.covers(cell.combination, clipping=cell.clipping) for row in UPSTREAM)
     return "wrong" if known or (cell.optimizer in WHOLE and cell.combination.stage) else "verified"
 
 
 def unexpected(cells: Sequence[Cell], results: Results) -> list[str]:
-    """One line for every cell whose verdict is not the table's."""
+    """One line for every cell whose verdict differs from the table's."""
     lines = []
     for cell in cells:
         result = results[cell.name]
@@ -59,11 +59,11 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
 
 
 def updated(text: str, cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
-    """A page with the sections of these cells put in or replaced, what scripts measured, and the numbers at its top.
+    """The page with these cells' sections inserted or replaced, the scripts' results, and the numbers at its top.
 
-    text: the page. cells: all those of one section or more, each measured and found as the table says.
+    text: the page. cells: all of one or more sections, each measured with the verdict of the table.
 
-    Raises UserError for cells that make up no section that can be replaced by itself.
+    Raises UserError for cells that do not make up a section that can be replaced separately.
     """
     opening, *sections = re.split(r"(?m)^(?=## )", text)
     by_title = {section.split("\n", 1)[0].removeprefix("## "): section for section in sections}
@@ -161,7 +161,7 @@ def _summary_entry(cells: Sequence[Cell], results: Results) -> str:
 
 
 def _wrong_upstream(wrong: Sequence[dict[str, Any]]) -> str:
-    """A short description of what is wrong in these results of bare DeepSpeed."""
+    """A short description of bare DeepSpeed's errors in these results."""
     if any(judged["verdict"] == "raised" for judged in wrong):
         return "raises"
     norm = _largest(wrong, "norm")
@@ -184,7 +184,7 @@ def _upstream_section(cells: Sequence[Cell], results: Results) -> str:
 
 
 _BY_SCRIPTS = "Some features below "
-"""The opening words of the part that `by_scripts` writes."""
+"""Opening words of the part that `by_scripts` writes."""
 _SCRIPTS = {
     "`optimizer.name = muon`": ("muon_zero2_drops_gradients", "muon_clipping_shrinks_update"),
     "`parallel.sequence`": ("ulysses_zero3_divides_by_sp", "ulysses_drops_mask", "ulysses_bf16_zero1_stops"),
@@ -193,11 +193,11 @@ _SCRIPTS = {
     "`precision.masters = split`": ("bf16_masters_stand_still",),
     "FP8": ("fp8_cast_hides_inf", "fp8_tensorwise_depends_on_cut"),
 }
-"""Features that Mantissa implements differently from upstream, to the docs/upstream/ scripts that measure these."""
+"""Features that Mantissa implements differently from upstream, to docs/upstream/ scripts that measure upstream."""
 
 
 def by_scripts() -> str:
-    """The table of upstream's errors beside the cells, as docs/upstream/README.md has them."""
+    """The table of upstream's errors outside the cells, from docs/upstream/README.md."""
     text = (REPOSITORY / "docs/upstream/README.md").read_text(encoding="utf-8")
     listed = re.findall(r"(?m)^\| (.+?) \| `(\w+)\.py`, \d \| (.+?) \| (.+?) \|", text)
     by_name = {name: (defect, expected, got) for defect, name, expected, got in listed}
@@ -236,7 +236,7 @@ def _path_section(path: str, cells: Sequence[Cell], results: Results) -> str:
 
 
 def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) -> str:
-    """FP8 compared with plain torch that multiplies FP8 operands as well, on one process and on all."""
+    """FP8 compared with plain torch that multiplies the same FP8 operands, on one process and on all."""
     rows = []
     for combination in combinations():
         here = [cell for cell in cells if cell.fp8 and cell.combination == combination]
@@ -259,7 +259,7 @@ def fp8_section(cells: Sequence[Cell], results: Results, conditions: dict[str, A
 
 
 def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[str, Any]) -> str:
-    """Every other setting: measured, with bare DeepSpeed's errors where it has it, or refused with the reason."""
+    """Every other setting: measured, with bare DeepSpeed's errors if it has the setting, or refused with the reason."""
     rows = []
     for setting in SETTINGS:
         if setting.refused:
@@ -284,7 +284,7 @@ def settings_section(cells: Sequence[Cell], results: Results, _conditions: dict[
 
 
 def _bare_entry(cells: Sequence[Cell], results: Results) -> str:
-    """Bare DeepSpeed's largest error of the masters where it is right, and what is wrong at which other stages."""
+    """Bare DeepSpeed's largest error of the masters where it is right, and what is wrong at the other stages."""
     run = [(cell.combination.stage, results[cell.name]["upstream"]) for cell in cells if cell.bare]
     right = _largest([judged for _, judged in run if judged["verdict"] == "verified"], "masters")
     wrong: dict[str, list[str]] = {}
@@ -324,7 +324,7 @@ _BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell]
     "Other settings": (lambda cell: cell.setting is not None, settings_section),
     "Other optimizers": (lambda cell: cell.optimizer != "adamw", optimizers_section),
 }
-"""Sections that can be replaced by themselves: which cells are in one, and what writes it."""
+"""Sections that can be replaced separately: the cells of each, and the function that writes it."""
 
 
 def _limits() -> str:
@@ -339,7 +339,7 @@ Next: [scripts for each error of DeepSpeed](upstream/README.md), [which dtype is
 
 
 def _bare(judged: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The results of bare DeepSpeed beside these."""
+    """The results of bare DeepSpeed for these cells."""
     return [one["upstream"] for one in judged if "upstream" in one]
 
 
@@ -348,7 +348,7 @@ def _verdicts(judged: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _numbers(judged: Sequence[dict[str, Any]]) -> list[str]:
-    """Largest errors of loss, norm and masters; the verdict in the first cell where there are none."""
+    """Largest errors of loss, norm and masters; without any, the verdict in the first column."""
     bad = sorted({item["verdict"] for item in judged} - {"verified"})
     found = [_largest(judged, name) for name in ("loss", "norm", "masters")]
     if not any(found):

@@ -1,8 +1,8 @@
 """Measure one cell of the precision matrix: Mantissa's engine, bare DeepSpeed and plain torch on the same batches.
 
-The reference is one process of plain torch in FP32 with torch's own AdamW and clipping; FP8 cells multiply FP8 operands
-there as well, and other optimizers step in FP64 by `tools.parity.oracle.optimizers`. It starts from the same weights;
-for bare DeepSpeed on the cast path from weights rounded to the cell's dtype, as its masters are.
+The reference is one process of plain torch in FP32 with torch's own AdamW and clipping; for FP8 cells it multiplies FP8
+operands too, and other optimizers step in FP64 by `tools.parity.oracle.optimizers`. It starts from the same weights;
+for bare DeepSpeed on the cast path they are rounded to the cell's dtype, as its masters are.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Errors(NamedTuple):
 def measure(world: World, cell: Cell, *, steps: int, upstream: bool = True) -> dict[str, Any]:
     """Measure a cell with Mantissa and with bare DeepSpeed; plain numbers and strings. A collective.
 
-    verdict: verified, wrong, refused (by the config or the engine) or raised. Where it can (`Cell.bare`) bare DeepSpeed
-    runs too, also where Mantissa refuses, and its result is under "upstream"; not where `upstream` is false.
+    verdict: verified, wrong, refused (by the config or the engine) or raised. If `Cell.bare`, bare DeepSpeed runs too,
+    even if Mantissa refuses, and its result is under "upstream", unless `upstream` is false.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)
@@ -98,14 +98,14 @@ def _judge(world: World, cell: Cell, expected: Trajectory, run: Callable[[], Tra
         verdict, reason = "refused", str(error).partition(": ")[2]
     except Exception as error:
         verdict, reason = "raised", f"{type(error).__name__}: {error}"
-    # One rank may have raised where another one did not.
+    # One rank may have raised where another did not.
     verdicts = world.gather_objects((verdict, reason))
     verdict, reason = next((item for item in verdicts if item[0] == "raised"), (verdict, reason))
     return {"verdict": verdict, "reason": reason, "errors": numbers}
 
 
 def problems(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
-    """Why the run is not verified; empty where it is. A dynamic FP16 loss scale must have grown twice."""
+    """Why the run is not verified; empty if it is. A dynamic FP16 loss scale must have grown twice."""
     found = errors(run, expected)
     sizes = {"loss": found.loss, "norm": found.norm, "masters": found.masters}
     wrong = [f"{name} {value:.1e}" for name, value in sizes.items() if not value <= cell.bound]
@@ -118,7 +118,7 @@ def problems(cell: Cell, run: Trajectory, expected: Trajectory) -> list[str]:
 
 
 def learning_rate(base: float, step: int) -> float:
-    """A rate that falls a little at every step, so that an engine that ignores it has an error."""
+    """A rate that falls slightly at every step, so that an engine that ignores it shows an error."""
     return base * (1 - 0.05 * step)
 
 
@@ -151,10 +151,10 @@ def fp32_model(section: ModelSection, *, seed: int) -> PreTrainedModel:
 
 
 def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: World, fp8: bool = False) -> Trajectory:
-    """Plain torch, FP32 or, with another optimizer than AdamW, FP64, from weights rounded to `dtype`.
+    """Plain torch in FP32, or in FP64 for an optimizer other than AdamW, from weights rounded to `dtype`.
 
-    fp8: linear layers of the blocks multiply what FP8's definition makes of their operands; nothing else is rounded.
-    The loss that it reports is without that of balance.
+    fp8: linear layers of the blocks multiply operands rounded by FP8's definition; nothing else is rounded. The
+    reported loss excludes the balance loss.
     """
     device, size = world.device, global_size(world.world_size)
     built = fp32_model(config.model, seed=config.run.seed)
@@ -188,7 +188,7 @@ def reference(config: Config, dtype: str, *, clipping: bool, steps: int, world: 
 def balancing_loss(router_logits: Sequence[torch.Tensor], taken: int) -> torch.Tensor:
     """Fedus et al. 2021, equations 4 to 6, the mean over layers; () FP32.
 
-    router_logits: (tokens, experts) of each layer, of the whole batch. taken: experts that a token takes.
+    router_logits: (tokens, experts) of each layer, for the whole batch. taken: experts per token.
     """
     by_layer = []
     for logits in router_logits:
@@ -224,7 +224,7 @@ def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
 def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) -> Trajectory:
     """DeepSpeed used as in its documentation: initialize, backward, step, its own loss scaler. A collective.
 
-    It gets torch's AdamW, or another rule as the reference has it, for what it hands to an optimizer.
+    Its optimizer is torch's AdamW, or another rule as in the reference, on whatever DeepSpeed passes to it.
     """
     allow_fp16_on_cpu()
     world = world.sharing_tensors(config.parallel.tensor, timeout_minutes=config.run.timeout_minutes)
@@ -246,7 +246,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
             found.scales.append(float(getattr(engine.optimizer, "cur_scale", 1.0)))
             for inputs, labels in zip(batch.input_ids.to(world.device), batch.labels.to(world.device), strict=True):
                 loss = label_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
-                # DeepSpeed divides by the accumulation and averages over ranks with sequences of their own.
+                # DeepSpeed divides by the accumulation and averages over ranks with different sequences.
                 engine.backward(loss * (world.zero_ranks * accumulation / tokens))
                 engine.step()
                 total += loss.detach().double()
@@ -261,7 +261,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
 
 
 def errors(run: Trajectory, expected: Trajectory) -> Errors:
-    """Errors of `run`. NaN where it reports no gradient norm."""
+    """Errors of `run`. NaN if it reports no gradient norm."""
     moved = _distance(expected.end, expected.start)
     return Errors(
         start=max(float((run.start[name] - value).abs().max()) for name, value in expected.start.items()),
@@ -289,12 +289,12 @@ def _mantissa_masters(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _deepspeed_masters(engine: deepspeed.DeepSpeedEngine, stage: int, world: World) -> dict[str, torch.Tensor]:
-    """FP32 masters, unpartitioned and uncut, by name."""
+    """FP32 masters by name, gathered from partitions."""
     parameters = dict(engine.module.named_parameters())
     if stage > 0:
         whole = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
     else:
-        # FP16 without ZeRO keeps them in groups, in the order of the 16-bit parameters.
+        # FP16 without ZeRO keeps masters in groups, in the order of the 16-bit parameters.
         sixteen = getattr(engine.optimizer, "fp16_groups", [])
         masters = getattr(engine.optimizer, "fp32_groups", [])
         by_id = {id(p): m for ps, ms in zip(sixteen, masters, strict=True) for p, m in zip(ps, ms, strict=True)}

@@ -51,7 +51,7 @@ from tracking.pages.markdown import Table, code, section, text
 
 PROPOSED, CRASHED, REJECTED = 0, 1, 3
 _LARGEST = 8
-"""Modules that the page lists of each kind of tensor."""
+"""Number of modules listed on the page per kind of tensor."""
 _NONE_NEEDED = "none that was tried is closer to FP32 than a uniform dtype, which costs less; run with"
 _NO_MANIFEST = {"default": "fp32", "rules": []}
 
@@ -61,7 +61,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     out: Path = options.out
     limits = Limits(floor=options.floor, headroom=options.headroom, fp8=options.fp8)
     given = _resolve(options, overrides)
-    # the manifest path, on which the survey measures, has neither slices of matrices nor of experts
+    # the survey measures on the manifest path, which supports no slices of matrices or experts
     refuse_sharing(given.batch, but=("sequence",), why="the manifest that is proposed needs {what} on each rank")
     reason = why_not_writable(out.parent)
     if reason:
@@ -102,7 +102,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dict[str, Any]) -> dict[str, Any]:
-    """The verdict of `tools.parity` on the manifest over the job's first steps, from the proposed loss scale."""
+    """The verdict of `tools.parity` on the manifest over the job's first steps, starting at the proposed loss scale."""
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
     (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n", encoding="utf-8")
@@ -120,8 +120,8 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
 
 
 def rejection_reason(result: dict[str, Any]) -> str | None:
-    """Why the proposal is rejected; None when its gradients are finite, some of it computes in 16 bits, and it passes
-    parity where that ran. With FP8 its error is within the limit, too, and some of it computes in FP8."""
+    """Why the proposal is rejected; None if its gradients are finite, part of it computes in 16 bits, and it passed
+    parity if that ran. With FP8, its error must also be within the limit and part of it must compute in FP8."""
     uniform = result["uniform"]
     error = result["validation"][f"uniform {uniform}" if uniform else "proposal"]["error"]
     if not math.isfinite(error):
@@ -140,9 +140,9 @@ def rejection_reason(result: dict[str, Any]) -> str | None:
 
 
 def regions_table(result: dict[str, Any]) -> Table:
-    """A row for the regions of one pattern and dtype, the most sensitive first.
+    """One row per pattern and dtype of regions, the most sensitive first.
 
-    Sensitive to BF16; to FP8 where that was asked for, of which regions that cannot have it have no share.
+    Sensitivity is to BF16, or to FP8 if that was requested; regions that cannot use FP8 then have no share.
     """
     choices, units = result["proposal"]["choices"], result["units"]
     in_fp8 = bool(result["limits"]["fp8"])
@@ -177,7 +177,7 @@ def _squared_in_fp8(unit: dict[str, Any]) -> float:
 
 
 def stored_lines(result: dict[str, Any]) -> list[str]:
-    """The largest values that a run stores in 16 bits, and what follows for FP16."""
+    """The largest values that a run stores in 16 bits, and the consequences for FP16."""
     stored = {kind: {name: Peak(**peak) for name, peak in peaks.items()} for kind, peaks in result["stored"].items()}
     value, gradient = largest(stored, "activations", "weights"), largest(stored, *SCALED)
     headroom, scale = result["limits"]["headroom"], result["uniform_fp16_scale"]
@@ -191,7 +191,7 @@ def stored_lines(result: dict[str, Any]) -> list[str]:
 
 
 def uniform_overrides(result: dict[str, Any]) -> str | None:
-    """The overrides of a run in the uniform dtype that is proposed; None where a manifest is."""
+    """Overrides for a run in the proposed uniform dtype; None if a manifest is proposed."""
     if result["uniform"] is None:
         return None
     scale = f" precision.loss_scale.initial={result['uniform_fp16_scale']:.0f}" if result["uniform"] == "fp16" else ""
@@ -199,7 +199,7 @@ def uniform_overrides(result: dict[str, Any]) -> str | None:
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
-    """Error and share of 16-bit FLOPs of the proposal, against both uniform dtypes."""
+    """Gradient error and share of 16-bit FLOPs of the proposal, compared with both uniform dtypes."""
     checked, proposal = result["validation"], result["proposal"]
     lines = [
         f"{name:<13} gradient error {found['error']:.3e} (whole vector {found['whole']:.3e}), worst "
@@ -256,7 +256,7 @@ def _publish(out: Path, result: dict[str, Any]) -> int:
 def _write_page(out: Path, result: dict[str, Any], reason: str | None, regions: Table) -> None:
     """Write OUT.analysis.md and .html: the verdict on the manifest first, how it was measured last.
 
-    reason: why the proposal is rejected; None when it is not.
+    reason: why the proposal is rejected; None if it is not.
     """
     parity = result.get("parity")
     judged = f" `tools.parity` over {parity['steps']} steps: {text(parity['verdict'])}." if parity else ""

@@ -1,9 +1,9 @@
-"""The error of reduced gradients in other dtypes against FP32's, from the same masters and batch, on either path.
+"""Error of reduced gradients in other dtypes relative to FP32, from the same masters and batch, on either path.
 
 FP16's loss is multiplied by the loss scale, and the gradient divided by it: a power of two, so both are exact. `error`
-is the root mean square of the parameters' relative errors, weighted by size, since Adam divides each gradient by the
-size of its own past. The error of the whole vector would be that of its few largest parameters: for the demo's BF16 it
-was 0.003 after 30 steps, while a query projection's gradient had an error of 0.043.
+is the root mean square of the parameters' relative errors, weighted by size, since Adam divides each gradient by its
+own past magnitude. The error of the whole vector would be dominated by its few largest parameters: for the demo's BF16
+it was 0.003 after 30 steps, while a query projection's gradient had an error of 0.043.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from training.engine.tensors import whole_gradient
 
 @dataclass(frozen=True)
 class GradientError:
-    """Errors of one pass against FP32, the same on every rank. inf where a value is not finite."""
+    """Errors of one pass against FP32, the same on every rank. inf if a value is not finite."""
 
     error: float
     """[fraction] Root of the mean of ||gradient - FP32's||^2 / ||FP32's||^2 over parameters, weighted by their size."""
@@ -65,7 +65,7 @@ class Fp32Gradients:
         engine.discard_gradients()
 
     def error(self, *, scale: float = 1.0) -> GradientError:
-        """Run the same batch in the regions' present dtypes, with the same random numbers, and compare.
+        """Run the same batch in the regions' current dtypes, with the same random numbers, and compare.
 
         scale: factor on the loss, a power of two; the result does not depend on it.
         """
@@ -81,7 +81,7 @@ class Fp32Gradients:
         return GradientError(*world.from_main((*self._errors(squares), finite / max(total, 1))))
 
     def _errors(self, off: dict[str, float]) -> tuple[float, float, str, float]:
-        """Errors from squared differences by parameter, without those whose gradient is negligible: rounding noise."""
+        """Errors from squared differences by parameter, leaving out gradients so small that they are rounding noise."""
         size = {name: self._sizes[name] for name in off}
         floor = NEGLIGIBLE**2 * max(size.values(), default=0.0)
         errors = {
@@ -111,11 +111,11 @@ class Fp32Gradients:
 
 
 _PIECE = 1 << 18
-"""Values compared at a time, because it takes FP64 copies of them: the embedding of 262,144 tokens would take 4 GB."""
+"""Number of values compared at a time, as FP64 copies: the whole embedding of 262,144 tokens would take 4 GB."""
 
 
 def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
-    """The sum of the squared differences of two FP32 tensors, in FP64, and how many of them are finite."""
+    """Sum of squared differences of two FP32 tensors, in FP64, and the number of finite differences."""
     total, finite = 0.0, 0
     for piece, other in zip(values.reshape(-1).split(_PIECE), others.reshape(-1).split(_PIECE), strict=True):
         difference = piece.double() - other.double()
@@ -125,7 +125,7 @@ def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
 
 @contextmanager
 def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which the engine's model computes under this manifest, default dtype included."""
+    """Context manager: the engine's model computes under this manifest, default dtype included."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "manifest.json"
         path.write_text(json.dumps(manifest), encoding="utf-8")
@@ -140,10 +140,10 @@ def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None
 
 @contextmanager
 def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[None]:
-    """Context in which the engine's model computes as one whose weights DeepSpeed has cast, without autocast.
+    """Context manager: the engine's model computes as if DeepSpeed had cast its weights, without autocast.
 
     As in such a run, buffers keep their dtype, routers may be in FP32, and the gradients of a tied weight are summed in
-    16 bits; at ZeRO-3 in FP32, since its weights are cast in each use. routers: precision.routers.
+    16 bits; at ZeRO-3 in FP32, since weights are cast at each use. routers: precision.routers.
     """
     model, dtype = engine.model, DTYPES[compute]
     with _without_regions(engine), ExitStack() as stack:
@@ -155,7 +155,7 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
             cast = functools.partial(_cast, dtype=dtype, widened=module in wide)
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype == torch.float32:
-                    # of what ZeRO-3 has partitioned now, a graph would keep the empty shape
+                    # a graph would record the empty shape of what ZeRO-3 has partitioned now
                     now = parameter.detach() if engine.stage == 3 else parameter
                     module.__dict__[name] = copies.setdefault(parameter, cast(now))
                     stack.callback(module.__dict__.pop, name)
@@ -165,7 +165,7 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
 
 
 def _set_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Give a module the `forward` that it had on the instance; None: that of its class."""
+    """Restore a module's instance-level `forward`; None: that of its class."""
     module.__dict__.pop("forward", None)
     if forward is not None:
         module.forward = forward
@@ -177,7 +177,7 @@ def _cast(parameter: torch.Tensor, dtype: torch.dtype, *, widened: bool) -> torc
 
 
 def _with_gathered_weights(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
-    """The module's forward pass on copies of its weights that are made in it: ZeRO-3 gathers them around each call."""
+    """A forward pass on copies of the module's weights, made inside it because ZeRO-3 gathers them around each call."""
     original = module.forward
 
     @functools.wraps(original)
@@ -195,7 +195,7 @@ def _with_gathered_weights(module: torch.nn.Module, cast: Callable[[torch.Tensor
 
 @contextmanager
 def _without_regions(engine: Engine) -> Iterator[Regions]:
-    """Context in which the model is as it was before its regions, which are yielded and come back afterwards."""
+    """Context manager: the model without its regions, which are yielded and restored afterwards."""
     before = engine.regions
     assert before is not None
     before.close()
@@ -210,7 +210,7 @@ class Candidate:
     """A way to compute that is compared with FP32."""
 
     computing: Callable[[Engine], AbstractContextManager[None]]
-    """Context in which an engine computes so."""
+    """Context manager under which an engine computes this way."""
     scale: float = 1.0
     """Loss scale, a power of two."""
 
@@ -221,7 +221,7 @@ def validate(
     """Errors of each candidate's gradients against FP32's, from the same masters, over whole batches. A collective.
 
     `error` and `whole` are root mean squares over batches; `parameter` has the largest error on any batch,
-    `parameter_error`. inf: a value was not finite. `finite` is the share of the gradients' values that are.
+    `parameter_error`. inf: a value was not finite. `finite`: the share of finite gradient values.
     """
     found: dict[str, list[GradientError]] = {name: [] for name in candidates}
     for batch in batches:

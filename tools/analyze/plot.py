@@ -17,7 +17,7 @@ FP16_NORMAL, FP16_SUBNORMAL, FP16_END = -14, -24, 16
 """Exponents: smallest normal and subnormal number, and the power of two just above the largest number."""
 BF16_NORMAL, BF16_END = -126, 128
 MOST_ROWS = 96
-"""Regions above which the layers of one pattern share a row."""
+"""Number of regions above which the layers of one pattern share a row."""
 _PANELS = (
     ("activations", "Activations", False),
     ("gradients", "Activation gradients x loss scale", True),

@@ -1,10 +1,10 @@
 """Proposes a precision manifest from measurements: the dtype of each region and its measured reason. No model needed.
 
-docs/analyze.md has the rules ("How it is decided"). One loss scale serves all regions: the power of two at which
-regions with the most FLOPs fit, the largest of those, because a dynamic scale grows until it reaches the end of the
-range. Errors of regions are independent roundings, so their squares add up (Higham 2002, section 2.8); a region's share
-of the sum is its sensitivity. Values passed between regions in the ambient dtype belong to none of them: the ambient
-dtype is FP16 only where no range of any region passes its end.
+docs/analyze.md has the rules ("How it is decided"). One loss scale serves all regions: of the powers of two at which
+regions with the most FLOPs fit, the largest, because a dynamic scale grows to the end of the range. Errors of regions
+are independent roundings, so their squares add up (Higham 2002, section 2.8); a region's share of the sum is its
+sensitivity. Values passed between regions in the ambient dtype belong to none of them, so the ambient dtype is FP16
+only if no region's range exceeds FP16's.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tools.analyze.ranges import NOTHING, Spread
 FP16_LARGEST = 65504.0
 SCALED = ("gradients", "weight_gradients")
 _USUAL: tuple[Compute, ...] = ("fp8", "fp16", "bf16", "fp32")
-"""Dtypes that a rule may give, that first which a pattern's rule gets when as many of its regions have another."""
+"""Dtypes that a rule may set; the first wins where equally many regions of a pattern have different ones."""
 _NOT_FP8 = "FP8 is for linear layers other than the output embedding"
 _LOST_BELOW = -25
-"""FP16 rounds magnitudes up to 2^-25 to zero; a histogram bin lies below it or not."""
+"""FP16 rounds magnitudes up to 2^-25 to zero; a histogram bin lies either below it or not."""
 _SCALES = range(41)
 
 
@@ -37,15 +37,15 @@ class Limits:
     flushed: float = 0.01
     """[fraction] Share of the non-zero values of a kind that FP16 may round to zero."""
     pays: float = 2.0
-    """[factor] Least ratio of BF16's error to FP16's for which FP16 is chosen."""
+    """[factor] Smallest ratio of BF16's error to FP16's for which FP16 is chosen."""
     demands: float = 2.0
-    """[factor] Share of the error over share of the FLOPs from which on a region is a candidate for FP32."""
+    """[factor] Smallest ratio of error share to FLOPs share that makes a region a candidate for FP32."""
     noticed: float = 0.05
     """[fraction] Share of the error below which no region is promoted."""
     floor: float = 0.9
-    """[fraction] Share of the matmul FLOPs that stays in 16 bits, of those that can be there."""
+    """[fraction] Share of the matmul FLOPs that must stay in 16 bits, of those that could be."""
     fp8: float = 0.0
-    """[fraction] Gradient error up to which regions compute in FP8; 0: none does."""
+    """[fraction] Gradient error up to which regions compute in FP8; 0: none do."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def pattern_of(name: str) -> str:
 def fp16_obstacle(spreads: Mapping[str, Spread], scale: float, limits: Limits) -> tuple[str, bool] | None:
     """Why a region's numbers do not fit FP16 at a loss scale, and whether they overflow (else they flush).
 
-    spreads: kind to spread, gradients unscaled. None when everything fits.
+    spreads: kind to spread, gradients unscaled. None if everything fits.
     """
     for kind, spread in spreads.items():
         factor = scale if kind in SCALED else 1.0
@@ -123,7 +123,7 @@ def largest_scale(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -
 
 
 def scale_for(largest: float, limits: Limits) -> float:
-    """The largest power of two, at least 1, at which a gradient of this size does not leave its headroom."""
+    """The largest power of two, at least 1, at which a gradient of this size keeps its headroom."""
     if not largest:
         return 1.0
     room = FP16_LARGEST / limits.headroom / largest
@@ -131,7 +131,7 @@ def scale_for(largest: float, limits: Limits) -> float:
 
 
 def choose_scale(units: Sequence[Unit], spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> float:
-    """The largest of the powers of two at which the regions that fit FP16 have the most FLOPs."""
+    """The largest power of two among those at which the regions that fit FP16 have the most FLOPs."""
 
     def fitting(scale: float) -> int:
         return sum(
@@ -142,8 +142,7 @@ def choose_scale(units: Sequence[Unit], spreads: Mapping[str, Mapping[str, Sprea
 
 
 def sensitivities(units: Sequence[Unit]) -> dict[str, float]:
-    """Region to its unit's share of the squared error when everything computes in BF16; errors that are not finite
-    count fully."""
+    """Region to its unit's share of the squared error when everything computes in BF16; 1 for a non-finite error."""
     squares = [unit.errors["bf16"] ** 2 for unit in units]
     total = sum(squares)
     shares = [
@@ -166,10 +165,9 @@ def propose(
     """The manifest for these measurements.
 
     units: every matmul region in exactly one. spreads: region to kind to spread. other_flops: matmul FLOPs outside of
-    all regions, FP32. promote: whether sensitive regions go to FP32. ambient: the manifest's default instead of the
-    one that the ranges suggest. otherwise: the dtype of regions whose range does not fit FP16. casts: region to 16-bit
-    dtype to what it was seen to compute in where it was given that dtype; without those that compute in what they are
-    given.
+    all regions, FP32. promote: whether sensitive regions go to FP32. ambient: the manifest's default instead of the one
+    that the ranges suggest. otherwise: the dtype of regions whose range does not fit FP16. casts: region to assigned
+    16-bit dtype to the dtype it was seen to compute in, where that differs.
     """
     scale = choose_scale(units, spreads, limits)
     shares = sensitivities(units)
@@ -200,11 +198,10 @@ def propose_fp8(
     largest_error: float,
     casts: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Proposal:
-    """A manifest with regions in FP8, the others and what is between them in BF16.
+    """A manifest with some regions in FP8, and BF16 everywhere else.
 
-    Of the units that were measured in FP8 those with the least squared error per FLOP, as long as the errors of all
-    add up to at most largest_error [fraction of the gradient]. inf: every unit whose error is finite. casts: as
-    `propose` takes them.
+    Units measured in FP8 are added in order of squared error per FLOP, as long as their errors add up to at most
+    largest_error [fraction of the gradient]. inf: every unit with a finite error. casts: as for `propose`.
     """
     shares, errors = sensitivities(units), {unit.names: unit.errors["bf16"] for unit in units}
     total = max(sum(unit.flops for unit in units) + other_flops, 1)
@@ -243,7 +240,7 @@ def _fp8_errors(unit: Unit) -> str:
 
 
 def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
-    """Manifest rules that give every region its choice: one a pattern, its exceptions below, none without effect.
+    """Manifest rules that give every region its choice: one per pattern, exceptions below it, none without effect.
 
     Every region is named by a rule, so that each has its reason in the manifest, whatever the default.
     """
@@ -258,7 +255,7 @@ def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
         match = _escaped(pattern) if len(names) > 1 else _escaped(names[0], stars=True)
         general.append(_rule(match, choices, alike))
         exceptions += [name for name in names if choices[name].compute != usual]
-    # `*` crosses dots, so `a.*.proj` reaches into `a.*.attn.proj`. Of two such patterns one matches all that the other
+    # `*` crosses dots, so `a.*.proj` also matches `a.*.attn.proj`. Of two such patterns one matches all that the other
     # does: the wider goes first, and each keeps its own regions.
     general.sort(key=lambda rule: -sum(fnmatchcase(name, rule["match"]) for name in choices))
     return general + [_rule(_escaped(name, stars=True), choices, [name]) for name in exceptions]
@@ -267,7 +264,7 @@ def rules_for(choices: Mapping[str, Choice]) -> list[dict[str, str]]:
 def _sixteen_bits(
     unit: Unit, spreads: Mapping[str, Spread], scale: float, limits: Limits, otherwise: Compute
 ) -> tuple[Compute, str]:
-    """The 16-bit dtype that the measurements suggest, and the reason. otherwise: where the range does not fit FP16."""
+    """The 16-bit dtype that the measurements suggest, and the reason. otherwise: if the range does not fit FP16."""
     bf16, fp16 = unit.errors["bf16"], unit.errors["fp16"]
     errors = f"gradient error {fp16:.2g} alone in FP16, {bf16:.2g} in BF16"
     obstacle = fp16_obstacle(spreads, scale, limits)
@@ -281,7 +278,7 @@ def _sixteen_bits(
 
 
 def _held(compute: Compute, reason: str, casts: Mapping[str, str]) -> tuple[Compute, str]:
-    """The dtype where the region computes in it, else one that it computes in."""
+    """The dtype if the region really computes in it, else one that it does compute in."""
     if compute not in casts:
         return compute, reason
     seen = " and ".join(name.upper() for name in casts[compute].split(" and "))

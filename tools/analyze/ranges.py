@@ -1,10 +1,10 @@
 """Magnitudes of every region's tensors: exponent histograms of activations, gradients, weights and weight gradients.
 
-Activations are a region's operands that are no weights and the results of its matmuls, seen below autograd and autocast
-as `precision.observe` does, so the queries, keys and values of a fused attention kernel are measured. Gradients are of
-its outputs and inputs, unscaled as long as the loss is; of an input that several modules read (q, k and v projections)
-there is one, the sum of theirs, which counts for each. What is inside an attention module counts for it too. Weight
-gradients are of one micro-batch on one rank, as the backward pass makes them.
+Activations are a region's non-weight operands and the results of its matmuls, observed below autograd and autocast as
+in `precision.observe`, so that queries, keys and values of a fused attention kernel are measured. Gradients are those
+of its outputs and inputs, unscaled if the loss is; an input read by several modules (q, k and v projections) has one,
+their sum, which counts for each. Modules inside an attention module count for it too. Weight gradients are those of one
+micro-batch on one rank, as computed by the backward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIGHEST_EXPONENT = 128
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _ZEROS, _NONFINITE = _BINS, _BINS + 1
 _PIECE = 1 << 18
-"""Values counted at a time, because the histogram has an index of 8 bytes for each."""
+"""Number of values counted at a time: the histogram needs an 8-byte index for each."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Spread:
 
     @property
     def values(self) -> int:
-        """Finite values that are not zero."""
+        """Number of finite non-zero values."""
         return sum(self.counts)
 
     def share_below(self, exponent: int) -> float:
@@ -61,7 +61,7 @@ NOTHING = Spread(0, (), 0, 0, 0.0)
 
 
 def merged(spreads: Iterable[Spread]) -> Spread:
-    """One spread of all values of several."""
+    """One spread of the values of several."""
     parts = list(spreads)
     counts: dict[int, int] = defaultdict(int)
     for part in parts:
@@ -78,10 +78,10 @@ def merged(spreads: Iterable[Spread]) -> Spread:
 
 
 def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
-    """(bins + 2,) int64: values by power of two from LOWEST_EXPONENT on, of at most FP32's range; then zeros, and those
-    that are not finite."""
+    """(bins + 2,) int64: counts by power of two from LOWEST_EXPONENT up, then of zeros and of non-finite values. The
+    values must be within FP32's range."""
     flat = values.detach().float().abs().reshape(-1)
-    # of an FP32 number of magnitude 2^e to 2^(e+1) the bits after the sign begin with e + 127; of subnormal ones with 0
+    # an FP32 number of magnitude 2^e to 2^(e+1) has the exponent bits e + 127, a subnormal one 0
     exponent = flat.view(torch.int32) >> 23
     subnormal = ((flat * 2.0**64).view(torch.int32) >> 23) - 64
     index = torch.where(exponent == 0, subnormal, exponent) - 127 - LOWEST_EXPONENT
@@ -91,7 +91,7 @@ def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
 
 
 class Ranges:
-    """Histograms of every region and kind, on the device: nothing waits for it until `spreads`.
+    """Histograms of every region and kind, on the device, without synchronization until `spreads`.
 
     `counts`: (regions, kinds, bins + 2) int64, the last two being zeros and values that are not finite. `maxima`:
     (regions, kinds) float64. Both have the same shape on every rank, whatever it has seen, so they can be reduced:
@@ -106,7 +106,7 @@ class Ranges:
 
     @torch.no_grad()
     def add(self, name: str, kind: str, values: torch.Tensor) -> None:
-        """Count a tensor of any shape and floating dtype; others are passed over."""
+        """Count a tensor of any shape and floating dtype; other dtypes are ignored."""
         if not values.is_floating_point() or not values.numel():
             return
         where = self._rows[name], KINDS.index(kind)
@@ -133,10 +133,10 @@ class Ranges:
 
 
 class OperandMeter(Observation):
-    """Context manager around forward passes: activations and weights of every region, and its matmul FLOPs.
+    """Context manager around forward passes that measures activations, weights and matmul FLOPs of every region.
 
-    Run it without gradients: a recomputation by activation checkpointing would be counted again. `region_flops`: module
-    name to forward FLOPs, as in `precision.observe`, of regions and of whatever else multiplies matrices.
+    Use it without gradients: a recomputation by activation checkpointing would be counted again. `region_flops`: module
+    name to forward FLOPs, as in `precision.observe`, for regions and any other module with matmuls.
     """
 
     def __init__(self, model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> None:
@@ -175,7 +175,7 @@ class OperandMeter(Observation):
         self.region_flops[where] += multiplied
         if where in self._regions:
             own = {weight.untyped_storage().data_ptr() for weight in self._regions[where].parameters(recurse=False)}
-            # After three arguments come masks; after a fused attention kernel's first result, its bookkeeping.
+            # Arguments after the third are masks; results after a fused attention kernel's first are its bookkeeping.
             for tensor in (*tensors_of(args[:3]), next(tensors_of(output))):
                 if tensor.untyped_storage().data_ptr() not in own:
                     self._ranges.add(where, "activations", tensor)
@@ -183,10 +183,10 @@ class OperandMeter(Observation):
 
 @contextmanager
 def gradients_counted(model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> Iterator[None]:
-    """Context around forward and backward passes that counts gradients and weight gradients of every region.
+    """Context manager around forward and backward passes that counts gradients and weight gradients of every region.
 
-    With activation checkpointing of either kind each gradient is seen once: only the tensors that the backward pass
-    goes through have one.
+    With activation checkpointing of either kind each gradient is counted once: only tensors on the backward path have
+    one.
     """
 
     def count(names: list[str], kind: str, gradient: torch.Tensor) -> None:

@@ -30,9 +30,9 @@ class Point:
     scale: float
     """Loss scale of the FP16 measurements."""
     errors: list[dict[str, float]]
-    """Errors of each unit, by dtype; fp8 only for linear layers, and where it is asked for."""
+    """Errors of each unit, by dtype; fp8 only for linear layers, and if requested."""
     casts: dict[str, dict[str, str]]
-    """Region to dtype to what it computed in instead of it, of those whose module or kernel casts by itself."""
+    """Region to assigned dtype to the dtype it computed in instead, if its module or kernel casts by itself."""
 
 
 def units_of(engine: Engine, most_regions: int) -> list[Unit]:
@@ -56,7 +56,7 @@ def measure(
 ) -> Point:
     """Measure on this batch; every region must compute in FP32 now. A collective; changes no weight.
 
-    text_of: the text of a token. judge: called with the ranges before anything takes long.
+    text_of: the text of a token. judge: called with the stored peaks before anything takes long.
     """
     model, world = engine.model, engine.world
     kinds = find_regions(model)
@@ -106,7 +106,7 @@ def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> d
 
 @contextmanager
 def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
-    """Context in which only this unit's regions compute in `dtype`; everything else stays FP32."""
+    """Context manager: only this unit's regions compute in `dtype`; everything else stays FP32."""
     regions = engine.regions
     assert regions is not None
     for name in unit.names:
@@ -130,7 +130,7 @@ def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
 
 
 def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit], int]:
-    """Units with their FLOPs and the root mean square of their errors over the points; FLOPs outside of all regions."""
+    """Units with their FLOPs and their RMS error over the points, and the FLOPs outside all regions."""
     flops = points[-1].flops
     measured = []
     for index, unit in enumerate(units):

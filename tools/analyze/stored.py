@@ -1,8 +1,8 @@
-"""The largest values that a 16-bit run stores: what enters and leaves every module, the gradients of it, and weights.
+"""The largest values that a 16-bit run stores: every module's inputs and outputs, their gradients, and weights.
 
-No loss scale helps where a stored activation exceeds FP16's largest number, and one token can have it all: "massive
-activations" (Sun et al. 2024) are single tokens, often the first, which histograms of regions do not show. So each
-largest value is kept with the module and the token that it is of.
+No loss scale helps if a stored activation exceeds FP16's largest number, and one token is enough: "massive activations"
+(Sun et al. 2024) occur at single tokens, often the first, which histograms of regions do not show. So each largest
+value is kept with its module and token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from precision.findings import tensors_of
 
 _MASKED = 1e37
-"""Magnitude from which on a value is an attention mask's, minus infinity or the least number of its dtype."""
+"""Magnitudes from this on are those of attention masks: minus infinity or the lowest number of a dtype."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Peak:
 
     value: float
     place: str
-    """Full name of the module or parameter, before it `input of` where it was not the module that made it."""
+    """Full name of the module or parameter, preceded by `input of` if the module did not produce the value."""
     position: int | None = None
-    """[tokens] From the start of its document; None for what is not of one token."""
+    """[tokens] Distance from the start of its document; None if the value does not belong to one token."""
     token: str | None = None
 
     def __str__(self) -> str:
@@ -42,13 +42,13 @@ Stored = dict[str, dict[str, Peak]]
 
 
 def largest(stored: Stored, *kinds: str) -> Peak:
-    """The largest of these kinds, of several equal ones the first: the module that made what others read."""
+    """The largest peak of these kinds, the first of equal ones: the module that produced what others read."""
     peaks = (peak for kind in kinds for peak in stored.get(kind, {}).values())
     return max(peaks, key=lambda peak: peak.value, default=Peak(0.0, "nothing"))
 
 
 def first_beyond(stored: Stored, limit: float) -> Peak | None:
-    """The first activation in the order of the forward pass, or weight, whose magnitude is beyond a limit."""
+    """The first activation in the order of the forward pass, or weight, whose magnitude exceeds a limit."""
     peaks = (peak for kind in ("activations", "weights") for peak in stored.get(kind, {}).values())
     return next((peak for peak in peaks if peak.value > limit), None)
 
@@ -115,7 +115,7 @@ class StoredPeaks:
             known[name] = Peak(float(value), place, *self._token(values.shape, int(index)))
 
     def _token(self, shape: torch.Size, index: int) -> tuple[int | None, str | None]:
-        """Position and text of the token that a value is of. index: into the flattened tensor."""
+        """Position and text of the token that a value belongs to. index: into the flattened tensor."""
         for ids in (value for key, value in self._inputs.items() if key.endswith("input_ids")):
             if shape[:2] == ids.shape or shape[:1].numel() == ids.numel():
                 place = index * ids.numel() // shape.numel()

@@ -32,16 +32,16 @@ from training.schedule import scheduled_rate
 from training.session import session
 
 WORTHWHILE = 0.95
-"""Factor on the error below which a costlier manifest is chosen."""
+"""A costlier manifest is chosen only if its error is below this factor times the cheaper one's."""
 FP8_ATTEMPTS = (1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
-"""Factors on the allowed gradient error that proposals with FP8 are made for: the errors of regions together are not
-just those of each alone, so the first proposal that holds when it is measured is taken."""
+"""Factors on the allowed gradient error for which FP8 proposals are made: errors of regions together differ from the
+sum of each alone, so the first proposal whose measured error is within the limit is taken."""
 FP8_HELD_OUT = 0.9
-"""Share of the allowed gradient error that a proposal may have where it is made; all of it on held-out batches."""
+"""Share of the allowed gradient error that a proposal may use on its own batch; on held-out batches, all of it."""
 
 
 class Hopeless(Exception):
-    """There is nothing to propose: FP32 itself is not finite, or the FP16 that the config asks for cannot be."""
+    """There is nothing to propose: FP32 itself is not finite, or the FP16 that the config requests cannot work."""
 
 
 def first_sequences(batch: Batch, sequences: int) -> Batch:
@@ -70,11 +70,11 @@ class Plan:
     steps: int
     """FP32 training steps. Measured before the first, in the middle and after the last."""
     sequences: int
-    """Sequences a process that one measurement takes; the held-out batches are whole."""
+    """Sequences per process in one measurement; held-out batches are used whole."""
     most_regions: int
-    """Number of regions above which sensitivity is measured once a pattern instead of once a region."""
+    """Number of regions above which sensitivity is measured per pattern instead of per region."""
     held_out: int
-    """Global batches that the proposal is validated on."""
+    """Number of global batches to validate the proposal on."""
     compute: str
     """The dtype that the config itself computes in."""
     limits: Limits
@@ -89,7 +89,7 @@ def survey(
     """
     units = units_of(engine, plan.most_regions)
     assert engine.regions is not None
-    engine.regions.fp8 = replace(engine.regions.fp8, kernel="emulate")  # no kernel has been compared with it yet
+    engine.regions.fp8 = replace(engine.regions.fp8, kernel="emulate")  # no kernel has been compared with emulation yet
     points, losses = [], []
     judge = partial(_require_possible, compute=plan.compute)
     for step in range(plan.steps + 1):
@@ -137,7 +137,7 @@ def survey(
 
 
 def _require_possible(stored: Stored, *, compute: str) -> None:
-    """Raises Hopeless for FP16 where no loss scale helps."""
+    """Raises Hopeless for FP16 if no loss scale helps."""
     peak = first_beyond(stored, FP16_LARGEST)
     if compute == "fp16" and peak is not None:
         raise Hopeless(
@@ -147,9 +147,9 @@ def _require_possible(stored: Stored, *, compute: str) -> None:
 
 
 def _better_uniform(checked: Mapping[str, Any], stored: Stored, limits: Limits) -> str | None:
-    """The uniform dtype that the manifest is not closer to FP32 than by enough; None where it is.
+    """The best uniform dtype, unless the manifest is closer to FP32 by enough; then None.
 
-    FP16 counts where all that it would store has headroom.
+    FP16 is considered only if everything that it would store has headroom.
     """
     room = largest(stored, "activations", "weights").value * limits.headroom <= FP16_LARGEST
     bearing = {dtype: checked[f"uniform {dtype}"]["error"] for dtype in ("bf16", *(["fp16"] if room else []))}
@@ -176,10 +176,10 @@ def _decide(
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
-    Promotions to FP32 cost FLOPs, so they stay only when they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only when a 16-bit one is no better than a uniform dtype; then also FP16 wherever
-    nothing overflows, however much it flushes, and FP32 elsewhere, where enough FLOPs stay in 16 bits. given: what
-    `propose` also takes.
+    Promotions to FP32 cost FLOPs, so they stay only if they lower the error by five percent. An FP32 ambient dtype
+    costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; then also considered is FP16
+    wherever nothing overflows, however much it flushes, and FP32 elsewhere, if enough FLOPs stay in 16 bits. given:
+    more arguments of `propose`.
     """
     limits: Limits = given["limits"]
     named = {
@@ -208,8 +208,8 @@ def _decide_fp8(
     uniform: Mapping[str, Candidate],
     given: dict[str, Any],
 ) -> tuple[Proposal, dict[str, float]]:
-    """The proposal with the most FP8 whose measured error is allowed, on a batch that was measured before; the last one
-    where none is. All errors that were measured. given: as `_decide` has it."""
+    """The proposal with the most FP8 whose measured error is allowed, on a batch measured before (the last one if none
+    is), and all measured errors. given: as for `_decide`."""
     limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
     every = {"all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also))}
     errors = _errors(engine, _regions_alone(uniform) | every, batch)
@@ -232,7 +232,7 @@ def _runnable(proposal: Proposal) -> Candidate:
 
 
 def _regions_alone(uniform: Mapping[str, Candidate]) -> dict[str, Candidate]:
-    """The uniform dtypes, and each in every region with FP32 between them."""
+    """The uniform dtypes, and each of them in every region with FP32 between regions."""
     found = dict(uniform)
     for dtype in ("bf16", "fp16"):
         every = {"match": "*", "reason": "every region, nothing else", "compute": dtype}
@@ -243,7 +243,7 @@ def _regions_alone(uniform: Mapping[str, Candidate]) -> dict[str, Candidate]:
 
 
 def _uniform(scale: float, routers: str) -> dict[str, Candidate]:
-    """The uniform dtypes as a run without a manifest has them. scale: of FP16. routers: precision.routers."""
+    """The uniform dtypes as in a run without a manifest. scale: FP16's loss scale. routers: precision.routers."""
     cast = partial(on_the_cast_path, routers=routers)
     return {
         "uniform bf16": Candidate(partial(cast, compute="bf16")),

@@ -1,1 +1,1 @@
-"""Asks whether training by another trainer on DeepSpeed is right: from its configs, or from steps that it recorded."""
+"""Checks whether another trainer on DeepSpeed trains correctly, from its configs or from steps recorded in it."""

@@ -1,11 +1,11 @@
-"""Asks whether training by another trainer on DeepSpeed is right: by its configs, without training, or by the steps
+"""Checks whether another trainer on DeepSpeed trains correctly: from its configs, without training, or from the steps
 that a probe recorded in it.
 
   python -m tools.audit --deepspeed-config ds.json --trainer-config training_args.json
   python -m tools.audit --write-probe .
   python -m tools.audit PROBE_FOLDER
 
-Exit code 3 where training is found wrong, 2 for bad input, 0 otherwise.
+Exit code 3 if training is found wrong, 2 for bad input, 0 otherwise.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_probe(target: Path) -> int:
-    """Write the probe, and print how it is used. Raises UserError if a different file is there."""
+    """Write the probe, and print how to use it. Raises UserError if a different file is there."""
     probe = Path(__file__).with_name("mantissa_probe.py").read_bytes()
     if target.exists() and target.read_bytes() != probe:
         raise UserError(f"{target}: is there already and differs; remove it, or give another folder")
@@ -81,9 +81,9 @@ def write_probe(target: Path) -> int:
 
 
 def finish(options: argparse.Namespace, audit: Audit) -> int:
-    """Print an audit, and write it where `options` ask for it; returns the exit code."""
+    """Print an audit, and write the files that `options` request; returns the exit code."""
     if options.json is not None:
-        from tracking.jsonl import plain  # the audit of configs starts without what it needs
+        from tracking.jsonl import plain  # the audit of configs must start without its imports
 
         write_atomically(options.json, (json.dumps(plain(audit.report), indent=1) + "\n").encode())
     if options.page is not None:
@@ -109,7 +109,7 @@ def _title(finding: Mapping[str, Any]) -> str:
 
 
 def _page(audit: Audit) -> str:
-    from tracking.numbers import number  # the audit of configs starts without what these need
+    from tracking.numbers import number  # the audit of configs must start without their imports
     from tracking.pages.document import Tone, document
     from tracking.pages.markdown import Table, page, section, text
 

@@ -1,9 +1,9 @@
-"""Audits the configs of a run that another trainer starts, without training: which defects of known.yaml it hits, what
-was measured as sound, what never was, and which dtype everything has.
+"""Audits the configs of another trainer's run, without training: which defects of known.yaml it hits, what was measured
+as sound, what was never measured, and which dtype everything has.
 
-A trainer's file is told by its keys, as names.yaml has them: Hugging Face's TrainingArguments (as passed to a script
-or as saved; TRL's and LLaMA-Factory's too), axolotl's YAML, or Accelerate's. A condition in known.yaml is a value, a
-list of which any may be, or text that opens with >, <, >=, <=, == or !=, for numbers as for versions.
+A trainer's file is recognised by its keys, listed in names.yaml: Hugging Face's TrainingArguments (as passed to a
+script or as saved; TRL's and LLaMA-Factory's too), axolotl's YAML, or Accelerate's. A condition in known.yaml is a
+value, a list of alternatives, or text that begins with >, <, >=, <=, == or !=, for numbers and versions.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def read_data(name: str) -> Any:
 MATRIX, MEASURED_WITH = "docs/precision-matrix.md", "0.19.8"
 """The precision matrix, and the DeepSpeed that it was measured with."""
 SEVERITIES = ("stops", "wrong", "risk", "note")
-"""The severities in order. stops, wrong: whoever hits it does not train, or trains wrongly. risk: wrong under a
-condition that no config shows, or a race. note: right but for what it says."""
+"""The severities in order. stops: training does not run. wrong: it trains wrongly. risk: wrong under a condition that
+no config shows, or a race. note: right except for what it says."""
 BAD = SEVERITIES[:2]
 NAMES: dict[str, Any] = read_data("names.yaml")
 KINDS: dict[str, Any] = NAMES["trainer_files"]
@@ -50,8 +50,8 @@ _ELSEWHERE = re.compile(f"({'|'.join(NAMES['no_numerics'])})$")
 
 
 class TrainerFile(NamedTuple):
-    """The config of a trainer: the facts that it decides, and the DeepSpeed JSON that it names, holds or stands for,
-    after where that is from."""
+    """A trainer's config: the facts that it decides, and the DeepSpeed JSON that it names, contains or implies,
+    preceded by that JSON's origin."""
 
     path: Path
     kind: str
@@ -60,8 +60,8 @@ class TrainerFile(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A run, as its configs describe it: where that is from, the DeepSpeed JSON, what follows (None: not known), and
-    the versions of packages (None: neither installed nor given)."""
+    """A run as its configs describe it: their origin, the DeepSpeed JSON, the derived facts (None: unknown), and the
+    versions of packages (None: neither installed nor given)."""
 
     sources: list[str]
     document: dict[str, Any]
@@ -69,7 +69,7 @@ class Given(NamedTuple):
     versions: dict[str, str | None]
 
     def fact(self, name: str) -> Any:
-        """A fact, the version of a package, or after `json.` the value of a key of the JSON. None: not known."""
+        """A fact, a package's version, or for `json.KEY` the JSON's value of KEY. None: unknown."""
         if not name.startswith("json."):
             return (self.facts | self.versions).get(name)
         value = dict(leaves(self.document)).get(name.removeprefix("json."), ABSENT)
@@ -77,8 +77,8 @@ class Given(NamedTuple):
 
 
 class Audit(NamedTuple):
-    """Result of an audit: the JSON with its verdict, what was audited (a line each), findings that are told in full,
-    and further lines by their heading."""
+    """Result of an audit: the JSON with its verdict, what was audited (one line each), findings shown in full, and
+    further lines by heading."""
 
     report: dict[str, Any]
     head: str
@@ -87,7 +87,7 @@ class Audit(NamedTuple):
 
 
 def verdict_of(found: list[dict[str, Any]], otherwise: str) -> str:
-    """The verdict of findings. otherwise: where none is bad."""
+    """The verdict on findings. otherwise: the verdict if none is bad."""
     wrong = sum(finding["severity"] in BAD for finding in found)
     return f"wrong; findings: {wrong}" if wrong else otherwise
 
@@ -123,7 +123,7 @@ def read_known() -> list[dict[str, Any]]:
 
 
 def holds(wanted: Any, value: Any) -> bool | None:
-    """Whether a condition holds for a fact; None where the fact is not known."""
+    """Whether a condition holds for a fact; None if the fact is unknown."""
     if value is None:
         return None
     if isinstance(wanted, list):
@@ -133,13 +133,13 @@ def holds(wanted: Any, value: Any) -> bool | None:
     conditions = SpecifierSet(wanted)
     if isinstance(value, int | float):
         return all(_OPERATORS[each.operator](value, float(each.version)) for each in conditions)
-    with suppress(InvalidVersion):  # text that is no version
+    with suppress(InvalidVersion):  # the text is not a version
         return conditions.contains(value, prereleases=True)
     return False
 
 
 def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
-    """The entry for a report, with `why` it is not certain ("": it is); None where it does not apply."""
+    """The entry for a report, with `why` it is uncertain (empty: it is certain); None if it does not apply."""
     open_ = []
     for name, wanted in (entry.get("versions", {}) | entry["when"]).items():
         answer = holds(wanted, given.fact(name))
@@ -158,7 +158,7 @@ def find(entry: dict[str, Any], given: Given) -> dict[str, Any] | None:
 
 
 def numerics(given: Given) -> Iterator[str]:
-    """Dtypes in which things are computed, kept, summed and reduced; loss scale and clipping."""
+    """Dtypes used to compute, store, sum and reduce; loss scale and clipping."""
     for name, (fact, *keys) in NAMES["numerics"].items():
         value = given.facts[fact]
         text = "open (auto)" if value is None else scalar(value)
@@ -167,7 +167,7 @@ def numerics(given: Given) -> Iterator[str]:
 
 
 def sound(given: Given) -> Iterator[str]:
-    """Settings of this run that the precision matrix measured bare DeepSpeed to compute right."""
+    """Settings of this run that, as measured in the precision matrix, bare DeepSpeed computes correctly."""
     facts, values = given.facts, dict(leaves(given.document))
     usual = (facts["autocast"], facts["masters"], facts["optimizer"]) == ("none", "fp32", "adamw")
     if facts["dtype"] is None or not usual or given.versions["deepspeed"] not in (MEASURED_WITH, None):
@@ -189,7 +189,7 @@ def sound(given: Given) -> Iterator[str]:
 
 
 def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
-    """Settings that touch the numbers, or may, and were not measured."""
+    """Settings that affect the numbers, or may, and were not measured."""
     values, release = dict(leaves(given.document)), given.versions["deepspeed"]
     told = {name.removeprefix("json.") for entry in known for name in entry["when"]}
     for key, value in values.items():
@@ -210,13 +210,13 @@ def never_measured(given: Given, known: list[dict[str, Any]]) -> Iterator[str]:
 def read_given(
     files: list[TrainerFile], json_file: tuple[str, dict[str, Any]] | None, given: dict[str, Any], with_: list[str]
 ) -> Given:
-    """The run. given: what the command line decides, which comes first. with_: its versions. Raises UserError."""
+    """The run. given: the command line's decisions, which take precedence. with_: its versions. Raises UserError."""
     named = json_file or next((file.json for file in files if file.json), None)
     if named is None:
         raise UserError(f"{files[0].path}: names no DeepSpeed JSON; add --deepspeed-config ds.json")
     source, document = named
     decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
-    for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments come after
+    for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments override Accelerate's
         decided |= file.decided
     decided |= {name: value for name, value in given.items() if value is not None}
     if not (SECTIONS[""] | REFUSED).keys() & document.keys():
@@ -240,7 +240,7 @@ def read_given(
 
 
 def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str, str | None]) -> dict[str, Any]:
-    """The facts by which known.yaml tells what a run hits."""
+    """The facts that known.yaml's conditions refer to."""
     values = {key: value for key, value in leaves(document) if value is not None}
     written = {key: None if value == "auto" else value for key, value in values.items()}
     autos = [key for key, value in values.items() if value == "auto" and not key.startswith(tuple(NAMES["filled"]))]
@@ -278,7 +278,7 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
 
 
 def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None:
-    """Micro-batches of a rank in a step."""
+    """Micro-batches per rank and step."""
     written = values.get("gradient_accumulation_steps", decided.get("accumulation"))
     if written is not None:
         return decided.get("accumulation") if written == "auto" else written
@@ -289,7 +289,7 @@ def _accumulation(values: dict[str, Any], decided: dict[str, Any]) -> int | None
 
 
 def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
-    """Dtype that the model is cast to: by the JSON, and where it leaves that open, or says nothing, by the trainer."""
+    """Dtype that the model is cast to: from the JSON or, if that leaves it open, from the trainer."""
     flags = {name: values.get(f"{name}.enabled", ABSENT) for name in ("bf16", "fp16", "bfloat16")}
     on = [name for name, flag in flags.items() if flag is True]
     wanted = decided.get("dtype")
@@ -299,12 +299,12 @@ def _dtype(values: dict[str, Any], decided: dict[str, Any]) -> str | None:
 
 
 def read_model(model: str) -> dict[str, Any]:
-    """Numerics that a model's config.json names. model: a folder, or a name whose config is cached."""
+    """Numerics named in a model's config.json. model: a folder, or a name whose config is cached."""
     from huggingface_hub import try_to_load_from_cache
 
     path = Path(model) / "config.json"
     if not path.is_file():
-        with suppress(ValueError):  # not a name as the hub has it
+        with suppress(ValueError):  # not a valid hub id
             path = Path(str(try_to_load_from_cache(model, "config.json")))
     if not path.is_file():
         raise UserError(f"--model {model}: is no folder with a config.json, nor in the Hugging Face cache here")
@@ -315,7 +315,7 @@ def read_model(model: str) -> dict[str, Any]:
 
 
 def read_trainer_file(path: Path) -> TrainerFile:
-    """Raises UserError for a file that none of these trainers reads, or one that does not start DeepSpeed."""
+    """A trainer's config. Raises UserError if it is of none of these trainers, or does not start DeepSpeed."""
     try:
         values: Any = yaml_text.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""The audit of a probe's folder: what is measured of each step, and which entries of findings.yaml that meets.
+"""The audit of a probe's folder: measures each step, and finds the entries of findings.yaml that it meets.
 
-Clipping and the bound on the norm are those of `tools.parity`, and an update is torch's AdamW in FP64, as in its
-oracle. Nothing of `training.engine` is used, which needs the pinned DeepSpeed, while this is started beside any.
+Clipping and the bound on the norm are those of `tools.parity`, and the expected update is torch's AdamW in FP64, as in
+its oracle. Nothing of `training.engine` is used: it needs the pinned DeepSpeed, while this must run with any version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHARED |= {"groups": "optimizer settings", "applied": "skip decisions"}
 
 
 def audit_folder(folder: Path, source: str | None, reference: str | None) -> Audit:
-    """Report on a probe's folder. source, reference: models, as of `Oracle`. Raises UserError for bad input."""
+    """Report on a probe's folder. source, reference: models, as for `Oracle`. Raises UserError for bad input."""
     recorded = read(folder)
     judged, facts = Judge(recorded, source, reference), recorded.facts
     run = {key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")}
@@ -49,7 +49,7 @@ class Judge:
     """Judges the steps of a probe's folder, one after the other."""
 
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
-        """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
+        """source: the checkpoint that training started from, if given. reference: DPO's reference model."""
         self._recorded, self._run, self._oracle = recorded, recorded.facts, Oracle(recorded, source, reference)
         why = "its files are incomplete, as a crash leaves them"
         self.unchecked = {f"step {number}": why for number in recorded.incomplete}
@@ -58,7 +58,7 @@ class Judge:
         """Figures of each step."""
         self._found: dict[str, dict[str, Any]] = {}
         self._resumed: float | None = None
-        """Updates that the optimizer had counted before the probe came."""
+        """Updates that the optimizer had counted before the probe started."""
         last: Step | None = None
         for step in recorded.steps:
             self._judge(step, last if last is not None and last.number + 1 == step.number else None)
@@ -66,26 +66,26 @@ class Judge:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The gravest kind first.
+        """Findings, the most serious kind first.
 
-        A finding has what its entry has, the `steps`, and of the step where it is worst the `size` of the error as a
-        share, what was `measured`, and the `severity` as in known.yaml.
+        A finding has its entry's fields, the `steps`, and from its worst step the `size` of the error as a fraction,
+        what was `measured`, and the `severity` as in known.yaml.
         """
         return sorted(self._found.values(), key=lambda each: list(FINDINGS).index(each["id"]))
 
     def _add(self, entry: str, size: float, measured: str = "", *, note: bool = False, **words: Any) -> None:
-        """Add a finding, or this step to it. words: for the entry's text, which tells findings apart."""
+        """Add a finding, or this step to it. words: for the entry's text, which identifies the finding."""
         says, severity = FINDINGS[entry]["says"].format(**words), "note" if note else "wrong"
         new = {key: value for key, value in FINDINGS[entry].items() if key in ("id", "kind", "instead")}
         new |= {"says": says, "size": -1.0, "severity": "note", "steps": ""}
         known, number = self._found.setdefault(says, new), str(self._step.number)
         if number not in known["steps"].split(", "):
             known["steps"] += f", {number}" if known["steps"] else number
-        if not (severity, abs(size)) <= (known["severity"], known["size"]):  # also of nan
+        if not (severity, abs(size)) <= (known["severity"], known["size"]):  # also true for nan
             known |= {"size": abs(size), "measured": measured or f"{abs(size):.2g}", "severity": severity}
 
     def _find(self) -> None:
-        """Add the entries whose conditions the step's figures meet, as findings or as what could not be checked."""
+        """Add the entries whose conditions the step's figures meet, as findings or as unchecked."""
         figures = self._run | {name: value for name, value in self._row.items() if value is not None}
         for name, entry in FINDINGS.items():
             conditions = entry.get("when", {}).items()
@@ -104,7 +104,7 @@ class Judge:
             self._add(name, size, measured.format(**figures), note=note, **figures)
 
     def _judge(self, step: Step, last: Step | None) -> None:
-        """last: the step before, where it was recorded."""
+        """last: the previous step, if it was recorded."""
         self._step, self._facts, self._scale, self._stride = step, step.facts, step.facts["scale"], step.facts["stride"]
         self._row = {"step": step.number, "applied": self._facts["applied"], "scale": self._scale}
         self.measured.append(self._row)
@@ -135,7 +135,7 @@ class Judge:
             self._moved("moved-between", last)
 
     def _moved(self, entry: str, step: Step) -> None:
-        """Add an entry where masters are not what they were after a step."""
+        """Add an entry if masters changed after the end of a step."""
         after, stride = step.named("after"), step.facts["stride"]
         names = [name for name in after if not torch.equal(_flat(after[name]), self._start(name, stride))]
         if names:
@@ -179,7 +179,7 @@ class Judge:
                     self._add("padding-learned", learned / len(ids.flatten()), f"{learned} labels of {here}")
 
     def _ranks(self) -> bool:
-        """Compare ranks, and weights with masters; whether the latter differ."""
+        """Compare ranks, and weights with masters; returns whether the latter differ."""
         for rank in self._step.ranks[1:]:
             for key, what in _SHARED.items():
                 own, other = self._facts[key], rank[key]
@@ -200,7 +200,7 @@ class Judge:
         return bool(stale)
 
     def _loss(self, micros: Micros) -> torch.Tensor:
-        """Judge which loss was trained; the weights that it gives to the micro-batches' gradients."""
+        """Judge which loss was trained; returns the weights that it gives to the micro-batches' gradients."""
         counts, total = micros.counts, float(micros.counts.sum())
         mean, weights = float(micros.exact_loss.sum()) / total, micros.reported / micros.plain_loss
         least = 1e-4 if self._run["compute"] == "fp32" else 2e-3
@@ -254,7 +254,7 @@ class Judge:
             self._update(self._factor(norm, self._run["clipping"]))
 
     def _factor(self, norm: float, clipping: float) -> float:
-        """Factor on the gradient before it came to the optimizer, read from its first moment."""
+        """Factor on the gradient before it reached the optimizer, inferred from its first moment."""
         start, end, pairs = self._step.named("exp_avg_before"), self._step.named("exp_avg_after"), []
         for name, value in self._gradient.items():
             beta = self._groups[name]["betas"][0]
@@ -267,7 +267,7 @@ class Judge:
         return factor
 
     def _update(self, factor: float) -> None:
-        """The masters and second moments against torch's AdamW in FP64 on the moments that the optimizer had."""
+        """Compare masters and second moments with torch's AdamW in FP64, from the moments that the optimizer had."""
         done, count = self._done + 1, self._facts["optimizer_step"]
         self._row.update(updates=done, counted=count)
         moved, second, slack, still, every = Apart(), Apart(), 0.0, 0, 0
@@ -303,7 +303,7 @@ class Judge:
 
 
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:
-    """Meaning of shares other than 1, of the largest groups that have the same, with how far off they are."""
+    """Human-readable meaning of shares other than 1, for the largest groups with equal shares, and their errors."""
     groups = [("the reduced gradient is", list(range(len(places))))]
     for rank in dict.fromkeys(rank for rank, _ in places):
         groups.append((f"rank {rank}'s gradients are", [at for at, (own, _) in enumerate(places) if own == rank]))
@@ -319,7 +319,7 @@ def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float)
 
 
 def _are_shifted(labels: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Whether labels that count are the tokens after their own."""
+    """Whether counted labels are the tokens after their own position."""
     counted = labels >= 0
     own = float((labels == ids)[counted].float().mean())
     ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
@@ -331,7 +331,7 @@ def _spread(values: torch.Tensor) -> float:
 
 
 def _held(values: Iterable[torch.Tensor], scale: float = 1.0) -> str:
-    """The 16-bit format that holds all of the values at the scale that they were rounded at; empty for none."""
+    """The 16-bit format that holds over 99.9% of the non-zero values at the scale of their rounding; empty if none."""
     whole = torch.cat([(each * scale).float().flatten() for each in values])
     whole = whole[whole != 0]
     held = {name: (whole == whole.to(dtype).float()).sum() for name, dtype in LOW.items()}

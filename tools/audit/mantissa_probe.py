@@ -1,4 +1,4 @@
-"""Record a few steps of a DeepSpeed training, for `python -m tools.audit FOLDER`. Needs torch and DeepSpeed only.
+"""Record a few steps of a DeepSpeed run, for `python -m tools.audit FOLDER`. Needs torch and DeepSpeed only.
 
 A bare engine, or the model that `accelerator.prepare` returned:
 
@@ -10,9 +10,9 @@ The Hugging Face Trainer, and those of TRL:
     from mantissa_probe import Probe
     trainer.add_callback(Probe.callback(trainer, "probe"))
 
-Every rank has to make the probe. In a chosen step each rank writes what went into the model, and rank 0 the masters,
-moments and reduced gradient, into FOLDER/step-N.rankR.pt (numbers, text and tensors: `torch.load(weights_only=True)`).
-A file appears whole or not at all. Nothing is written into the engine, and no random number is drawn.
+Every rank must create the probe. In a chosen step each rank writes the model's inputs, and rank 0 the masters, moments
+and reduced gradient, into FOLDER/step-N.rankR.pt (numbers, text and tensors: `torch.load(weights_only=True)`). A file
+appears whole or not at all. The engine is not modified, and no random number is drawn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_g
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SHARES = 3 + 2 * len(MOMENTS)
-"""Whole FP32 copies of the parameters in a step: gradient, masters and moments before and after."""
+"""Number of FP32 copies of all parameters in a step: gradient, masters and moments before and after."""
 
 
 class Probe:
@@ -55,9 +55,9 @@ class Probe:
     ) -> None:
         """steps: optimizer steps counted from 1 (default: the first three, and three drawn by `seed` up to step 1,000).
 
-        scheduler: the learning rate's, where the loop steps it. max_bytes, max_seconds: what a rank may write, the same
-        in each step, and may take for recording, in all; where masters and moments are larger, a part of their values
-        is kept. trainer: facts of a Hugging Face trainer, which `callback` fills in.
+        scheduler: the learning rate scheduler, if the loop steps it. max_bytes, max_seconds: most that a rank may
+        write, an equal part in each step, and most time for recording, in total; if masters and moments are larger, a
+        part of their values is kept. trainer: facts of a Hugging Face trainer, which `callback` fills in.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
         if not hasattr(self.engine, "zero_optimization_stage"):
@@ -67,7 +67,7 @@ class Probe:
         self.steps = sorted(set(drawn if steps is None else steps))
         self.scheduler = scheduler if scheduler is not None else getattr(self.engine, "lr_scheduler", None)
         self.batch: dict[str, Any] | None = None
-        """The micro-batch as the trainer has it, where it knows more than the model is given."""
+        """The micro-batch as the trainer has it, if it holds more than the model's inputs."""
         self._max_bytes, self._max_seconds = max_bytes, max_seconds
         self._seconds, self._failed, self._step, self._applied = 0.0, False, 1, 0
         self._micros: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ class Probe:
             raise ValueError(f"{self.folder} holds a probe already; give the new one another folder")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._training = self._most(time.time_ns())
-        """Which one: the same on all ranks, and in each file."""
+        """Identifies the training: the same on all ranks, and in each file."""
         self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
         self._places = self._placed()
         learns = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
@@ -120,13 +120,13 @@ class Probe:
         return Callback()
 
     def report(self, loss: Any, step: int | None = None) -> None:
-        """The loss that the loop shows for a step (the last one), where it is not what went into `backward`."""
+        """Record the loss that the loop shows for a step (the last one), if not the one passed to `backward`."""
         if self.rank == 0:
             line = {"step": self._step - 1 if step is None else step, "loss": float(loss)}
             with (self.folder / "reported.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    # What the loop calls
+    # Called by the loop
 
     def _on_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
@@ -175,11 +175,11 @@ class Probe:
         return result
 
     def _stride(self) -> int:
-        """Every how manieth value of a parameter is kept in this step; 0 for a step that is not recorded."""
+        """Stride of the values of a parameter that are kept in this step; 0 for a step that is not recorded."""
         parts = [micro["batch"] for micro in self._micros]
         parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
-        least = 4 * sum(_shape(each).numel() for each in self._trained.values())  # masters before, which are kept whole
+        least = 4 * sum(_shape(each).numel() for each in self._trained.values())  # masters before, always kept whole
         room = self._max_bytes // len(self.steps) - given - least
         stride = -(-_SHARES * least // max(1, room))
         over = self._seconds > self._max_seconds or stride > 4096
@@ -197,7 +197,7 @@ class Probe:
         try:
             with torch.no_grad():
                 return record(*given)
-        except Exception as error:  # whatever fails here is not to end a training
+        except Exception as error:  # no failure here may end a training
             self._fail(f"recording ended in step {self._step}: {type(error).__name__}: {error}")
         finally:
             self._seconds += time.monotonic() - started
@@ -243,12 +243,12 @@ class Probe:
         self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
 
     def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int = 1) -> None:
-        """Every `stride`-th value, on rank 0: what is gathered is the same on all ranks."""
+        """Keep every `stride`-th value, on rank 0: gathered values are the same on all ranks."""
         if self.rank == 0:
             kept[name] = (value.detach().reshape(-1)[::stride] if stride > 1 else value.detach()).cpu().clone()
 
     def _states(self, when: str, stride: int) -> dict[str, dict[str, torch.Tensor]]:
-        """Masters, and moments where every rank's optimizer has both for all that it steps."""
+        """Masters, and moments if every rank's optimizer has both for all parameters that it steps."""
         known = [self._optimizer.state.get(each, {}) for each in self._stepped()]
         lacks = self._most(any(key not in state for state in known for key in MOMENTS))
         found: dict[str, dict[str, torch.Tensor]] = {}
@@ -259,10 +259,10 @@ class Probe:
         return found
 
     def _state(self, parameter: Any, key: str) -> torch.Tensor:
-        """The whole FP32 master of a parameter, or by a key of MOMENTS that moment."""
+        """The whole FP32 master of a parameter, or its moment for a key of MOMENTS."""
         if hasattr(parameter, "ds_id"):  # ZeRO-3
             whole = safe_get_full_optimizer_state(parameter, key) if key else safe_get_full_fp32_param(parameter)
-        elif hasattr(parameter, "_hp_mapping"):  # DeepSpeed's reader knows the first parameter group's alone
+        elif hasattr(parameter, "_hp_mapping"):  # DeepSpeed's reader handles the first parameter group only
             whole, piece = torch.zeros(parameter.numel(), device=parameter.device), parameter._hp_mapping
             if piece is not None:
                 flat = self._optimizer.param_groups[piece.param_group_index]["params"][0]
@@ -280,7 +280,7 @@ class Probe:
         return partitions or [each for group in self._optimizer.param_groups for each in group["params"]]
 
     def _placed(self) -> dict[int, tuple[int, Any, int]]:
-        """By parameter, its group, and without ZeRO the tensor that its master is in, and where."""
+        """Parameter id to its group and, without ZeRO, to the tensor that holds its master and the offset in it."""
         optimizer, found = self.engine.optimizer, dict[int, tuple[int, Any, int]]()
         listed = (getattr(optimizer, f"{dtype}_groups", None) for dtype in ("bit16", "fp16", "bf16"))
         groups = next(filter(None, listed), None) or [group["params"] for group in optimizer.param_groups]
@@ -288,7 +288,7 @@ class Probe:
             number = getattr(optimizer, "sub_group_to_group_id", {}).get(index, index)  # ZeRO-3's
             own, at = [] if self.stage else self._optimizer.param_groups[number]["params"], 0
             for place, parameter in enumerate(group):
-                flat = len(own) < len(group)  # one tensor of the group's masters
+                flat = len(own) < len(group)  # one tensor holds the group's masters
                 source = own[0 if flat else place] if own else None
                 found[id(parameter)] = number, source, at if flat else 0
                 at += parameter.numel()
@@ -336,6 +336,6 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def _sum(values: torch.Tensor) -> list[float]:
-    """A checksum: the sum, and that of the squares, in FP64."""
+    """A checksum: the sum and the sum of squares, in FP64."""
     wide = values.detach().double()
     return [float(wide.sum()), float(wide.square().sum())]

@@ -1,10 +1,10 @@
-"""Reads the steps that a probe recorded, recomputes the gradients of their micro-batches in plain torch, and says what
-the reduced gradient is made of.
+"""Reads the steps that a probe recorded, recomputes the gradients of their micro-batches in plain torch, and determines
+what the reduced gradient consists of.
 
-The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: the share of one
-is 0 where it was lost and 2 where it was added twice, whatever happened to the others. Rounding and distances are those
-of `tools.parity.plain`. The passes are not those of `tools.parity`, whose oracle derives the batches and the loss from
-a run config and prepared data: of another trainer's step there is only what went into the model.
+The reduced gradient is fitted, parameter by parameter, by the gradients of each rank's micro-batches: a share is 0 if
+that gradient was lost and 2 if it was added twice, whatever happened to the others. Rounding and distances are those of
+`tools.parity.plain`. The passes are not those of `tools.parity`, whose oracle derives the batches and the loss from a
+run config and prepared data: for another trainer's step only the model's inputs are known.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tools.parity.plain import Apart, in_dtype, sigmoid_preference
 from tracking.compare.surviving import read_events
 
 Tensors = dict[str, torch.Tensor]
-"""By the parameter's name, or by that of an input."""
+"""Tensors by the name of a parameter or an input."""
 _NAME = re.compile(r"step-(\d+)\.rank(\d+)\.pt$")
 _OF_RUN = "training world stage compute model model_config parameters optimizer clipping engine trainer"
 _OF_STEP = "training step rank stride scale applied applied_before groups weights micros norm fp32 before after"
 IGNORED = -100
 _NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
 _OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
-"""Keys of a model's config that are not handed to a plain model."""
+"""Keys of a model's config that are not passed to a plain model."""
 
 Objective = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
-"""(model, a recorded micro-batch) -> the sum over what counts in it, and how much does."""
+"""(model, a recorded micro-batch) -> the loss summed over what counts in it, and its count."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Step:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Rank 0's."""
+        """Rank 0's record."""
         return self.ranks[0]
 
     @property
@@ -57,7 +57,7 @@ class Step:
         return {(rank, at): micro for rank, facts in enumerate(self.ranks) for at, micro in enumerate(facts["micros"])}
 
     def named(self, kind: str) -> Tensors:
-        """Tensors of each parameter that rank 0 kept, FP32."""
+        """Rank 0's recorded tensors of this kind by parameter, FP32."""
         return {name: value.float() for name, value in self.facts.get(kind, {}).items()}
 
 
@@ -71,7 +71,7 @@ class Recorded(NamedTuple):
 
 
 def read(folder: Path) -> Recorded:
-    """Raises UserError where the folder is no probe's, or ranks are missing."""
+    """Read a probe's folder. Raises UserError if it is not one, or ranks are missing."""
     path = folder / "probe.json"
     if not path.is_file():
         raise UserError(f"{folder} has no probe.json: give the folder that mantissa_probe.Probe wrote into")
@@ -99,12 +99,12 @@ def read(folder: Path) -> Recorded:
 
 
 def _read(folder: Path, facts: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
-    """A rank's file of a step, whose tensors are read when they are used."""
+    """A rank's file of a step; its tensors are read on use."""
     path = folder / f"step-{number:06d}.rank{rank}.pt"
     try:
         found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
         training, *place = [found[key] for key in _OF_STEP.split()][:3]
-    except Exception as error:  # torch raises many kinds for a file that is cut short
+    except Exception as error:  # torch raises many kinds for a truncated file
         why = f"cannot be read ({type(error).__name__}); record again, or delete step {number}'s files"
         raise UserError(f"{path} {why}") from error
     if training != facts["training"] or place != [number, rank]:
@@ -114,15 +114,15 @@ def _read(folder: Path, facts: dict[str, Any], number: int, rank: int) -> dict[s
 
 
 class NotRecomputed(Exception):
-    """A step cannot be recomputed, and why."""
+    """A step cannot be recomputed; the text says why."""
 
 
 @dataclass
 class Fit:
-    """How much of each micro-batch's gradient the reduced gradient holds: 1 where it is right.
+    """Share of each micro-batch's gradient in the reduced gradient: 1 if correct.
 
-    deviating: the shares in parameters that have others than most; judged: the number of parameters. error: the part of
-    the reduced gradient that no shares explain; noise: the same of a sum that plain torch makes in the run's dtype.
+    deviating: the shares in parameters where they differ from the majority; judged: the number of parameters. error:
+    the part of the reduced gradient that no shares explain; noise: the same for plain torch's sum in the run's dtype.
     """
 
     overall: torch.Tensor
@@ -134,10 +134,10 @@ class Fit:
 
 @dataclass
 class Micros:
-    """The micro-batches of a step in which anything counts, each a row in FP64.
+    """The micro-batches of a step in which anything counts, one FP64 row each.
 
-    Losses are sums over what counts, and gradients, by parameter, those of the sums. exact: FP32 of the rounded weights
-    in a run of 16 bits, and FP64 in one of FP32. plain: the run's own dtype. reported: the loss that went into
+    Losses are sums over what counts, and gradients, by parameter, those of the sums. exact: in FP32 from the rounded
+    weights for a 16-bit run, in FP64 for an FP32 run. plain: in the run's own dtype. reported: the loss passed to
     backward, as the engine divides it. places: rank and number of each.
     """
 
@@ -150,7 +150,7 @@ class Micros:
     plain: Tensors
 
     def fit(self, reduced: Tensors, weights: torch.Tensor, tolerance: float) -> Fit:
-        """reduced: unscaled, FP64. weights: of each micro-batch's gradient, which a right reduction gives it."""
+        """reduced: unscaled, FP64. weights: those that a correct reduction gives the micro-batches' gradients."""
         count, explained, noise = len(weights), Apart(), Apart()
         columns = {name: self.exact[name] * weights[:, None] for name in reduced}
         sizes = {name: max(float(columns[name].sum(0).norm()), float(reduced[name].norm())) for name in reduced}
@@ -163,7 +163,7 @@ class Micros:
             noise.add(rows.sum(0) + plain, rows.sum(0))
             share, spread = torch.ones_like(weights), torch.zeros_like(weights)
             left = float((value - rows.sum(0)).square().sum())
-            if left > 4 * float(plain.square().sum()) + (tolerance * size) ** 2:  # else it is what it should be
+            if left > 4 * float(plain.square().sum()) + (tolerance * size) ** 2:  # else it is correct
                 inverse = torch.linalg.pinv(rows @ rows.T, hermitian=True, rtol=1e-9)
                 share = inverse @ (rows @ value)
                 left = float((value - share @ rows).square().sum())
@@ -178,7 +178,7 @@ class Micros:
         return Fit(overall, off, len(found), explained.error, noise.error)
 
     def rounded_sum(self, weights: torch.Tensor, dtype: torch.dtype) -> float:
-        """How far summing plain gradients over micro-batches and ranks in `dtype` is from summing them in FP64."""
+        """Error of summing plain gradients over micro-batches and ranks in `dtype`, relative to FP64."""
         apart = Apart()
         for parts in (weights[:, None] * rows for rows in self.plain.values()):
             own: dict[int, torch.Tensor] = {}
@@ -189,7 +189,7 @@ class Micros:
 
 
 def _labelled(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of the labels, which the model was given or the trainer has; all calls of a micro-batch."""
+    """Cross-entropy of the labels, from the model's inputs or the trainer's batch; all calls of a micro-batch."""
     given = [(call["inputs"], (micro["batch"] | call["inputs"]).get("labels")) for call in micro["calls"]]
     if any(labels is None for _, labels in given):
         raise NotRecomputed("the model was given no labels; set `probe.batch` to the micro-batch before the forward")
@@ -236,17 +236,17 @@ def _nats(model: Any, inputs: Tensors, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """The plain model of a recorded training, and the loss that its trainer is for."""
+    """The plain model of a recorded run, and its trainer's loss."""
 
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
-        """source: the checkpoint that the training began with, where it is given. reference: DPO's."""
+        """source: the checkpoint that training started from, if given. reference: DPO's reference model."""
         self._recorded, self._source, self._reference = recorded, source, reference
         self.stored: Tensors = {name: item.data for name, item in self.model.named_parameters()} if source else {}
         """The checkpoint's weights."""
 
     @cached_property
     def model(self) -> Any:
-        """The plain model in FP32, of the checkpoint or of the config that the probe kept."""
+        """The plain model in FP32, from the checkpoint or from the config that the probe kept."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
         facts, source = self._recorded.facts, self._source
@@ -263,7 +263,7 @@ class Oracle:
                 model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         except (OSError, ValueError) as error:
             raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
-        model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's afterwards
+        model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's later
         own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         trained = {name: shape for name, (shape, *_) in facts["parameters"].items()}
         if off := sorted(name for name in own.keys() | trained.keys() if own.get(name) != trained.get(name)):
@@ -278,7 +278,7 @@ class Oracle:
         return _preference(self._recorded, self._reference) if pairs else _labelled
 
     def recompute(self, step: Step) -> Micros:
-        """Every micro-batch of a step from its recorded masters, rounded as the run computes. Raises NotRecomputed."""
+        """Every micro-batch of a step from its recorded masters, rounded to the run's dtype. Raises NotRecomputed."""
         recorded, compute = self._recorded, self._recorded.facts["compute"]
         if recorded.facts["dropout"]:
             raise NotRecomputed("the model drops values by chance")
@@ -298,7 +298,7 @@ class Oracle:
 
 
 def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype = torch.float32) -> None:
-    """Give a model the weights that a step began with, rounded to a dtype."""
+    """Give a model the weights at the start of a step, rounded to a dtype."""
     before = step.named("before") | step.named("frozen")
     for name, parameter in model.named_parameters():
         parameter.data = before[name].to(dtype).float()
@@ -306,7 +306,7 @@ def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype 
 
 
 def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Tensor, torch.Tensor, Tensors]:
-    """Places, what counts, losses and the kept values of the gradients of the micro-batches, as `Micros` has them."""
+    """Places, counts, losses and recorded gradient values of the micro-batches, as in `Micros`."""
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
     places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
     for place, micro in step.micros.items():

@@ -1,8 +1,8 @@
 """An adapter as a folder of `peft`, or merged into its base.
 
-The merge is computed in FP32 from the masters and rounded once. The base is rounded to the dtype that the run computed
-in, or has the values of its files; one in 4 or 8 bits is the weights that its codes stand for. An update smaller than
-half a unit in the last place of a weight is lost, so what is lost is measured.
+The merge is computed in FP32 from the masters and rounded once. The base is rounded to the run's compute dtype, or
+keeps the values of its files; a 4-bit or 8-bit base is dequantised. An update smaller than half a unit in the last
+place of a weight is lost, so the loss is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WEIGHTS = "adapter_model.safetensors"
 def write_adapter(
     saved: SavedModel, config: Config, skeleton: PreTrainedModel, folder: Path, dtype: torch.dtype
 ) -> None:
-    """The adapter's masters, rounded, and its config, as `peft` writes them. Raises TensorsDiffer.
+    """Write the adapter's rounded masters and its config in peft's format. Raises TensorsDiffer.
 
     skeleton: the base without values.
     """
@@ -46,7 +46,7 @@ def write_adapter(
     for name in trained(saved):
         value = rounded(name, saved.tensors[name].read(), dtype)
         tensors |= dict.fromkeys(_names_in_file(name, skeleton, whole), value)
-    # of one weight with two names safetensors wants two tensors
+    # safetensors needs two tensors for a weight with two names
     own_memory = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
     save_file(own_memory, folder / WEIGHTS, metadata={"format": "pt"})
     flush(folder / WEIGHTS)
@@ -60,7 +60,7 @@ def write_adapter(
 
 
 def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> list[str]:
-    """A trained parameter's names in the file: all of those that it has inside a module that is trained whole."""
+    """A trained parameter's names in the file: all the names it is tied under, if its module is trained in full."""
     first = [peft_name(name)]
     module = next((one for one in whole if name.startswith(f"{one}.")), None)
     if module is None:
@@ -71,19 +71,19 @@ def _names_in_file(name: str, skeleton: PreTrainedModel, whole: list[str]) -> li
 
 
 def whole_modules(names: Iterable[str]) -> list[str]:
-    """The modules that an adapter trains whole, by the names of the parameters that it trains."""
+    """The modules that an adapter trains in full, found from the names of its trained parameters."""
     ends = f".modules_to_save.{NAME}."
     return sorted({name.partition(ends)[0] for name in names if ends in name})
 
 
 def peft_name(name: str) -> str:
-    """The name that a trained parameter has in a file of `peft`."""
+    """A trained parameter's name in a peft file."""
     name = name.replace(f".modules_to_save.{NAME}", "").replace(f".{NAME}", "")
     return "base_model.model." + name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def trained(saved: SavedModel) -> list[str]:
-    """Names of the trained parameters, those of a layer under its first name."""
+    """Names of the trained parameters; a shared layer's under its first name."""
     return [name for name in saved.tensors if name not in saved.frozen]
 
 
@@ -95,7 +95,7 @@ class Merged:
     """FP32 weights of the merged model in place of a checkpoint's."""
     facts: dict[str, Any]
     tied: bool
-    """Whether its embedding and its output head are still one weight; a head that was trained as a copy is another."""
+    """Whether its embedding and its output head are still tied; a head trained as a copy is not."""
 
 
 @torch.no_grad()
@@ -110,9 +110,9 @@ def merge(
 ) -> Merged:
     """Base + adapter in FP32, whole in this process's memory.
 
-    shape: the config of the run's model. dtype: of the export, for the rounding error. corpus: the run's prepared data;
-    the error on its rows is left out where it is gone. base_dtype: what the base is rounded to first; None: to the
-    run's compute dtype. Raises UserError when the base cannot be loaded or is another one than the adapter was trained
+    shape: the config of the run's model. dtype: the export's, for the rounding error. corpus: the run's prepared data;
+    if it is gone, the error on its rows is omitted. base_dtype: dtype that the base is rounded to first; None: the
+    run's compute dtype. Raises UserError if the base cannot be loaded or is not the one that the adapter was trained
     on.
     """
     from peft import get_peft_model
@@ -143,18 +143,18 @@ def merge(
     if config.adapter.base != "compute":
         facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
     tensors = {key: SavedTensor(value.shape, value.detach) for key, value in model.named_parameters()}
-    for key, value in model.named_parameters(remove_duplicate=False):  # two names of one weight, two tensors in a file
+    for key, value in model.named_parameters(remove_duplicate=False):  # a weight with two names is two tensors in files
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
 
 
 def _base(config: Config, shape: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """The base's files, rounded to a dtype, as FP32. Raises UserError."""
+    """The base's files, rounded to a dtype and converted to FP32. Raises UserError."""
     name, model_class = str(config.model.name_or_path), model_class_of(config)
     options = {"dtype": dtype, "trust_remote_code": config.model.trust_remote_code}
     try:
-        # a head of the base's own with another number of labels is replaced by the adapter's
+        # the base's own head, if its number of labels differs, is replaced by the adapter's
         base = getattr(transformers, model_class).from_pretrained(
             name, config=copy.deepcopy(shape), ignore_mismatched_sizes=True, **options
         )
@@ -164,9 +164,9 @@ def _base(config: Config, shape: PretrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """Give a base in 4 or 8 bits the weights that its codes stand for, which the adapter was trained on, in place.
+    """Replace a 4-bit or 8-bit base's weights in place by their dequantised values, which the adapter was trained on.
 
-    By the names of the layers, what was taken from each of the weights in the files. Raises UserError.
+    Returns the difference from the weights in the files, by layer name. Raises UserError.
     """
     if config.adapter.base == "compute":
         return {}
@@ -184,7 +184,7 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
 def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
     """The change in log-probabilities when the same adapter is applied to the weights in the files.
 
-    model: merged, FP32. taken: of `_as_computed`.
+    model: merged, FP32. taken: from `_as_computed`.
     """
     if not rows:
         return {}

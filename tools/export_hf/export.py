@@ -74,12 +74,12 @@ def export(
     comparison: Comparison | None = None,
     log: Log = print,
 ) -> dict[str, Any]:
-    """Write the folder `out`; the content of its mantissa.json.
+    """Write the folder `out`; returns the content of its mantissa.json.
 
-    A run's adapter is written as one of `peft`, or merged into its base. merge_from: `fp32` for the values of the
-    base's files, `compute` for those rounded to the run's compute dtype. comparison: of its log-probabilities with the
-    masters'. Raises UserError for what the user can correct, TensorsDiffer when a tensor is not as expected, and
-    GapTooLarge; `out` is then as it was before.
+    A run's adapter is written in peft's format, or merged into its base. merge_from: `fp32` for the values of the
+    base's files, `compute` for those rounded to the run's compute dtype. comparison: how to compare its
+    log-probabilities with the masters'. Raises UserError for what the user can correct, TensorsDiffer if a tensor is
+    not as expected, and GapTooLarge; `out` is then unchanged.
     """
     adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
     if merged and not adapted:
@@ -168,13 +168,13 @@ def _rows(source: Source, comparison: Comparison) -> list[Row]:
 
 
 def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, parity: Path | None) -> Source:
-    """The source of an export. run: its run folder, where the checkpoint is not in RUN/checkpoints.
+    """The source of an export. run: its run folder, if the checkpoint is not in RUN/checkpoints.
 
-    Raises UserError when the run's config or the tokenizer is missing.
+    Raises UserError if the run's config or the tokenizer is missing.
     """
     try:
         run_dir = RunDir(run or checkpoint.resolve().parent.parent)
-    except (OSError, RuntimeError) as error:  # pathlib has a RuntimeError for links that go round
+    except (OSError, RuntimeError) as error:  # pathlib raises RuntimeError for symlink loops
         raise UserError(f"{checkpoint}: cannot be read ({error}); give a checkpoints/step-N folder") from error
     if not run_dir.config.is_file():
         raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
@@ -195,7 +195,7 @@ def build_skeleton(
 ) -> tuple[PreTrainedModel, PretrainedConfig]:
     """The run's model on the meta device, and the config to write for it.
 
-    untied: its output head has a weight of its own, whatever the base's has.
+    untied: its output head has its own weight, even if the base's is tied.
     """
     section, model_class = config.model, model_class_of(config)
     shape = model_config(
@@ -209,21 +209,21 @@ def build_skeleton(
         shape.get_text_config().tie_word_embeddings = shape.tie_word_embeddings = False
     skeleton = empty_model(replace(section, attention="auto"), shape, model_class=model_class)
     shape = copy.deepcopy(shape)
-    shape.use_cache = config.task not in ENCODER_TASKS  # off for others only in training
+    shape.use_cache = config.task not in ENCODER_TASKS  # for other tasks it is off only in training
     shape.architectures = [type(skeleton).__name__]
     shape.dtype = dtype
     return skeleton, shape
 
 
 def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, the tokenizer, and generation_config.json for what generates.
+    """config.json, the tokenizer, and generation_config.json for models that generate.
 
     A pretrained model's generation settings are kept.
     """
     section = config.model
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
-        if config.task != "seq2seq":  # whose sources were padded with the token that is there
+        if config.task != "seq2seq":  # its sources were padded with the existing pad token
             shape.pad_token_id = tokenizer.pad_token_id
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -284,7 +284,7 @@ def _facts(
 def _labels(config: Config, shape: PretrainedConfig) -> Mapping[Any, str] | None:
     """Names of a classifier's labels by number, which the config of an adapter's base does not have.
 
-    Empty for a number to predict, None for a language model.
+    Empty for regression, None for a language model.
     """
     if config.task != "classify":
         return None
@@ -302,7 +302,7 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     (folder / SUMS).write_text(lines, encoding="utf-8")
     mode = (folder / CARD).stat().st_mode
     for path in folder.iterdir():
-        path.chmod(mode)  # safetensors gives its files to their owner alone
+        path.chmod(mode)  # safetensors makes its files readable by their owner only
         flush(path)
     flush(folder)
 

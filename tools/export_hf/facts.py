@@ -28,7 +28,7 @@ _EXPORTED_WITH = ("torch", "transformers", "safetensors")
 def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
     """Sections of the card: training and losses up to the checkpoint, data, precision, versions and hardware.
 
-    Losses are in nats; None where nothing was recorded.
+    Losses are in nats; None if nothing was recorded.
     """
     progress, precision, data = read_state(checkpoint)["progress"], config.precision, config.data
     history = surviving(read_run_events(run.events)) if run.events.is_file() else []
@@ -82,7 +82,7 @@ def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[s
 
 
 def _manifest(config: Config) -> Any:
-    """The content of the manifest, where the run has one."""
+    """The content of the run's manifest, if it has one."""
     if config.precision.path != "manifest" or not config.precision.manifest:
         return None
     try:
@@ -100,7 +100,7 @@ def without_path(spec: str) -> str:
 def parity_facts(path: Path, config: Config, environment: dict[str, Any]) -> dict[str, Any]:
     """The verdict of a `parity.json`, and the conditions in which it differs from this run.
 
-    Raises UserError when the file is not the report of a parity run.
+    Raises UserError if the file is not the report of a parity run.
     """
     kept = ("name", "measured", "bound", "passed")
     try:

@@ -1,8 +1,8 @@
 """The train-inference gap: how far an export's log-probabilities are from those of the FP32 masters.
 
 Both models read the same rows; log-probabilities are taken in FP64 from the logits of each. At every token: KL(masters
-|| export) in nats over the vocabulary, the largest difference of any log-probability, and that of the token that
-follows. docs/export.md says which places of other tasks are compared; of a predicted number it is its difference.
+|| export) in nats over the vocabulary, the largest difference of any log-probability, and that of the next token.
+docs/export.md says which positions are compared for other tasks; predicted numbers are compared by their difference.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from tools.export_hf.tensors import TensorsDiffer, untie
 from training.checkpoint.partitions import SavedModel
 
 _CHUNK = 64
-"""[tokens] Number whose log-probabilities are in memory at once."""
+"""[tokens] Log-probabilities of this many are in memory at once."""
 _MODULES = 5
-"""Modules that are named, those of the largest own error."""
+"""Number of modules named, those with the largest own error."""
 _NONE = 1e-9
-"""[nats, or the number's unit] Mean gap that no ratio is taken of: FP64's rounding of log-probabilities is below it."""
+"""[nats, or the number's unit] Slack of the bound on the mean gap, above FP64's rounding of log-probabilities."""
 
 
 class GapTooLarge(TensorsDiffer):
-    """The export computes other log-probabilities or numbers than the masters do, by more than was allowed."""
+    """The export's log-probabilities or numbers differ from the masters' by more than is allowed."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds at any token or label, or for any number; None: anything finite."""
+    """Bounds at any token or label, or for any number; None: anything finite is allowed."""
 
     kl: float | None = None
     """[nats] Bound on KL(masters || export)."""
     difference: float | None = None
     """[nats] Bound on the difference of a log-probability; for a predicted number, in its unit."""
     ratio: float = 1.5
-    """Bound on the mean gap over that of the masters, rounded once and computing in the export's dtype."""
+    """Bound on the mean gap relative to that of the masters rounded once and computing in the export's dtype."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RowGap:
-    """Two models on one row, place by place, float64; inf where one is not finite."""
+    """The gap of two models on one row by position, float64; inf where a value is not finite."""
 
     row: Row
     difference: torch.Tensor
@@ -82,7 +82,7 @@ class RowGap:
 def row_gap(exact: Any, found: Any, row: Row) -> RowGap:
     """exact, found: models of one class with the same outputs, each in its own dtype."""
     outputs = (model(**row.inputs).logits[0] for model in (exact, found))
-    ours, theirs = (values.reshape(-1, values.shape[-1]) for values in outputs)  # of a whole text there is one vector
+    ours, theirs = (values.reshape(-1, values.shape[-1]) for values in outputs)  # a whole text has one vector
     if row.unit == "number":
         difference = _finite((ours.double() - theirs.double()).abs()[:, 0])
         return RowGap(row, difference, difference[:0], difference[:0])
@@ -98,7 +98,7 @@ def row_gap(exact: Any, found: Any, row: Row) -> RowGap:
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:
-    """The values, with inf for those that are not finite."""
+    """The values, with inf in place of those that are not finite."""
     return values.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
@@ -127,11 +127,11 @@ def measure(
 ) -> dict[str, Any]:
     """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
 
-    exact: the masters' model (`of_masters`), FP32. model_class: of config/task.py. `of rounding alone` is the same with
+    exact: the masters' model (`of_masters`), FP32. model_class: as in config/task.py. `of rounding alone` is the gap of
     the export's weights computing in FP32; `of the masters rounded` that of the masters in memory, rounded to the
-    export's dtypes and computing in them, which is what a sound export has. `modules`: on the row of the largest KL, or
-    of the largest difference of a number, by the error of the module's own output on the export's inputs, against FP32
-    (tools/parity/outputs.py).
+    export's dtypes and computing in them, which a sound export has. `modules`: those with the largest error of their
+    own output on the export's inputs, against FP32 (tools/export_hf/outputs.py), on the row of the largest KL or
+    difference of a number.
     """
     auto = getattr(transformers, model_class)
     found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
@@ -154,12 +154,12 @@ def measure(
 
 
 def _tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, a shared one under each of its names, and buffers: what one model ties another may not."""
+    """Parameters, shared ones under each name, and buffers: one model may tie what another does not."""
     return chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
 
 
 def in_own_memory(model: Any) -> Any:
-    """The model, its tensors copied: in a file's mapped memory they lie unaligned, and kernels add in another order."""
+    """The model with its tensors copied: mapped from a file they may be unaligned, which changes the order of sums."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()
     return model
@@ -168,7 +168,7 @@ def in_own_memory(model: Any) -> Any:
 def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
     """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory.
 
-    model_class: of config/task.py.
+    model_class: as in config/task.py.
     """
     auto = getattr(transformers, model_class)
     with no_init_weights():
@@ -185,7 +185,7 @@ def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, 
 
 
 def require_within(facts: Mapping[str, Any], bounds: Bounds) -> None:
-    """Raises GapTooLarge where a bound is broken or a value not finite; of single tokens it names a module."""
+    """Raises GapTooLarge if a bound is exceeded or a value is not finite; for single tokens it names a module."""
     number = facts["unit"] == "number"
     mean, what, nats = ("difference", "difference of a number", "") if number else ("kl", "KL", " nats")
     checks = [(what, f"largest {mean}", bounds.difference if number else bounds.kl)]
@@ -236,7 +236,7 @@ def figures_in_words(facts: Mapping[str, Any]) -> str:
 
 
 def _have_positions(gaps: Sequence[RowGap]) -> bool:
-    """Whether outputs belong to positions in a row, and not to the row as a whole."""
+    """Whether outputs belong to positions in a row rather than to the row as a whole."""
     return any(bool(gap.row.places.any()) for gap in gaps)
 
 

@@ -1,4 +1,4 @@
-"""The exported folder on the Hugging Face hub. What can be asked is asked before the export starts."""
+"""Uploads the exported folder to the Hugging Face hub. Whatever can be checked is checked before the export starts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _STALE = ["model*.safetensors", "model.safetensors.index.json"]
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A model repository that this user may write to, as far as the hub tells before."""
+    """A model repository that this user may write to, as far as the hub tells in advance."""
 
     name: str
     """namespace/name."""
     private: bool
-    """Whether it has to be private."""
+    """Whether it must be private."""
     api: HfApi
 
 
 def find_repo(name: str, *, private: bool) -> HubRepo:
     """The repository to push to; it need not exist yet.
 
-    Raises UserError for a name that the hub does not allow, without a network or a valid token, and where `private` is
-    asked for a repository that is public.
+    Raises UserError for a name that the hub does not allow, without a network or a valid token, and if `private` is
+    requested for a public repository.
     """
     try:
         validate_repo_id(name)
@@ -59,9 +59,9 @@ def find_repo(name: str, *, private: bool) -> HubRepo:
 
 
 def upload(repo: HubRepo, folder: Path, *, message: str) -> str:
-    """Create the repository if need be and commit `folder` to it; the commit's URL.
+    """Create the repository if need be and commit `folder` to it; returns the commit's URL.
 
-    Raises UserError, which names the folder that stays, when the hub does not take it.
+    Raises UserError naming the folder, which stays, if the hub rejects it.
     """
     disable_progress_bars()
     again = f"the export is whole in {folder}; upload it with `hf upload {repo.name} {folder}`"
@@ -76,12 +76,12 @@ def upload(repo: HubRepo, folder: Path, *, message: str) -> str:
 
 @contextmanager
 def _one_line(name: str, advice: str) -> Iterator[None]:
-    """Whatever the hub's client raises, as a UserError of one line without the token."""
+    """Context manager: whatever the hub's client raises becomes a one-line UserError without the token."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # of its HTTP client, of the hub's answers, of its Rust part: they share no base
+    except Exception as error:  # from its HTTP client, the hub or its Rust part: they share no base
         said = " ".join(str(error).split()) or type(error).__name__
         token = get_token() if "OIDC" not in type(error).__name__ else None
         said = redact(said.replace(token, HIDDEN) if token else said)

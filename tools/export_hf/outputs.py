@@ -1,8 +1,8 @@
-"""The error of each module's output against FP32's: its own, and with the errors of the modules before it.
+"""Error of each module's output relative to FP32: its own, and together with those of the modules before it.
 
 For the *own error* the FP32 module is called on the candidate's inputs, converted to FP32, and both outputs are
-compared at once, so nothing is stored. The *output error* needs FP32's outputs from its own pass; of each at most
-SAMPLE values, evenly spread, are kept. Inside a step of a run `tools.parity.signature` measures more.
+compared at once, so nothing is stored. The *output error* needs FP32's outputs from its own pass; at most SAMPLE values
+of each, evenly spread, are kept. Inside a step of a run `tools.parity.signature` measures more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from precision.tolerance import relative
 from tools.parity.recompute import map_floats
 
 SAMPLE = 65536
-"""Values of an output that are kept for the output error, at most."""
+"""At most this many values of an output are kept for the output error."""
 
 
 class OutputErrors:
@@ -44,13 +44,13 @@ class OutputErrors:
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
-        """Context around the reference's pass, which comes first."""
+        """Context manager around the reference's pass, which comes first."""
         with self._hooks(self._reference, self._keep):
             yield
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Context around the candidate's pass."""
+        """Context manager around the candidate's pass."""
         with self._hooks(self._candidate, self._compare):
             yield
 
@@ -69,7 +69,7 @@ class OutputErrors:
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
         def hook(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            # outside of the context in which transformers collects what the run's modules make
+            # outside the context in which transformers collects outputs of the run's modules
             Context().run(callback, name, args, kwargs, _first(output))
 
         with ExitStack() as stack:
@@ -82,7 +82,7 @@ class OutputErrors:
         if output is not None and name not in self._outputs:  # neither later micro-batches nor a recomputation
             self._outputs[name] = _sampled(output).float().clone()
 
-    @_disable_current_modes()  # a block that keeps its matmuls' results counts its own, not these
+    @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     @torch.no_grad()
     def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
         if output is None or name in self._own or name in self._not_measured:

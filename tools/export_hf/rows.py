@@ -22,9 +22,9 @@ from data.corpora.shards import TokenShards
 from training.tasks.task import prepare, task_of
 
 ROWS = 8
-"""Rows that are read by default."""
+"""Number of rows read by default."""
 _TOKENS = 512
-"""Most tokens taken of a row; never more than a sequence of the run, since the model knows no further positions."""
+"""At most this many tokens of a row are used, and never more than a sequence of the run, the model's positions."""
 _CONFIGS = (".yaml", ".yml")
 _COMPRESSED = (".gz", ".zst")
 
@@ -33,14 +33,14 @@ Unit = Literal["token", "label", "number"]
 
 @dataclass(frozen=True)
 class Row:
-    """The inputs of two models, and the places where their outputs are compared."""
+    """Inputs for two models, and the positions at which their outputs are compared."""
 
     inputs: dict[str, Any]
     """Arguments of a model; the tensors among them are (1, n) int64."""
     places: torch.Tensor
-    """(m,) int64: positions among the outputs, in their order."""
+    """(m,) int64: positions among the outputs, in order."""
     labels: torch.Tensor
-    """(m,) int64: the right label at each of these places, IGNORED_LABEL where there is none."""
+    """(m,) int64: the correct label at each of these positions, IGNORED_LABEL if there is none."""
     unit: Unit = "token"
     """The unit of an output: logits of a token, or of the label of a word or text, or a predicted number."""
 
@@ -52,7 +52,7 @@ class Row:
 
 
 def rows_of_run(folder: Path, config: Config, count: int = ROWS) -> list[Row]:
-    """Held-out rows of a prepared corpus, or training rows where none are held out; none where it is gone."""
+    """Held-out rows of a prepared corpus, or training rows if none are held out; empty if the corpus is gone."""
     try:
         corpus = open_corpus(folder, verify=False)
     except UserError:
@@ -64,7 +64,7 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
     """Rows of a config's data, or of a file, as the run of `config` would see them, under its tokenizer.
 
     data: a run config (.yaml), or a file or glob of the run's kind of rows; text files are read as documents. Raises
-    UserError when the data are of another kind of model, cannot be prepared, hold no row or a label that is new.
+    UserError if the data are for another kind of model, cannot be prepared, have no row or have a new label.
     """
     chosen = _of_config(data, config) if Path(data).suffix in _CONFIGS else _of_file(data, config)
     section = dataclasses.replace(chosen.data, tokenizer=str(tokenizer))
@@ -79,9 +79,9 @@ def rows_of_data(data: str, config: Config, tokenizer: Path, count: int = ROWS) 
 
 
 def rows_of(corpus: Corpus, config: Config, count: int, *, longest: int) -> list[Row]:
-    """At most `count` rows, evenly spread over the held-out split, or over the training split where that is empty.
+    """At most `count` rows, evenly spread over the held-out split, or over the training split if that is empty.
 
-    config: of the run, with the data section that the corpus is of. longest: [tokens] of a row, at most.
+    config: the run's, with the data section of the corpus. longest: [tokens] maximum length of a row.
     """
     longest, causal = min(longest, _TOKENS), model_class_of(config) == CAUSAL_LM
     for split in (corpus.validation, corpus.train):
@@ -102,7 +102,7 @@ def _texts(split: TokenShards | RowShards, count: int, longest: int) -> list[Row
 
 
 def _samples(split: TokenShards | RowShards, corpus: Corpus, config: Config, count: int, longest: int) -> Iterator[Row]:
-    """Samples as the task's own batches have them."""
+    """Samples as in the task's own batches."""
     if isinstance(split, RowShards):
         available = split.rows
     else:
@@ -116,7 +116,7 @@ def _samples(split: TokenShards | RowShards, corpus: Corpus, config: Config, cou
 
 
 def _row(batch: Batch, longest: int, unit: Unit) -> Row:
-    """The only sample of a batch, without its padding; of an encoder's, the places that have a label."""
+    """The only sample of a batch without its padding; for an encoder, at the positions that have a label."""
     given, labels = {"input_ids": batch.input_ids, **batch.further}, batch.labels[0, 0]
     answer = given.pop("decoder_input_ids", None)
     given.pop("targets", None)
@@ -136,7 +136,7 @@ def _unit(config: Config) -> Unit:
 
 
 def _of_config(data: str, config: Config) -> Config:
-    """A run config, its rows no longer than those of the run that is compared."""
+    """A run config; unless for a causal language model, with the sequence lengths of the run that is compared."""
     chosen = settle_task(load_config(Path(data), [], None))
     if (model_class_of(chosen), chosen.classify.kind) != (model_class_of(config), config.classify.kind):
         theirs, own = (

@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorsDiffer(Exception):
-    """A tensor is not as expected. One line that names it; exit code 3."""
+    """A tensor is not as expected; one line that names it, exit code 3."""
 
 
 class Tensors:
@@ -33,7 +33,7 @@ class Tensors:
     """
 
     def __init__(self, saved: SavedModel, skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
-        """skeleton: the model on the meta device. Raises UserError when the checkpoint is of another model."""
+        """skeleton: the model on the meta device. Raises UserError if the checkpoint is from another model."""
         self._saved, self._skeleton, self.dtype = saved, skeleton, dtype
         parameters = {name: value.to(dtype) for name, value in skeleton.named_parameters()}
         _require_same_model(saved, skeleton)
@@ -54,7 +54,7 @@ class Tensors:
             raise UserError(f"--shard-size {size}: not a size; write it as 5GB or 500MB") from error
 
     def read(self, keys: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of these names, rounded, in an order that reads each parameter once."""
+        """The tensors with these names, rounded, in an order that reads each parameter once."""
         wanted = set(keys)
         for name in dict.fromkeys(self._source[key] for key in keys):
             value = self._saved.buffers.get(name)
@@ -71,7 +71,7 @@ class Tensors:
 def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
     """Whether each parameter can be converted by itself. parameters: all of them, on the meta device.
 
-    False where a file's tensor is made of several parameters: such a model is written under its names in memory.
+    False if a file's tensor combines several parameters: such a model is written under its in-memory names.
     """
     try:
         together = set(revert_weight_conversion(model, dict(parameters)))
@@ -82,9 +82,9 @@ def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.
 
 
 def untie(model: PreTrainedModel, saved: SavedModel) -> None:
-    """Give the model a parameter of its own where the checkpoint has two and transformers ties them by the config.
+    """Untie parameters of the model that transformers ties by the config but the checkpoint saves as two.
 
-    T5 1.1, Flan-T5 and mT5 are saved with a head of its own, which their configs do not tell. At ZeRO-0 a checkpoint
+    T5 1.1, Flan-T5 and mT5 are saved with a separate head, which their configs do not mention. At ZeRO-0 a checkpoint
     has tied weights under each of their names, with equal values.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -100,7 +100,7 @@ def untie(model: PreTrainedModel, saved: SavedModel) -> None:
 def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The master in the dtype of the export, to nearest even.
 
-    Raises TensorsDiffer where the master itself is not finite, UserError where it overflows the dtype.
+    Raises TensorsDiffer if the master itself is not finite, UserError if it overflows the dtype.
     """
     if not bool(torch.isfinite(master).all()):
         raise TensorsDiffer(f"{name} holds values that are not finite; export an earlier checkpoint")
@@ -113,7 +113,7 @@ def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def compare_with_second_copy(saved: SavedModel) -> int:
-    """Compare every master with the checkpoint's second copy of it; how many have one.
+    """Compare every master with the checkpoint's second copy of it; returns how many have one.
 
     Raises TensorsDiffer for the first that differs.
     """
@@ -129,7 +129,7 @@ def compare_with_second_copy(saved: SavedModel) -> int:
 
 
 def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> list[Path]:
-    """Write, flush and read back. Raises TensorsDiffer when a tensor that was read differs."""
+    """Write, flush and read back. Raises TensorsDiffer if a tensor read back differs."""
     plan = tensors.plan(shard_size)
     written = []
     for filename, keys in plan.filename_to_tensors.items():

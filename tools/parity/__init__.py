@@ -1,5 +1,5 @@
 """Does half precision train the same model? `python -m tools.parity --config FILE`.
 
-Read gate.py, jobs.py (the runs it starts), steps.py, reference.py and outputs.py (single steps from the same masters),
-energy.py, report.py.
+Read gate.py, jobs.py (the runs it starts), steps.py, reference.py and signature.py (single steps from the same
+masters), energy.py, report.py.
 """

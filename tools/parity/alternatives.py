@@ -1,14 +1,14 @@
-"""Distances between sound alternatives on this machine: bounds on rounding are no tighter than these.
+"""Distances between equally valid computations on this machine; bounds on rounding are no tighter than these.
 
-The reference's gradients in the run's dtype are computed again with linear layers that sum in halves, with the other of
-eager and fused attention, and with another number of threads. Each rounds at other places and is as right.
+The reference's gradients in the run's dtype are recomputed with linear layers that sum in halves, with eager instead of
+fused attention or vice versa, and with another number of threads. Each rounds in other places and is equally valid.
 
     python -m tools.parity.alternatives --config FILE ...
 
-is `train.py` from weights that are a bit of FP16 off: an FP32 run that is as sound as its twin. Where a whole run and
-its twin differ, the gate asks whether chance alone makes as much of a difference. Weights are moved, and not the
-learning rate: Adam's first steps are little more than the signs of the gradients, which another rate leaves as they
-were, while rounding flips some of them, which moves their weights by twice the rate.
+is `train.py` from weights that are off by a bit of FP16: an FP32 run as sound as its twin. If a whole run and its twin
+differ, the gate checks with it whether chance alone makes as large a difference. Weights are perturbed rather than the
+learning rate: Adam's first steps are little more than the signs of the gradients, which another rate does not change,
+while rounding flips some of them, which moves their weights by twice the rate.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tools.parity.recompute import by_halves
 from training.engine import build
 
 A_BIT = 2.0**-12
-"""[fraction] Change of each weight, up or down by chance: as large as the error of rounding it to FP16."""
+"""[fraction] Random change of each weight, up or down, as large as the error of rounding it to FP16."""
 _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 
 def alternatives(model: PreTrainedModel) -> dict[str, AbstractContextManager[None]]:
-    """Contexts in which a model computes the same in another order, by name."""
+    """Context managers under which a model computes the same in a different order, by name."""
     found: dict[str, AbstractContextManager[None]] = {"sums in halves": _halves(), "other threads": _threads()}
     attention = str(getattr(model.config, "_attn_implementation", None))
     if attention in _ATTENTION and (attention == "sdpa" or model._supports_sdpa):
@@ -71,7 +71,7 @@ def _other_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
 
 @contextmanager
 def moved_start() -> Iterator[None]:
-    """Context in which models are built with weights that are A_BIT off."""
+    """Context manager: models are built with weights that are off by A_BIT."""
     build_model = build.build_model
 
     def moved(*args: Any, **kwargs: Any) -> Any:

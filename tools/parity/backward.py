@@ -1,16 +1,16 @@
-"""The backward pass of a step's first micro-batch recomputed module by module, and that of the loss.
+"""Recomputes the backward pass of a step's first micro-batch module by module, and that of the loss.
 
-As soon as the pass is over each module of the reference is called as in `tools.parity.signature`, and differentiated
-with the gradients that came to the run's module. Compared are the gradients of its inputs, of the outputs of modules
-inside it, and of its own parameters. Modules inside contribute what they did in the run: their outputs, and the
-gradients that they computed for their inputs.
+Once the pass is over, each module of the reference is called as in `tools.parity.signature`, and differentiated with
+the gradients that arrived at the run's module. Compared are the gradients of its inputs, of the outputs of its
+submodules, and of its own parameters. Submodules contribute what they did in the run: their outputs, and the gradients
+that they computed for their inputs.
 
-The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. Where the
-engine computes it in chunks the embedding is part of it, since no logits are kept.
+The loss is one more module, `(loss)`: the model's own code after its output embedding, and the objective. If the engine
+computes it in chunks, the embedding is part of it, since no logits are kept.
 
-Gradients of parameters are those of the whole micro-batch, so that one that several modules share, or one module in
-several calls, is left out. Everything that was seen is kept until the pass is over: about as much memory as the
-activations of the micro-batch take without recomputation, and their gradients.
+Parameter gradients are those of the whole micro-batch, so parameters shared by several modules, or used in several
+calls, are left out. Everything recorded is kept until the pass is over: about as much memory as the activations of the
+micro-batch take without recomputation, and their gradients.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _Gradients = dict[str, torch.Tensor]
 
 
 class OwnLoss(Protocol):
-    """The function with which a run computes the loss of a micro-batch."""
+    """How a run computes the loss of a micro-batch."""
 
     def __call__(
         self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor, *, forward: Forward
     ) -> Scored:
-        """The loss by this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
+        """The loss, using this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
 
 
 class Backward:
@@ -86,25 +86,25 @@ class Backward:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context around the passes."""
+        """Context manager around the passes."""
         with ExitStack() as stack:
             for name, parameter in self._trained.items():
                 stack.callback(parameter.register_hook(partial(self._of_parameter, name)).remove)
             yield
 
     def use(self, name: str) -> None:
-        """Count a call of a module, followed or not: its parameters' gradients are sums over all calls."""
+        """Count a call of a module, recorded or not: its parameters' gradients are sums over all calls."""
         self._uses[name] += torch.is_grad_enabled() and not self._began
 
     def enter(self, call: Call) -> None:
-        """Replace a call's inputs by views, whose gradients are this call's alone."""
+        """Replace a call's inputs with views, whose gradients are this call's alone."""
         if not torch.is_grad_enabled():
             return
         call.followed = True
         call.args, call.kwargs = self._views((call.args, call.kwargs), call.made)
 
     def leave(self, call: Call) -> None:
-        """Replace a call's outputs by views, too, since it may use some of them itself."""
+        """Replace a call's outputs with views too, since the module may use some of them itself."""
         if not any(value.requires_grad for value in leaves_of(call.output)):
             return
         call.output = self._views(call.output, call.came)
@@ -120,7 +120,7 @@ class Backward:
         """The function to call with the candidate's loss before its backward pass, so that it is compared as `(loss)`.
 
         objective: the reference's. inputs, labels: of the first micro-batch. own: how the candidate computes its loss;
-        None where its code is not to be called in FP32.
+        None if its code must not be called in FP32.
         """
         self._loss, self._own_loss = (objective, inputs, labels), own
 
@@ -132,7 +132,7 @@ class Backward:
         return watch
 
     def compared(self) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Rows for `tools.parity.rounding.pooled`, and by module why it was not measured. Forgets what was seen."""
+        """Rows for `tools.parity.rounding.pooled`, and by unmeasured module the reason. Discards what was recorded."""
         rows: list[dict[str, Any]] = []
         blind: dict[str, str] = {}
         calls, self._calls = self._calls, []
@@ -160,7 +160,7 @@ class Backward:
         return rows, blind
 
     def _views(self, tree: Any, gradients: dict[int, torch.Tensor]) -> Any:
-        """A copy of the tree whose floats are views; their gradients are kept by number when they arrive."""
+        """A copy of the tree whose float tensors are views; their gradients are kept by number when they arrive."""
         numbers = itertools.count()
 
         def view(value: torch.Tensor) -> torch.Tensor:
@@ -178,22 +178,22 @@ class Backward:
         found[number] = gradient.detach().clone()
 
     def _of_parameter(self, name: str, gradient: torch.Tensor) -> None:
-        if name not in self._of_parameters:  # of later micro-batches
+        if name not in self._of_parameters:  # ignores later micro-batches
             self._of_parameters[name] = gradient.detach().clone()
 
     def _compare(self, call: Call) -> list[dict[str, Any]]:
-        if not call.came or call.name == self._chunked_head():  # nothing that learns used its output; or with the loss
+        if not call.came or call.name == self._chunked_head():  # nothing trained used its output; or see the loss
             return []
         _require_unchanged(call)
         if is_router(self._plan.modules[call.name]):
             raise ValueError("it chooses experts: a near tie that FP64 decides differently is no rounding")
         kind = self._plan.kind(call.name)
-        if kind == "functional":  # another implementation calls what is inside as often as it likes
+        if kind == "functional":  # implementations may call submodules any number of times
             call.inside = []
         small, run = fewer_rows(call) if kind == "linear" and not call.inside else call, self._of_run(call)
         if small is not call:  # its parameters' gradients are sums over all rows
             run = {_INPUT: small.made[0]} if 0 in small.made else {}
-        if not run:  # as of an embedding that shares its weight
+        if not run:  # such as an embedding with a tied weight
             return []
         computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
         in_halves = kind == "linear" and self._plan.has_halves(call.name)
@@ -243,16 +243,16 @@ class Backward:
         vocabulary = self._plan.modules[self._plan.head or ""].weight.shape[0]
         rows = self._rows(LOSS, "loss", max(int(vocabulary), labels.numel()), run, computed, own=own)
         for row in rows:
-            if row["part"] == _OUTPUT and head is not None:  # of logits that were rounded
+            if row["part"] == _OUTPUT and head is not None:  # computed from rounded logits
                 row["roundoff"] = self._plan.roundoff(head, logits)
-            elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # once more, as by a cap on them
+            elif row["part"] == _OUTPUT and self._rounds_logits(whole):  # rounded once more, as by a logit cap
                 row["roundoff"] = self._plan.roundoff("", leaves_of(whole.output)[0])
         return rows
 
     def _own_code_of_loss(
         self, call: Call, inputs: dict[str, Any], labels: torch.Tensor, parts: Collection[str]
     ) -> _Gradients:
-        """The results of the run's own model and loss in FP32; empty where they cannot be computed."""
+        """The results of the run's own model and loss in FP32; empty if they cannot be computed."""
         came, leaves = self._of_loss[0], Leaves()
         if self._own_loss is None or self._slices.group is not None:
             return {}
@@ -267,17 +267,17 @@ class Backward:
             with torch.enable_grad():
                 loss = self._own_loss(inputs, labels, came, forward=forward).loss
             return {_OUTPUT: loss.detach(), **self._gradients(call, leaves, [(loss, came)], parts)}
-        except Exception:  # as that of modules
+        except Exception:  # as for modules
             return {}
 
     def _rounds_logits(self, whole: Call) -> bool:
-        """Whether the model's own code computes with what its output embedding returned, before the loss does."""
+        """Whether the model's own code processes the output embedding's result before the loss does."""
         heads = [leaves_of(inner.output)[0] for inner in whole.inside if inner.name == self._plan.head]
         made = leaves_of(whole.output)[0].data_ptr()
         return bool(heads) and all(head.data_ptr() != made for head in heads)
 
     def _chunked_head(self) -> str | None:
-        """The output embedding where it returned the loss and no logits; None otherwise."""
+        """The output embedding if it returned the loss and no logits; else None."""
         inside = self._whole.inside if self._whole is not None else []
         return next((call.name for call in inside if call.name == self._plan.head and call.output.numel() == 1), None)
 
@@ -293,10 +293,10 @@ class Backward:
         return self._gradients(call, leaves, ends, parts, in_turn=in_turn)
 
     def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
-        """The sum of squared changes of gradients, by part, when all that they are computed from is rounded to FP32.
+        """Sum of squared changes of gradients, by part, when all that they are computed from is off by FP32's rounding.
 
-        made: those of this dtype. FP64's are what rounding does to the definition; FP32's have all roundings drawn anew
-        as well, which terms that cancel inside a module leave: a cast to fewer bits stays as it was.
+        made: those in this dtype. In FP64 the changes are what rounding does to the definition; in FP32 all roundings
+        are redrawn as well, which shows terms that cancel inside a module; casts to fewer bits stay as they are.
         """
         with Redrawn() if dtype is torch.float32 else nullcontext():
             found = self._again(rounded(call), dtype, made)
@@ -314,12 +314,12 @@ class Backward:
     ) -> _Gradients:
         """Gradients of these parts. ends: the outputs, each with its incoming gradient.
 
-        in_turn: whether what comes from the outputs, and from each module inside, is added up in the order in which the
-        run's backward pass comes to it. Torch otherwise first adds up what modules inside hand back, whose sum is
-        rounded more finely than one with the gradient that passes them by.
+        in_turn: whether contributions of the outputs, and of each submodule, are added in the order in which the run's
+        backward pass reaches them. Otherwise torch first adds up what submodules hand back, and that sum is rounded
+        more finely than one that includes the gradient bypassing them.
         """
         pairs = list(ends)
-        for place, handed in reversed(leaves.handed.items()):  # as the backward pass comes to them
+        for place, handed in reversed(leaves.handed.items()):  # as the backward pass reaches them
             got = leaves_of(handed)
             pairs += [(got[number], made) for number, made in call.inside[place].made.items()]
         pairs = [(tensor, gradient.to(tensor.dtype)) for tensor, gradient in pairs if tensor.requires_grad]
@@ -341,7 +341,7 @@ class Backward:
         return found
 
     def _of_run(self, call: Call) -> _Gradients:
-        """The run's own gradients, by the same names."""
+        """The run's own gradients, under the same names."""
         found = {_numbered(_INPUT, number): made for number, made in call.made.items()}
         for place, inner in enumerate(call.inside):
             if not inner.followed and any(value.requires_grad for value in leaves_of(inner.output)):
@@ -355,7 +355,7 @@ class Backward:
         return found
 
     def _parameters(self, name: str) -> list[tuple[str, torch.Tensor]]:
-        """Parameters of a module and its children; none for names that are no module, such as the loss."""
+        """Parameters of a module and its children; none for names that are not modules, such as the loss."""
         module = self._plan.modules.get(name)
         return [] if module is None else list(module.named_parameters(remove_duplicate=False))
 
@@ -373,20 +373,19 @@ class Backward:
         moved: Mapping[str, float] | None = None,
         own: Mapping[str, torch.Tensor] | None = None,
     ) -> list[dict[str, Any]]:
-        """tokens: terms of a parameter's gradient. came: mean square of the gradients that came to it, 0 where that is
-        not known. By part, walks: of the partial sums; moved: as `_moved`; own: what the run's own code makes in FP32,
-        where known."""
+        """tokens: terms of a parameter's gradient. came: mean square of the incoming gradients, 0 if unknown. By part,
+        walks: of the partial sums; moved: as `_moved`; own: what the run's own code computes in FP32, if known."""
         rows = []
         of_parameters = {f"{GRADIENT}{key}" for key, _ in self._parameters(name)}
         for part, values in run.items():
             if not all(part in found for found in computed):
                 continue
             plan, fp32, exact = (found[part] for found in computed)
-            width = 1 if exact.dim() < 2 else self._plan.width(name)  # each value of a vector is a sum of its own
+            width = 1 if exact.dim() < 2 else self._plan.width(name)  # each value of a vector is a separate sum
             floor = 0.0
             if plan.dtype == torch.float16:
                 floor = exact.numel() * HALF_OF_SMALLEST**2
-                if kind not in ("linear", "embedding"):  # whose products are rounded before anything else is done
+                if kind not in ("linear", "embedding"):  # whose products are rounded first of all
                     in_sum = part in of_parameters
                     floor *= tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
             walk = (walks or {}).get(part, Walk(0.0, False))
@@ -401,11 +400,11 @@ class Backward:
 
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
 HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
-"""Half of FP16's smallest number: the largest error of rounding to nearest below the smallest normal one."""
+"""Half of FP16's smallest number: the largest error of rounding to nearest among subnormal numbers."""
 
 
 def _is_far(fp32: _Gradients, exact: _Gradients, terms: int) -> bool:
-    """Whether FP32's roundings alone do not explain its distance from FP64's, as where terms all but cancel."""
+    """Whether FP32's rounding alone fails to explain its distance from FP64's, as when terms nearly cancel."""
     least = expected(terms, torch.float32)
     return any(
         bool((fp32[part].double() - values.double()).norm() > least * values.double().norm())
@@ -415,7 +414,7 @@ def _is_far(fp32: _Gradients, exact: _Gradients, terms: int) -> bool:
 
 
 def _returned(call: Call, place: int) -> str:
-    """The name of the part that a module inside returned."""
+    """Name of the part that a submodule returned."""
     inner = call.inside[place]
     before = sum(other.name == inner.name for other in call.inside[:place])
     name = f"{GRADIENT}what {inner.name.removeprefix(f'{call.name}.')} returned"
@@ -431,7 +430,7 @@ def _mean_square(values: torch.Tensor) -> float:
 
 
 def _require_unchanged(call: Call) -> None:
-    """Raises ValueError where an input or output was changed in place since the call."""
+    """Raises ValueError if an input or output was changed in place since the call."""
     changed = next((one.name for one in (call, *call.inside) if one.versions != one.now()), None)
     if changed is not None:
         raise ValueError(f"what {changed or 'the model'} got or returned was changed in place")

@@ -1,7 +1,7 @@
-"""Find the constant of the config that a run computed with another value, and that value.
+"""Finds the constant of the config for which a run used a different value, and that value.
 
-One constant after another is fitted, the others as they are asked for: where the run's numbers are those of another
-value, that value is named. A defect that is no constant is left by every fit about as far off as before.
+Constants are fitted one at a time, with the others as configured: if another value gives the run's numbers, that value
+is named. A defect that is not a constant stays about as far off after every fit.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from training.engine.optimizers.rule import UpdateInputs
 Make = Callable[[float], torch.Tensor]
 """A computation with a given value of the constant; its result as a vector in FP64."""
 _EXPLAINED = 0.05
-"""[fraction] Share of the distance that a named constant leaves at most."""
+"""[fraction] Largest share of the distance that may be left for a constant to be named."""
 _MOST = 0.5
-"""[fraction] The same where rounding is a large part of the distance."""
+"""[fraction] The same if rounding is a large part of the distance."""
 _ITERATIONS = 20
 
 
 def named(found: torch.Tensor, makes: Mapping[str, tuple[float, Make]], *, rounding: float) -> str:
-    """The constants by which `found` is explained, with the value found and the one asked for; empty where by none.
+    """The constants that explain `found`, with the fitted and the configured value; empty if none does.
 
-    makes: by key, the value asked for, and what is computed with another. rounding: a norm that it leaves. Several
-    explain it where they do the same to it, as a learning rate and betas to the size of Adam's first step.
+    makes: by key, the configured value, and the computation with another. rounding: norm that rounding leaves. Several
+    explain it if they have the same effect, as a learning rate and betas on the size of Adam's first step.
     """
     fits = {key: (asked, *_fitted(found, asked, make)) for key, (asked, make) in makes.items()}
     start = max((float((found - make(asked)).norm()) for asked, make in makes.values()), default=0.0)
@@ -40,7 +40,7 @@ def named(found: torch.Tensor, makes: Mapping[str, tuple[float, Make]], *, round
 
 
 def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Tensor]) -> dict[str, tuple[float, Make]]:
-    """`makes` of numbers in a section of the config, a pair's each for itself. make: of a section."""
+    """`makes` for numbers in a section of the config, those of a pair separately. make: computes from a section."""
     found: dict[str, tuple[float, Make]] = {}
     for key in keys:
         asked = getattr(section, key)
@@ -63,7 +63,7 @@ def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Te
 def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.Tensor] = ()) -> str:
     """The constants of an optimizer that explain an update, as `named` says them.
 
-    given: before it, by the config. master, states: after it; no states where the rule's own are not counted.
+    given: before it, by the config. master, states: after it; without states, only the master is compared.
     """
     rule = IMPLEMENTATIONS[given.section.name]
     before = [given.master, *(given.states if states else [])]
@@ -85,9 +85,9 @@ def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.
 
 
 def _fitted(found: torch.Tensor, asked: float, make: Make) -> tuple[float, float]:
-    """The value that comes nearest to `found` by Gauss and Newton's steps, and the share of the distance that is left.
+    """The value that comes closest to `found` by Gauss-Newton steps, and the share of the distance that is left.
 
-    In the value itself, and in its logarithm, as of an epsilon that is small beside what it is added to.
+    Fits the value itself and its logarithm, as needed for an epsilon much smaller than what it is added to.
     """
     start = float((found - make(asked)).norm())
     best = asked, 1.0

@@ -1,7 +1,7 @@
 """Compares which modules drop values in training, and how many, with the architecture's own code.
 
-The rate that a dropout function is asked for, and the share of its values that became zero: a rate other than the
-declared one, or dropout that is missing, changes the model's training and no loss of an evaluation.
+Compared are the rate passed to a dropout function, and the share of its values that became zero: a rate other than the
+declared one, or missing dropout, changes training but no evaluation loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 _SURE = 6.0
-"""Standard errors beyond which chance is no explanation."""
+"""Number of standard errors beyond which chance is no explanation."""
 _DROPOUTS: tuple[Any, ...] = (functional.dropout, functional.alpha_dropout, torch.dropout, torch.alpha_dropout)
 _ATTENTION: Any = functional.scaled_dot_product_attention
 
@@ -28,11 +28,11 @@ class Rate(NamedTuple):
     asked: float
     zeros: int
     values: int
-    """Values that were not zero before; none of attention, whose weights stay inside its kernel."""
+    """Values that were not zero before; 0 for attention, whose weights stay inside its kernel."""
 
 
 class _Rates(TorchFunctionMode):
-    """Notes the dropout functions that are called inside, by the module that calls them."""
+    """Records the dropout functions called inside it, by the calling module."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Energy used by this machine's devices: GPUs by NVML, else processors by Linux's powercap (RAPL)."""
+"""Energy used by this machine's devices: GPUs from NVML, else processors from Linux's powercap (RAPL)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 def joules() -> float | None:
-    """[J] A counter, of which only differences have a meaning; None where no device reports."""
+    """[J] A counter of which only differences are meaningful; None if no device reports one."""
     counted = _of_gpus()
     return counted if counted is not None else of_processors(POWERCAP)
 
 
 def used(before: float | None, after: float | None) -> float | None:
-    """[J] Between two readings; None when one is missing or the counter has wrapped around between them."""
+    """[J] Between two readings; None if one is missing or the counter has wrapped around between them."""
     return after - before if before is not None and after is not None and after >= before else None
 
 
 def of_processors(folder: Path) -> float | None:
-    """[J] Sum over the packages in `folder`; None where there is none or it cannot be read."""
+    """[J] Sum over the packages in `folder`; None if there is none or it cannot be read."""
     packages = [path for path in folder.glob("intel-rapl:*") if path.name.count(":") == 1]
     try:
         counters = [int((path / "energy_uj").read_text(encoding="utf-8")) for path in packages]

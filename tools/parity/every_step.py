@@ -1,8 +1,8 @@
-"""Comparisons of every step of the runs that the gate trains, between the points at which single steps are compared.
+"""Checks of every step of the runs that the gate trains, between the points at which single steps are compared.
 
-The runs make them themselves (`guard.gradient_checks`, `guard.replica_checks`, `guard.update_checks`): of each step the
-gradients of all linear layers, the gradient norm, all copies of weights and a slice of the update; one drawn step of
-`parity.whole_steps` is compared whole (docs/self-check.md).
+The runs perform them themselves (`guard.gradient_checks`, `guard.replica_checks`, `guard.update_checks`): in each step
+the gradients of all linear layers, the gradient norm, all copies of weights and a slice of the update; one random step
+in `parity.whole_steps` is compared in full (docs/self-check.md).
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from tools.parity.judge_steps import MOST_NAMED, Check
 from tracking.compare.surviving import read_events
 
 _VALUES = 65536
-"""Masters of each rank whose update is recomputed in every step."""
+"""Number of masters per rank whose update is recomputed in every step."""
 _USUAL = 400
-"""[steps] Length of the run for which the power is given beside that of the run at hand."""
+"""[steps] Run length for which the power is given in addition to that of the actual run."""
 
 
 def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) -> list[str]:
-    """The overrides with which a run compares its steps, without those that its config cannot take.
+    """Overrides that make a run compare its own steps, without those that its config refuses.
 
     whole: one step in this many is compared in full; 0: a run compares only what its config says.
     """
     wanted = [f"guard.self_check_every={whole}", "guard.gradient_checks=1", "guard.replica_checks=1"]
     found: list[str] = []
     for setting in [*wanted, f"guard.update_checks={_VALUES}"] if whole else []:
-        if refusal([*arguments, *found, setting], launched) is None:  # as of copies where ranks hold slices of matrices
+        if refusal([*arguments, *found, setting], launched) is None:  # such as copies if ranks hold slices
             found.append(setting)
     return found
 
 
 def judge_every_step(files: Sequence[Path], whole: int) -> Check:
-    """The check of what runs said of their own steps. files: their events."""
+    """The check of what runs reported about their own steps. files: their event files."""
     said: list[tuple[str, Sequence[str]]] = []
     steps = compared = 0
     for event in (event for file in files for event in read_events(file)):
@@ -53,13 +53,13 @@ def judge_every_step(files: Sequence[Path], whole: int) -> Check:
 
 
 def power(steps: int, every: int, chance: float) -> float:
-    """Probability that what is wrong in one of `every` steps is found; chance: that a wrong step is."""
+    """Probability of finding an error made in one of `every` steps. chance: of finding it in such a step."""
     times = steps / every
     return times * chance if times < 1 else 1 - (1 - chance) ** int(times)
 
 
 def power_line(steps: int, whole: int, layers: int) -> str:
-    """Probabilities with which comparing a run of `steps` finds an error. layers: linear ones that are compared."""
+    """Probabilities that comparing a run of `steps` finds an error. layers: number of linear ones compared."""
 
     lengths = sorted({steps, max(steps, _USUAL)})
 

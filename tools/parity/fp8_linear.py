@@ -50,7 +50,7 @@ def linear(
 
 @contextmanager
 def in_fp8(model: torch.nn.Module, names: Collection[str], section: Fp8Section) -> Iterator[None]:
-    """Inside, these linear layers of an FP32 model compute in FP8 and nothing else does, forward and backward."""
+    """Context manager: only these linear layers of an FP32 model compute in FP8, forward and backward."""
     layers: Sequence[torch.nn.Module] = [model.get_submodule(name) for name in names]
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:

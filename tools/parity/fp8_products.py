@@ -1,9 +1,9 @@
-"""The three products of every FP8 layer of a run compared with FP8 by its definition on the layer's own inputs.
+"""Compares the three products of every FP8 layer of a run with FP8's definition on the layer's own inputs.
 
-Of a step's first micro-batch: the output from the input, and in the backward pass the gradients of input and weight
-from the gradient that arrived. Rounding has to be the same bit for bit (`precision.fp8_reference`), so only the sums
-and what the dtype around the layer rounds are left. What a layer does wrong shows in it alone, in either pass, however
-small it is beside FP8's own error. The inputs of all FP8 layers of a micro-batch are held until its backward pass.
+For a step's first micro-batch: the output from the input, and in the backward pass the gradients of input and weight
+from the incoming gradient. Rounding must be the same bit for bit (`precision.fp8_reference`), so only the sums and the
+surrounding dtype's rounding may differ. An error shows in the layer that makes it alone, in either pass, however small
+relative to FP8's own error. The inputs of all FP8 layers of a micro-batch are held until its backward pass.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ class Fp8Products:
     ) -> None:
         """reference: in FP32, its weights the masters. regions: the candidate's; None: nothing computes in FP8.
 
-        world: whose ranks each have a part of the step; None where this process has all of it.
+        world: ranks that each have a part of the step; None if this process has all of it.
         """
         names = regions.names_in("fp8") if regions else ()
         self._modules: dict[str, Any] = {name: candidate.get_submodule(name) for name in names}
         self._references: dict[str, Any] = {name: reference.get_submodule(name) for name in names}
         self._regions, self._world = regions, world
         self._inputs: dict[str, torch.Tensor] = {}
-        """(tokens, in) of each layer's first call that has gradients, in the dtype around the layer."""
+        """(tokens, in) of each layer's first call with gradients, in the dtype around the layer."""
         self._gradients: dict[str, torch.Tensor] = {}
-        """(tokens, out), those that arrived at the same calls."""
+        """(tokens, out) gradients that arrived at the same calls."""
         self._found: dict[tuple[str, Product], tuple[float, float]] = {}
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Context around the candidate's pass."""
+        """Context manager around the candidate's pass."""
         with ExitStack() as stack:
             for name, module in self._modules.items():
                 before = functools.partial(self._entering, name)
@@ -64,8 +64,8 @@ class Fp8Products:
         self._gradients.clear()
 
     def measured(self) -> list[dict[str, Any]]:
-        """Rows {"module", "part", "off", "allowed"}: the norm of the difference, and what rounding may make it, over
-        all ranks. A collective."""
+        """Rows {"module", "part", "off", "allowed"}: the norm of the difference, and the most that rounding explains,
+        over all ranks. A collective."""
         ranks = [self._found] if self._world is None else self._world.gather_objects(self._found)
         squares: dict[tuple[str, Product], list[float]] = {}
         for found in ranks:
@@ -78,7 +78,7 @@ class Fp8Products:
         ]
 
     def _entering(self, name: str, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Gives the layer a view of its input, which others read as well: the gradient of the view is this layer's."""
+        """Give the layer a view of its input, which others read too: the view's gradient is this layer's alone."""
         given = args[0] if args else kwargs["input"]
         if not (torch.is_grad_enabled() and given.requires_grad) or name in self._inputs:
             return None
@@ -105,7 +105,7 @@ class Fp8Products:
         if name in self._gradients and (name, part) not in self._found:
             self._compare(name, part, self._inputs[name], found.detach().flatten(0, -2), self._gradients[name])
 
-    @_disable_current_modes()  # a block that keeps its matmuls' results counts its own, not these
+    @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     def _compare(
         self, name: str, part: Product, inputs: torch.Tensor, found: torch.Tensor, gradient: torch.Tensor | None
     ) -> None:

@@ -6,8 +6,8 @@
 
 Both run as real jobs through `train.py`: the same data, seed and schedule; the twin differs in precision only. Then
 single steps of the half-precision run are compared with FP32 from the same masters (`tools.parity.steps`), and all
-measurements are judged by the bounds in the config's `parity:` section. Of tasks that sample answers there is no twin,
-which would sample others: single steps are compared on the answers that the run recorded. The report folder gets
+measurements are judged by the bounds in the config's `parity:` section. Tasks that sample answers have no twin, which
+would sample others: single steps are compared on the answers that the run recorded. The report folder gets
 `parity.json`, `parity.md` and plots. Exit code 0: parity; 3: no parity; 2: not possible.
 
 With --effect nothing is run: from the scatter in an existing report it computes how many pairs detect that shift of the
@@ -75,12 +75,12 @@ from tracking.summary import read_inputs
 
 PARITY, NO_PARITY = 0, 3
 SAME_RATE = 1e-9
-"""Relative difference up to which a learning rate is the schedule's: both are computed in FP64, in another order."""
+"""Relative difference up to which a learning rate equals the schedule's: both use FP64, in a different order."""
 MAX_CURVE_POINTS = 2000
 
 
 def gate(chosen: Plan, log: Log = print, *, references: References | None = None, keep: bool = False) -> dict[str, Any]:
-    """Run, compare, judge, and write the report; the content of parity.json.
+    """Run, compare, judge, and write the report; returns the content of parity.json.
 
     references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
     """
@@ -139,9 +139,9 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
 
 
 def by_rule(events: Path, config: Config) -> Check:
-    """Learning rate and loss scale of every step of a run, against the config's rules outside of the engine.
+    """Compare learning rate and loss scale of every step with the config's rules, computed outside the engine.
 
-    Measured is the largest relative difference, up to the first incident: what the guard does changes both.
+    Measured is the largest relative difference up to the first incident, after which the guard changes both.
     """
     found = surviving(read_events(events))
     incident = min((event["step"] for event in found if event["event"] == "incident"), default=math.inf)
@@ -163,10 +163,10 @@ def by_rule(events: Path, config: Config) -> Check:
 
 
 def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequence[int] = ()) -> list[Check]:
-    """The checks of what a run recorded, recomputed outside of the engine: its evaluations, and these steps if any.
+    """The checks of a run's record, recomputed outside the engine: its evaluations, and these steps if any.
 
-    Measured is the largest difference in units of its bound; what the oracle does not know is a note. evaluation: name
-    of the check. steps: the first ones, with those after `points`; 0: none.
+    Measured is the largest difference in units of its bound; what the oracle does not support becomes a note.
+    evaluation: name of the check. steps: number of first ones, besides those after `points`; 0: none.
     """
     log(f"{run.folder.name}: recomputed outside of the engine")
     began = time.monotonic()
@@ -189,7 +189,7 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
 
 
 def _worst(name: str, comparisons: Sequence[Comparison], note: str) -> Check:
-    """The check of the comparison that is furthest beyond its bound, or nearest to it."""
+    """The check of the comparison that is furthest beyond its bound, or closest to it."""
     if not comparisons:
         return Check(name, math.nan, 1.0, True, note=note)
     worst = max(comparisons, key=_in_bounds)
@@ -211,7 +211,7 @@ def _thinned(run: Trajectory) -> dict[str, Any]:
 
 
 def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: int) -> dict[str, Any]:
-    """Time, memory, energy and cost of both runs, and their ratios where both were measured."""
+    """Time, memory, energy and cost of both runs, and their ratios if both were measured."""
     if not twins:
         return {}
     mine, other = (
@@ -224,7 +224,7 @@ def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: i
 
 
 def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
-    """Medians over the steps, peak memory, energy, and where an hour has a price the cost."""
+    """Medians over the steps, peak memory, energy, and the cost if an hour has a price."""
     yield "step_seconds", median(run.facts.columns.step_seconds)
     yield "tokens_per_second", run.facts.tokens_per_second
     yield "memory_bytes", run.facts.peak_memory_bytes
@@ -266,7 +266,7 @@ def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
 
 
 def _planned(report: Path, effect: float, power: float) -> str:
-    """A sentence on how many pairs of runs find `effect`, by the scatter that a finished report measured."""
+    """A sentence on how many pairs of runs find `effect`, given the scatter that a finished report measured."""
     fix = "run the gate first, with parity.seeds or parity.controls of 2 or more"
     try:
         known = json.loads(report.read_text(encoding="utf-8"))["confidence"]
@@ -284,7 +284,7 @@ def _planned(report: Path, effect: float, power: float) -> str:
 
 
 def _effect(text: str) -> float:
-    """A share of the loss, as 0.5% or 0.005."""
+    """A share of the loss, written as 0.5% or 0.005."""
     return _between(text.removesuffix("%"), 0.0, 1.0, scale=100 if text.endswith("%") else 1)
 
 

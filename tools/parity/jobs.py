@@ -48,14 +48,14 @@ WALK = 2
 """Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
 
 APART = ("-m", "tools.parity.alternatives")
-"""`train.py` from weights a bit off."""
+"""`train.py` starting from slightly different weights."""
 
 Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs to make, and where."""
+    """The runs to perform, and their folder."""
 
     arguments: tuple[str, ...]
     """`--config FILE` and the user's overrides, for train.py."""
@@ -65,13 +65,13 @@ class Plan:
     processes: int
     launcher: tuple[str, ...]
     watching: tuple[str, ...] = ()
-    """Overrides with which the trained runs compare each of their steps."""
+    """Overrides that make the trained runs compare each of their steps."""
 
     @property
     def points(self) -> list[int]:
-        """Attempted steps after which single steps are compared: 0, then one of each further equal part of the run.
+        """Attempted steps after which single steps are compared: 0, then one in each further equal part of the run.
 
-        Drawn, so that another `parity.draw` meets a defect that spares these steps. WALK steps remain after each.
+        Random, so that another `parity.draw` can hit a defect that spares these steps. WALK steps remain after each.
         """
         config = self.resolved.config
         last, count = max(1, config.run.steps - WALK + 1), min(config.parity.points, config.run.steps)
@@ -101,7 +101,7 @@ class References:
     """Finished FP32 runs to compare with; any number of half-precision runs of the same job may share them."""
 
     twins: tuple[Run, ...]
-    """One a seed."""
+    """One per seed."""
     controls: tuple[Run, ...]
     """The first seed with slightly larger learning rates: how far apart two sound runs end."""
 
@@ -134,7 +134,7 @@ def seeds(chosen: Plan) -> list[int]:
 
 
 def train_references(chosen: Plan, log: Log) -> References:
-    """Train the FP32 runs; none of a task whose runs sample other answers. Raises UserError when one fails."""
+    """Train the FP32 runs; none for a task whose runs sample other answers. Raises UserError if one fails."""
     if chosen.resolved.config.task in SAMPLING_TASKS:
         return References((), ())
     twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
@@ -151,10 +151,10 @@ def train_twin(
     settling: Settling | None = None,
     a_bit: bool = False,
 ) -> Run:
-    """Train the job in FP32. Raises UserError when it fails: then there is nothing to compare with.
+    """Train the job in FP32. Raises UserError if it fails, since there is then nothing to compare with.
 
-    control: its index, by which the learning rate differs slightly. settling: its steps are not applied here either.
-    a_bit: the weights that it starts from differ by so little that only chaos makes a difference of it.
+    control: its index, which sets a slightly different learning rate. settling: its steps are not applied here either.
+    a_bit: start from weights that differ by so little that only chaos makes it matter.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
@@ -181,8 +181,8 @@ def train_twin(
 
 
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
-    """The half-precision job. Raises UserError when it takes no step, as where a model's activations exceed FP16 from
-    the start; that it ends later is a finding."""
+    """Train the half-precision job. Raises UserError if it takes no step, as when activations exceed FP16 from the
+    start; ending later is a finding."""
     run = _train(chosen, f"candidate-seed-{seed}", seed, _saving(chosen), log)
     events = read_events(run.folder.events) if run.folder.events.exists() else ()
     if not run.finished and not any(event["event"] == "step" and event["applied"] for event in events):
@@ -191,7 +191,7 @@ def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
 
 
 def _saving(chosen: Plan) -> list[str]:
-    """Settings with which a run evaluates and saves at every point."""
+    """Settings that make a run evaluate and save at every point."""
     points = chosen.points[1:]
     return [
         *("checkpoint.every_steps=0", f"checkpoint.also_after={points}", f"checkpoint.keep={len(points) + 2}"),
@@ -236,7 +236,7 @@ def _train(
 
 
 def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
-    """Whether the run is there, finished, with all checkpoints, of this command and of this commit of the code."""
+    """Whether a finished run of this command and commit exists, with all checkpoints."""
     git = git_state()
     if not (folder.events.exists() and log.exists()) or (git is not None and git["dirty"]):
         return False
@@ -249,7 +249,7 @@ def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
 
 
 def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Callable[[], object]:
-    """A function that logs how far a job is and about how long it will take, once it has done a step."""
+    """A function that logs a job's progress and about how long it will take, once it has done a step."""
     began = time.monotonic()
 
     def report() -> None:
@@ -262,7 +262,7 @@ def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Calla
 
 
 def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
-    """Single steps of the finished run, measured by a job of as many processes."""
+    """Single steps of the finished run, measured by a job with as many processes."""
     out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
     points = ",".join(map(str, chosen.points))

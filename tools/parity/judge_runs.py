@@ -1,12 +1,12 @@
 """Compares whole runs: loss, validation, gradient norms, skips, and how much of a difference is chaos.
 
-Rounding differences grow until two runs are as far apart as any two, in any dtype. So differences are compared with
-those of FP32 runs among themselves: from seed to seed, or from *controls*, FP32 runs at a learning rate that differs by
-about BF16's rounding error.
+Rounding differences grow until two runs are as far apart as any two runs, in any dtype. So differences are compared
+with those among FP32 runs: between seeds, or to *controls*, FP32 runs at a learning rate that differs by about BF16's
+rounding error.
 
-A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how it is found, not a
-defect: these steps are counted separately from those skipped later, and the run is compared with a twin that did not
-apply them either, so that both have made the same updates on the same batches.
+A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how the scale is found, not
+a defect: these steps are counted separately from later skips, and the run is compared with a twin that did not apply
+them either, so that both make the same updates on the same batches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHAOTIC = ("validation_delta", "loss_gap", "grad_norm_ratio")
 
 @dataclass(frozen=True)
 class Settling:
-    """The steps that were skipped at the start of a run, while its loss scale came down from where it started."""
+    """The steps skipped at the start of a run, while its loss scale came down from its initial value."""
 
     steps: Sequence[int]
     started: float
@@ -47,13 +47,13 @@ class Trajectory:
     """Raw training loss of each step, in nats."""
     grad_norms: Sequence[float]
     skipped: int
-    """All skipped steps, those of `settling` included."""
+    """All skipped steps, including those of `settling`."""
     nonfinite: int
-    """Non-finite values, without those of overflows that the loss scale handled."""
+    """Number of non-finite values, except overflows that the loss scale handled."""
     validation: float | None
     """Last validation loss, in nats."""
     settling: Settling | None = None
-    """The settling; None where the first step was applied, or the loss scale did not settle."""
+    """The settling; None if the first step was applied, or the loss scale did not settle."""
 
 
 def control_factor(index: int) -> float:
@@ -64,9 +64,9 @@ def control_factor(index: int) -> float:
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
     """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 
-    The first step was skipped. Settling ends with the first stable stretch, in which as many steps are applied in a row
-    as were skipped until then; each step skipped before it has lowered the scale or used up hysteresis. So a scale
-    that goes on falling has not settled, and no skip of a run that never comes to such a stretch is settling.
+    The first step must be a skipped one. Settling ends with the first stable stretch: as many consecutive applied steps
+    as were skipped before. Every earlier skip must have lowered the scale or used up hysteresis. So a scale that keeps
+    falling has not settled, and no skip of a run that never reaches such a stretch is settling.
     """
     changes = {event["step"]: event for event in scales}
     skipped: list[int] = []
@@ -97,8 +97,8 @@ def judge_trajectories(
 ) -> list[Check]:
     """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed.
 
-    twin: without the updates that the candidate's loss scale lost while it settled. whole: the first seed's with all of
-    them, which the controls are compared with; None where that is `twin[0]`.
+    twin: without the updates that the candidate's loss scale lost while it settled. whole: the first seed's twin with
+    all updates, to compare the controls with; None if that is `twin[0]`.
     """
     whole = whole or twin[0]
     pairs = list(zip(candidate, twin, strict=True))
@@ -118,9 +118,9 @@ def judge_trajectories(
 
 
 def unless_chaotic(checks: Sequence[Check], apart: Trajectory, whole: Trajectory, bounds: ParitySection) -> list[Check]:
-    """The checks of whole runs, without those whose bounds two FP32 runs a bit apart exceed: they are not judged.
+    """The checks of whole runs; those whose bounds two nearly equal FP32 runs exceed as well are not judged.
 
-    apart: an FP32 run whose weights are those of `whole` but for a bit of FP16 (`tools.parity.alternatives`).
+    apart: an FP32 run that starts a bit of FP16 from `whole`'s weights (`tools.parity.alternatives`).
     """
     again = {check.name: check for check in judge_trajectories([apart], [whole], bounds) if not check.passed}
     found = []
@@ -146,9 +146,9 @@ def confidence(
     Scatter is that of one delta, pooled over what varies without a shift: the deltas of the seeds around their mean,
     and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
     "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown", "pairs_needed" (to find the bound)}, relative to FP32;
-    None where there is nothing to estimate it from: one pair without controls, or no validation loss.
-    twin, whole: as `judge_trajectories` takes them.
-    shown: whether the interval lies within the bound, so that equivalence is shown and not only not contradicted.
+    None if there is nothing to estimate it from: one pair without controls, or no validation loss.
+    twin, whole: as for `judge_trajectories`.
+    shown: whether the interval lies within the bound, so that equivalence is shown, not just uncontradicted.
     """
     deltas = [delta for pair in zip(candidate, twin, strict=True) if (delta := _delta(*pair)) is not None]
     found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
@@ -197,7 +197,7 @@ def first_departure(mine: Trajectory, other: Trajectory, gap: float) -> int | No
 
 
 def running_median(values: Sequence[float]) -> list[float]:
-    """Median of the finite values in a centred window: a twentieth of the run, at least 5; nan where none is finite."""
+    """Median of the finite values in a centred window: a twentieth of the run, at least 5; nan if none is finite."""
     half = max(5, len(values) // 20) // 2
     found = []
     for centre in range(len(values)):
@@ -207,7 +207,7 @@ def running_median(values: Sequence[float]) -> list[float]:
 
 
 def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
-    """The share of the steps after the loss scale had settled that were skipped."""
+    """The share of skipped steps among those after the loss scale settled."""
     settled = [run.settling for run in runs if run.settling is not None]
     apart = sum(len(found.steps) for found in settled)
     share = (sum(run.skipped for run in runs) - apart) / max(sum(len(run.steps) for run in runs) - apart, 1)
@@ -246,7 +246,7 @@ def _validation(
 
 
 def _delta(mine: Trajectory, other: Trajectory) -> float | None:
-    """The distance of the validation losses, relative to the other's; None where one of them has none."""
+    """The distance of the validation losses, relative to the other's; None if either is missing."""
     if mine.validation is None or not other.validation:
         return None
     return (mine.validation - other.validation) / other.validation

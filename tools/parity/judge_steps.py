@@ -21,41 +21,41 @@ from precision.tolerance import relative
 from tools.parity.rounding import findings, pooled, resolutions
 
 COMPARED = "step compared:"
-"""Beginning of the line that `tools.parity.steps` prints of each step that it has compared."""
+"""Start of the line that `tools.parity.steps` prints for each step it has compared."""
 MOST_NAMED = 8
-"""Modules that a check names."""
+"""Largest number of modules that a check names."""
 SAME_LOSS = 1e-5
 """Relative difference up to which a loss counts as repeated after a restore; 0 on a CPU."""
 NORM_ROUNDING = 1e-4
-"""Relative difference up to which a reported gradient norm is that of the reduced gradient: both are sums of the same
-FP32 values, so that a share of 1.4% of the norm that is left out shows."""
+"""Relative difference up to which a reported gradient norm equals that of the reduced gradient: both sum the same FP32
+values, so that leaving out a share of 1.4% of the norm shows."""
 
 FP8_MARGIN = 1.5
-"""[factor] Largest ratio of an error to that of plain torch with nothing but FP8's rounding. The run's other
-roundings tip some values to another FP8 number, so that its errors are of the same size and not the same."""
+"""[factor] Largest ratio of an error to that of plain torch with only FP8's rounding. The run's other roundings tip
+some values to another FP8 number, so its errors are of similar size but not equal."""
 
 PLAIN_MARGIN = 1.5
-"""[factor] Largest ratio of a gradient's error to that of plain torch in the run's dtype, where it is beyond the bound
-for all; more where sound alternatives are further apart. Both are errors of the same roundings in another order: of the
-same size and not the same. In a pretrained model one token can hold nearly all of it, and ratios scatter: of SmolLM2's
-272 gradients 4% are more than 1.5 apart. The run and the alternatives are draws of the same, so that the largest ratio
-of the one may well be the larger, by this factor."""
+"""[factor] Largest ratio of a gradient's error to that of plain torch in the run's dtype, if it exceeds the common
+bound; more if sound alternatives are further apart. Both errors come from the same roundings in a different order:
+similar in size but not equal. In a pretrained model one token can hold nearly all of it, and ratios scatter: of
+SmolLM2's 272 gradients 4% are more than 1.5 apart. The run and the alternatives are draws from the same distribution,
+so either may have the larger maximum, by this factor."""
 PLAIN_MOST = 0.5
 """[fraction] Up to this relative error of plain torch's gradient, at most `PLAIN_MARGIN` times as much is explained,
-however far sound alternatives are apart: less than the error of a gradient that is lost, which is 1. Beyond it the
-dtype itself has lost most of the gradient: 0.66 of one norm's in Gemma 3 in BF16, of which a sound run had 0.38."""
+however far sound alternatives are apart: less than 1, the error of a lost gradient. Beyond it the dtype itself loses
+most of the gradient: in Gemma 3 in BF16, 0.66 of one norm's in plain torch and 0.38 in a sound run."""
 
 IN_A_STEP = (
     *("weight_drift", "fp8_products", "module_error", "accumulation_error", "weighting_error", "gradient_error"),
     *("gradient_excess", "gradient_cosine", "sign_agreement", "grad_norm_error", "update_error", "update_rounding"),
 )
-"""The checks of single steps, in the order in which a step computes what they judge."""
+"""The checks of single steps, in the order in which a step computes what they check."""
 _Values = Callable[[Mapping[str, Any]], Iterable[tuple[str, float]]]
 """Maps a measured step to its modules, each with its value."""
 WHOLE_GRADIENT = "(gradient norm)"
-"""The name used where the norm over all modules is wrong."""
+"""The name used if the norm over all modules is wrong."""
 WHOLE_LOSS = "(loss)"
-"""The name used where the reported loss is wrong."""
+"""The name used if the reported loss is wrong."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Check:
     """One bound, and what was measured against it."""
 
     name: str
-    """Key of the `parity:` section, or a name of its own."""
+    """Key of the `parity:` section, or another name."""
     measured: float
     bound: float
     passed: bool
     at_least: bool = False
-    """Whether the bound is a lower one."""
+    """Whether it is a lower bound."""
     where: str = ""
-    """Module and step of the worst value, or of nothing."""
+    """Module and step of the worst value; may be empty."""
     modules: tuple[str, ...] = ()
     """Modules beyond the bound, worst first, at most MOST_NAMED."""
     note: str = ""
@@ -86,7 +86,7 @@ class Walk:
     recorded_loss: float | None = None
     """Loss that the run itself recorded on the first of these steps."""
     why: str = ""
-    """Why it was not restored."""
+    """Why the point was not restored."""
     recorded_scale: float | None = None
     """Loss scale that the run itself recorded on the first of these steps."""
 
@@ -136,8 +136,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
 def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
     """Modules whose errors rounding does not explain (`tools.parity.rounding`), over all applied steps together.
 
-    Their own, those of the gradients that they make, and the loss's. What one rank's own sums show in a step counts as
-    well, which those of all ranks may hide, and a finding names its ranks where not all have it.
+    Covers their own errors, those of the gradients they compute, and the loss's. Findings in one rank's own sums in a
+    step count too, since sums over all ranks may hide them; a finding names its ranks unless all have it.
     """
     measured = [step["signature"] for step in steps]
     found: dict[str, list[str]] = {}
@@ -168,7 +168,7 @@ def judge_signatures(steps: Sequence[Mapping[str, Any]], bounds: ParitySection) 
 
 
 def _on_ranks(wrong: set[int], ranks: int) -> str:
-    """The prefix `on rank 3, ` where only some ranks are wrong; ranks that share samples count as one."""
+    """The prefix `on rank 3, ` if only some ranks are wrong; ranks that share samples count as one."""
     if not 0 < len(wrong) < ranks:
         return ""
     return f"on rank{'s' * (len(wrong) > 1)} {', '.join(map(str, sorted(wrong)))}, "
@@ -179,10 +179,10 @@ def _listed(resolved: Mapping[str, float]) -> str:
 
 
 def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Check:
-    """Modules of which a part, such as a softmax or the residual stream, was seen in a lower dtype than promised.
+    """Modules with a part, such as a softmax or the residual stream, seen in a lower dtype than promised.
 
-    seen: `InnerDtypes.report` of each step that was observed. A defect of that kind may well leave a short run and its
-    single steps within all other bounds, so no effect is asked for.
+    seen: `InnerDtypes.report` of each observed step. Such a defect may well leave a short run and its single steps
+    within all other bounds, so no effect is required.
     """
     found: dict[str, dict[str, None]] = {}
     for report in seen:
@@ -204,7 +204,7 @@ def _named(modules: Sequence[str]) -> str:
 
 
 def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
-    """The first module, in the order of execution, whose own error is beyond the bound, at the first step it shows."""
+    """The first module, in the order of execution, whose own error exceeds the bound, at the first step it shows."""
     for walk in walks:
         for step in walk.steps:
             for name in step["order"]:
@@ -214,8 +214,8 @@ def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, 
 
 
 def blamed(checks: Sequence[Check]) -> tuple[str, ...]:
-    """The modules to blame for single steps that are beyond a bound: those of the first check in the order in which a
-    step computes (weights, outputs, gradients, update) that has any. Nothing where that is every module."""
+    """The modules to blame for single steps beyond a bound: those of the first failed check, in the order in which a
+    step computes (weights, outputs, gradients, update), that names any. Empty if that is every module."""
     failed = {check.name: check for check in checks if not check.passed and check.modules}
     first = next((failed[name] for name in IN_A_STEP if name in failed), None)
     if first is None or first.note.startswith("all ") or first.modules == (WHOLE_GRADIENT,):
@@ -233,7 +233,7 @@ def _over(
     note: str = "",
     floor: float | None = None,
 ) -> Check:
-    """The check of the worst value over modules and steps. floor: the least value; None: one has to be measured."""
+    """The check of the worst value over modules and steps. floor: initial value; None: something must be measured."""
     worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
     measured, where = floor, ""
     seen: set[str] = set()
@@ -255,7 +255,7 @@ def _over(
 
 
 def module_errors(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Each module's own error in a step, beyond what FP8's rounding makes where that is in the plan."""
+    """Each module's own error in a step, in excess of FP8's rounding error where the plan has FP8."""
     return [(name, _own_error(step, name)) for name in step["own_error"]]
 
 
@@ -264,7 +264,7 @@ def _own_error(step: Mapping[str, Any], name: str) -> float:
 
 
 def _beyond(value: float, planned: float) -> float:
-    """An error without FP8_MARGIN times that of FP8's rounding alone."""
+    """Error in excess of FP8_MARGIN times the rounding error of FP8 alone."""
     return value if math.isnan(value) else max(0.0, value - FP8_MARGIN * planned) if planned else value
 
 
@@ -276,7 +276,7 @@ def _gradient_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
 
 
 def _plain_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
-    """Note on gradients that are left out since plain torch's are no closer to FP32's."""
+    """Note on gradients left out because plain torch's are no closer to FP32's."""
     names = {
         name: float(plain["relative_error"])
         for step in steps
@@ -291,7 +291,7 @@ def _plain_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
 
 
 def _fp8_note(planned: Sequence[float]) -> str:
-    """Note on the largest error that was subtracted before values were judged."""
+    """Note on the largest error subtracted from values before they were judged."""
     return f"beyond {FP8_MARGIN:g} times what FP8's rounding alone makes, up to {max(planned):.2e}" if planned else ""
 
 
@@ -305,7 +305,7 @@ def _fp8_products(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, float]:
-    """Each module's worst value over steps, which a check compares with its bound; a nan counts as inf."""
+    """Each module's worst value over steps, for a check to compare with its bound; nan counts as inf."""
     found: dict[str, float] = {}
     for step in steps:
         for name, value in values(step):
@@ -314,9 +314,9 @@ def worst_of(steps: Sequence[Mapping[str, Any]], values: _Values) -> dict[str, f
 
 
 def _gradients(what: str, margin: float = PLAIN_MARGIN) -> _Values:
-    """Worst agreement of a module's gradients, for those that are more than noise and than rounding in their dtype.
+    """Worst agreement of a module's gradients, among those beyond noise and beyond rounding in their dtype.
 
-    margin: how many times plain torch's error may be theirs.
+    margin: how many times plain torch's error they may have.
     """
 
     def values(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -349,7 +349,7 @@ def beyond_bounds(step: Mapping[str, Any], bounds: ParitySection) -> list[str]:
 
 
 def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """Each module's gradient error, less one rounding, in units of plain torch's in the run's dtype."""
+    """Each module's gradient error, minus one rounding, in units of plain torch's in the run's dtype."""
     found = {}
     for name in more_than_noise(step):
         if name in step.get("plain_error", {}):
@@ -359,7 +359,7 @@ def _excess(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def excess_of(found: Mapping[str, Any], plain: Mapping[str, Any], roundoff: float) -> float:
-    """A gradient's error, less one rounding, in units of plain torch's; 0 where that one explains nothing."""
+    """A gradient's error, minus one rounding, in units of plain torch's; 0 if plain torch's explains nothing."""
     error, of_plain = float(found["relative_error"]) - roundoff, float(plain["relative_error"])
     if not of_plain <= PLAIN_MOST:
         return 0.0
@@ -367,16 +367,16 @@ def excess_of(found: Mapping[str, Any], plain: Mapping[str, Any], roundoff: floa
 
 
 def more_than_noise(step: Mapping[str, Any]) -> list[str]:
-    """Parameters, by name, whose gradient is not negligible beside the largest."""
+    """Names of parameters whose gradient is not negligible relative to the largest."""
     norms = {name: float(norm) for name, norm in step["reference_norms"].items()}
     floor = NEGLIGIBLE * max(norms.values(), default=0.0)
     return [name for name in step["parameters"] if norms[name] > floor]
 
 
 def _is_plain(what: str, found: Mapping[str, Any], plain: Mapping[str, Any], margin: float) -> bool:
-    """Whether plain torch in the run's dtype agrees with FP32 as little, as where a gradient's terms cancel.
+    """Whether plain torch in the run's dtype agrees with FP32 no better, as when a gradient's terms cancel.
 
-    1 less a cosine, and so its margin, goes by the square of an error.
+    1 minus a cosine, and so its margin, scales with the square of an error.
     """
     error = float(plain["relative_error"])
     margin = min(margin, PLAIN_MARGIN * max(1.0, relative(PLAIN_MOST, error)))
@@ -392,7 +392,7 @@ def _agreement(
     plain: Mapping[str, Any] | None,
     margin: float,
 ) -> float:
-    """A parameter's agreement with FP32, beyond what FP8's rounding alone costs; full where plain torch has no more."""
+    """A parameter's agreement with FP32, corrected for FP8's rounding; perfect if plain torch agrees no better."""
     if plain is not None and _is_plain(what, found, plain, margin):
         return 0.0 if what == "relative_error" else 1.0
     value = float(found[what])
@@ -414,7 +414,7 @@ def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -
 
 
 def _figures(key: str) -> _Values:
-    """The worst value of each module's parameters under this key of a step; empty where it was not measured."""
+    """The worst value of each module's parameters under this key of a step; empty if it was not measured."""
     return lambda step: _by_module(step.get(key, {})).items()
 
 
@@ -423,7 +423,7 @@ def _of_loss(key: str) -> _Values:
 
 
 def _evaluation(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The distance of two evaluations, and 1 for each module that was evaluated otherwise than it should be."""
+    """The distance of two evaluations, and 1 for each module that was evaluated differently than it should be."""
     yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
     yield from ((f"{name} {how}", 1.0) for name, how in step.get("evaluated_otherwise", {}).items())
 
@@ -446,7 +446,7 @@ def _alternatives(steps: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
 
 
 def _constants(steps: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Note on constants that were read back otherwise than the config has them, the most frequent first."""
+    """Note on constants whose recovered values differ from the config's, the most frequent first."""
     texts: Counter[str] = Counter()
     for step in steps:
         found = step.get(key, ())
@@ -461,7 +461,7 @@ def _norm_error(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def _scale_note(steps: Sequence[Mapping[str, Any]]) -> str:
-    """Note a factor on all gradients, as from a wrong loss scale or a lost micro-batch."""
+    """Note on a factor on all gradients, as from a wrong loss scale or a lost micro-batch."""
     ratios = [step["own_grad_norm"] / step["reference_grad_norm"] for step in steps if step["reference_grad_norm"]]
     ratio = median(ratios) if ratios else 1.0
     return f"the whole gradient's norm is {ratio:.3f} of FP32's" if abs(ratio - 1) > 0.05 else ""

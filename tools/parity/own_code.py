@@ -1,14 +1,14 @@
-"""The run's own module called again in FP32 on its inputs: is its code right, whatever 16 bits hide?
+"""Calls the run's own module again in FP32 on its inputs: is its code right, whatever 16 bits hide?
 
-A wrong constant below the roundings of 16 bits cannot be told from them, and neither can an error without a direction,
-such as a rotation by a slightly wrong angle. In FP32 the roundings are 2^13 to 2^16 times smaller, and an error that is
-none of them stays. The weights are the reference's, so that only the code is the run's: its kernels, what was replaced
-in its modules, its buffers. The loss is one more module (`tools.parity.backward`), whose gradient is looked at, too.
+A wrong constant below 16-bit rounding cannot be told from it, nor can an error without a direction, such as a rotation
+by a slightly wrong angle. In FP32 roundings are 2^13 to 2^16 times smaller, while any other error stays. The weights
+are the reference's, so that only the code is the run's: its kernels, replaced parts of its modules, its buffers. The
+loss is one more module (`tools.parity.backward`), whose gradient is checked too.
 
-Left out, and judged in the run's dtype alone: the manifest path, whose modules have dtypes of their own; what ranks
-share; experts; FlashAttention, whose kernels are for 16 bits only, and FlexAttention (see `plain_flex`); at ZeRO-3
-modules with weights of their own that are not at hand; compiled modules; layers in 4 or 8 bits, whose code makes its
-weights from codes, in the dtype that it computes in.
+Left out, and judged in the run's dtype alone: the manifest path, whose modules have their own dtypes; modules that
+ranks share; experts; FlashAttention, whose kernels support 16 bits only, and FlexAttention (see `plain_flex`); at
+ZeRO-3 modules whose own weights are not gathered; compiled modules; 4-bit and 8-bit layers, whose code dequantises the
+weights in its compute dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _OF_16_BITS = ("flash", "flex")
 def own_code(
     plan: Plan, candidate: dict[str, torch.nn.Module], call: Call, leaves: Leaves | None = None
 ) -> dict[str, Any] | None:
-    """Results of the run's module in FP32, by part; None if it cannot compute there. leaves: filled, as by `again`."""
+    """Results of the run's module in FP32, by part; None if it cannot compute there. leaves: filled as by `again`."""
     module = candidate[call.name]
     if not plan.in_16_bits or plan.kind(call.name) == "functional":
         return None
@@ -51,11 +51,11 @@ def own_code(
             for item, hooks in product(module.modules(), _HOOKS):  # those of the engine and of observers
                 stack.enter_context(patch.object(item, hooks, OrderedDict()))
             return again(plan, call, torch.float32, leaves, code=candidate)
-    except Exception:  # kernels for 16 bits only, whatever they say
+    except Exception:  # kernels for 16 bits only, whatever they raise
         return None
 
 
 def _is_elsewhere(parameter: Any) -> bool:
-    """Partitioned by ZeRO-3 and not gathered."""
+    """Whether ZeRO-3 has partitioned it and not gathered it."""
     status = getattr(parameter, "ds_status", None)
     return status is not None and status.name != "AVAILABLE"

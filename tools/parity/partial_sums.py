@@ -1,8 +1,8 @@
 """The partial sums of parameters' gradients, which are sums over all positions.
 
 torch 2.13's `native_layer_norm_backward` and `embedding_dense_backward` on a CPU add up one position after the other in
-the dtype of the weight; products with a linear layer's weight, and its bias, are added up in FP32 and rounded once. On
-a GPU all of these add up in FP32, so that the bound which follows is wider there than it has to be.
+the weight's dtype; a linear layer's products, and its bias, are added up in FP32 and rounded once. On a GPU all of
+these add up in FP32, so that the resulting bound is wider there than necessary.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tools.parity.recompute import Call
 
 @dataclass(frozen=True)
 class Walk:
-    """The squares of the partial sums T_k on the way to one gradient, added up over all its values in FP64."""
+    """Squares of the partial sums T_k leading to one gradient, added up over all its values in FP64."""
 
     squares: float
     in_plan: bool
-    """Whether they are rounded to the plan's dtype, and not only in a computation that is FP32 throughout."""
+    """Whether they are rounded to the plan's dtype, rather than only in a computation that is FP32 throughout."""
 
 
 @torch.no_grad()
 def walks(module: torch.nn.Module, call: Call, exact: torch.Tensor | None) -> dict[str, Walk]:
-    """The walk of each parameter, by its name in the module. call: with the gradient that came to its output. exact:
-    that of its weight in FP64; None where it is not compared.
+    """The walk of each parameter, by its name in the module. call: with the gradient that arrived at its output. exact:
+    that of its weight in FP64; None if it is not compared.
 
-    Empty for modules that are written out: their terms are rounded before they are added, in FP32 as in 16 bits.
+    Empty for modules written out in Python: their terms are rounded before they are added, in FP32 as in 16 bits.
     """
     if 0 not in call.came or not (call.args or call.kwargs):
         return {}
@@ -45,8 +45,8 @@ def walks(module: torch.nn.Module, call: Call, exact: torch.Tensor | None) -> di
         return {"weight": Walk(_by_token(given.reshape(-1), came.flatten(0, -2), module.padding_idx), True)}
     if isinstance(module, torch.nn.Linear | Conv1D):
         values, came = (item.double().reshape(-1, item.shape[-1]) for item in (given, came))
-        # T_k of an order drawn by lot: its mean square is (k / n)^2 S^2 + k / n (1 - k / n) Q, S the sum and Q that of
-        # the squares of its terms; sums over k
+        # T_k in random order has mean square (k / n)^2 S^2 + k / n (1 - k / n) Q, S the sum and Q the sum of squares of
+        # its terms; sums over k
         squares, terms = 0.0 if exact is None else _squares(exact), values.square().sum(1) @ came.square().sum(1)
         weight = Walk(len(came) * (squares / 3 + float(terms) / 6), False)
         return {"weight": weight, "bias": Walk(_squares(came.cumsum(0)), False)}
@@ -54,7 +54,7 @@ def walks(module: torch.nn.Module, call: Call, exact: torch.Tensor | None) -> di
 
 
 def _by_token(tokens: torch.Tensor, came: torch.Tensor, padding: int | None) -> float:
-    """Sums of an embedding's gradient, each token's by itself. tokens: (n,); came: (n, width) FP64."""
+    """Sums of an embedding's gradient, separately for each token. tokens: (n,); came: (n, width) FP64."""
     order = tokens.argsort(stable=True)
     tokens, sums = tokens[order], came[order].cumsum(0)
     starts = torch.ones_like(tokens, dtype=torch.bool)

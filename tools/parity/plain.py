@@ -50,7 +50,7 @@ class Apart:
 
     @property
     def factor(self) -> float:
-        """The factor on what is expected that is nearest to what was found; 1 where nothing is expected."""
+        """The factor on the expected values that comes closest to those found; 1 if nothing is expected."""
         return self.along / self.size if self.size else 1.0
 
 
@@ -58,9 +58,9 @@ class Apart:
 def in_dtype(
     models: Mapping[nn.Module, str], own: Mapping[str, torch.dtype], *, computed: torch.dtype | None = None
 ) -> Iterator[None]:
-    """Inside, the weights of these models are rounded to their dtypes.
+    """Context manager: the weights of these models are rounded to their dtypes.
 
-    computed: the dtype that they are computed with in all the same. own: dtypes of buffers, by name.
+    computed: the dtype to compute with all the same. own: dtypes of buffers, by name.
     """
     whole: list[tuple[Any, torch.Tensor]] = []
     for model, name in models.items():
@@ -81,12 +81,12 @@ def in_dtype(
 def sigmoid_preference(margin: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:
     """DPO's loss of pairs (Rafailov et al. 2023, equation 7; with smoothing Mitchell 2023, equation 3).
 
-    margin: by how much more than the reference the model prefers the chosen answer [nats].
+    margin: by how much more the model prefers the chosen answer than the reference does [nats].
     """
     right, wrong = (torch.log1p(torch.exp(-sign * beta * margin)) for sign in (1, -1))
     return (1 - label_smoothing) * right + label_smoothing * wrong
 
 
 def clip_coefficient(norm: float, largest: float) -> float:
-    """Factor on the gradient so that its norm is at most `largest`; 1 where `largest` is 0: no clipping."""
+    """Factor that limits the gradient's norm to `largest`; 1 if `largest` is 0: no clipping."""
     return largest / (norm + 1e-6) if 0 < largest < norm else 1.0

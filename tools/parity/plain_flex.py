@@ -1,11 +1,11 @@
 """FlexAttention by its definition, in plain torch and any dtype: the reference for its compiled kernel.
 
-The kernel computes neither FP32's products as FP32 (on a GPU they are TF32 unless told otherwise) nor FP64, and is
-compiled for each of them. Here are its scores in FP32, or FP64 of FP64, its softmax in the same, and the probabilities
-rounded once to the values' dtype, as torch's own formulas have it (`math_attention` in its higher-order operators).
-Backwards, too, as there (`sdpa_dense_backward`) and in its kernel: the gradients of the scores are of the output as it
-was rounded, and are rounded themselves before the products with queries and keys. sdpa is no substitute: it takes no
-`score_mod`, and rounds in other places.
+The kernel neither computes FP32 products in FP32 (on a GPU they are TF32 by default) nor supports FP64, and is compiled
+for each dtype. Here scores and softmax are computed in FP32, or in FP64 for FP64, and the probabilities are rounded
+once to the values' dtype, as in torch's own formulas (`math_attention` in its higher-order operators). So is the
+backward pass (`sdpa_dense_backward`, and the kernel): gradients of the scores come from the rounded output, and are
+rounded themselves before the products with queries and keys. sdpa is no substitute: it takes no `score_mod`, and rounds
+in other places.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), 
 
 @contextmanager
 def plain_flex(module: torch.nn.Module) -> Iterator[None]:
-    """Context in which a module that has FlexAttention computes it in plain torch; any other module is unchanged."""
+    """Context manager: a module with FlexAttention computes it in plain torch; any other module is unchanged."""
     if getattr(getattr(module, "config", None), "_attn_implementation", None) != "flex_attention":
         yield
         return
@@ -45,7 +45,7 @@ def flex_attention(
     return_aux: Any = None,
     **_: Any,
 ) -> Any:
-    """The counterpart of torch's: (batch, heads, queries, width) in the query's dtype, and with `return_aux` log sums.
+    """Counterpart of torch's: (batch, heads, queries, width) in the query's dtype, and log sums with `return_aux`.
 
     query: (batch, heads, queries, width). key, value: (batch, heads or a divisor of them, keys, width).
     """
@@ -77,12 +77,12 @@ class _Rounded(torch.autograd.Function):
 
 
 class _Chosen(torch.autograd.Function):
-    """Values weighted by the softmax of scores, and the logarithm of its sums, differentiated as the kernel does."""
+    """Values weighted by the softmax of scores, and the logarithm of its sums, differentiated as in the kernel."""
 
     @staticmethod
     def forward(context: Any, scores: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         sums = scores.logsumexp(-1, keepdim=True)
-        chosen = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())  # of a query that sees nothing
+        chosen = torch.where(sums.isneginf(), 0.0, (scores - sums).exp())  # for a query that sees nothing
         output = chosen.to(value.dtype) @ value
         context.save_for_backward(chosen, value, output)
         return output, sums.squeeze(-1)

@@ -1,10 +1,10 @@
-"""Confidence in a mean of a few paired differences, the shift it would find, and the pairs that another shift takes.
+"""Confidence in the mean of a few paired differences, the shift it can detect, and the pairs that another shift needs.
 
 The mean of n differences whose standard deviation is estimated with f degrees of freedom is off by Student's t with f
-degrees times that over sqrt(n). Equivalence within a bound is shown at the level alpha when the 1 - 2 alpha interval
-lies within it (two one-sided tests, Schuirmann 1987, J. Pharmacokinet. Biopharm. 15(6)). A two-sided test at alpha
-finds a shift of (t_{1 - alpha/2} + t_power) times the standard error with probability `power` (Bloom 1995, "Minimum
-Detectable Effects", Evaluation Review 19(5)), which is near the noncentral t's from three degrees on.
+degrees times that deviation over sqrt(n). Equivalence within a bound is shown at the level alpha when the 1 - 2 alpha
+interval lies within it (two one-sided tests, Schuirmann 1987, J. Pharmacokinet. Biopharm. 15(6)). A two-sided test at
+alpha finds a shift of (t_{1 - alpha/2} + t_power) times the standard error with probability `power` (Bloom 1995,
+"Minimum Detectable Effects", Evaluation Review 19(5)), which is near the noncentral t's from three degrees on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 
 ALPHA = 0.05
-"""Probability that chance alone is taken for a shift, and that a shift of the bound is taken for equivalence."""
+"""Probability of mistaking chance for a shift, and a shift as large as the bound for equivalence."""
 POWER = 0.9
 MOST_PAIRS = 10_000
 
@@ -44,21 +44,21 @@ def t_quantile(probability: float, degrees: int) -> float:
 
 
 def half_width(scatter: float, pairs: int, degrees: int, *, confidence: float) -> float:
-    """Half of the interval that has the true mean with probability `confidence`. scatter: of one difference."""
+    """Half of the interval that contains the true mean with probability `confidence`. scatter: of one difference."""
     return t_quantile((1 + confidence) / 2, degrees) * scatter / math.sqrt(pairs)
 
 
 def detectable(scatter: float, pairs: int, degrees: int, *, power: float = POWER) -> float:
-    """The shift that a two-sided test at ALPHA finds with probability `power`."""
+    """The shift that a two-sided test at ALPHA detects with probability `power`."""
     return (t_quantile(1 - ALPHA / 2, degrees) + t_quantile(power, degrees)) * scatter / math.sqrt(pairs)
 
 
 def pairs_needed(scatter: float, effect: float, *, controls: int = 0, power: float = POWER) -> int | None:
-    """The fewest pairs, beside `controls` controls, that find a shift of `effect`; None where MOST_PAIRS do not."""
+    """The fewest pairs, besides `controls` controls, that detect a shift of `effect`; None if MOST_PAIRS do not."""
     numbers = range(max(1, 2 - controls), MOST_PAIRS + 1)  # at least one degree of freedom
 
     def finds(pairs: int) -> bool:
         return detectable(scatter, pairs, pairs - 1 + controls, power=power) <= effect
 
-    place = bisect_left(numbers, True, key=finds)  # each pair more finds smaller shifts
+    place = bisect_left(numbers, True, key=finds)  # each additional pair finds smaller shifts
     return numbers[place] if place < len(numbers) else None

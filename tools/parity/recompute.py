@@ -1,7 +1,7 @@
 """A module's call in a run, and its recomputation on the reference's module in any dtype.
 
 The reference is freshly built by transformers, never patched by the engine, by regions or by kernels. Its weights are
-the masters, rounded as the plan says. Modules inside return what they returned in the run.
+the masters, rounded as planned. Submodules return what they returned in the run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
 MOST_VALUES = 2**22
-"""Most values of a linear layer's output that are compared, taken from evenly spread rows."""
+"""Largest number of values compared of a linear layer's output, taken from evenly spread rows."""
 
 _KINDS: dict[RegionKind, Kind] = {
     "matmul": "linear",
@@ -59,38 +59,38 @@ class Call:
     kwargs: dict[str, Any]
     output: Any = None
     inside: list[Call] = field(default_factory=list)
-    """The calls of modules inside, while it is wanted."""
+    """Calls of submodules, while they are needed."""
     versions: list[int] = field(default_factory=list)
-    """Version counters of all tensors at the call, then at the return: a later one was changed in place."""
+    """Version counters of all tensors at the call, then at the return: a higher one later shows a change in place."""
     came: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The gradients that came to it in the backward pass, by the number of the output among its floats."""
+    """Gradients that arrived in the backward pass, by the number of the output among its float tensors."""
     made: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The gradients that it computed for its inputs, by the number of the input among its floats."""
+    """Gradients that it computed for its inputs, by the number of the input among its float tensors."""
     followed: bool = False
     """Whether the call's gradients are recorded."""
 
     def now(self) -> list[int]:
-        """`versions`, as they are now."""
+        """The current `versions`."""
         return [tensor._version for tensor in tensors_of((self.args, self.kwargs, self.output))]
 
 
 @dataclass
 class Leaves:
-    """The floats that a computation is differentiated for; of its inputs those that required gradients in the run.
+    """The float tensors to differentiate with respect to; of the inputs, those that required gradients in the run.
 
-    Not a mask, for whose gradient torch takes another kernel of attention.
+    Masks are excluded: for their gradient torch uses another attention kernel.
     """
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     returned: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Outputs of the modules inside, by their place in `Call.inside`."""
+    """Outputs of submodules, by their place in `Call.inside`."""
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     """Parameters of the module, by their names in it."""
     handed: dict[int, Any] = field(default_factory=dict)
-    """Inputs of the modules inside, which this computation makes, by their place."""
+    """Inputs of submodules that this computation makes, by their place."""
 
     def of(self, tree: Any, found: list[torch.Tensor]) -> Any:
-        """`tree` with its floats as leaves, where they have a gradient, which are added to `found`."""
+        """`tree` with its float tensors as leaves, added to `found`; those that required gradients still do."""
 
         def take(value: torch.Tensor) -> torch.Tensor:
             found.append(value.detach().requires_grad_(value.requires_grad))
@@ -100,7 +100,7 @@ class Leaves:
 
 
 def is_off(layer: torch.nn.Module) -> bool:
-    """Whether a layer that an adapter is in computes as in the base now, inside `modeling.adapter.adapter_off`."""
+    """Whether an adapted layer now computes as in the base, inside `modeling.adapter.adapter_off`."""
     return bool(getattr(layer, "_disable_adapters", False))
 
 
@@ -112,12 +112,12 @@ def again(
     *,
     code: Mapping[str, torch.nn.Module] | None = None,
 ) -> dict[str, Any]:
-    """Recompute a call on the reference's module, in `dtype` or as the plan says; its results by part.
+    """Recompute a call on the reference's module, in `dtype` or as planned; returns its results by part.
 
-    leaves: filled, so that it can be differentiated. code: other modules by the same names, which are called with the
-    reference's weights and with their own buffers, without what checkpointing does around them.
+    leaves: filled, for differentiation. code: other modules under the same names, called with the reference's weights
+    and their own buffers, without checkpointing around them.
     """
-    # Outside of the run's context: in it transformers collects what modules make, as logits of routers, to return it.
+    # Outside the run's context, in which transformers collects modules' outputs, such as router logits, to return.
     return Context().run(_again, plan, call, dtype, leaves, code)
 
 
@@ -172,7 +172,7 @@ def _again(
                     config._experts_implementation = "eager"
             if code is not None:
                 named = module.named_parameters(remove_duplicate=False)
-                once = {id(item): key for key, item in named if key in own}  # one name of each that several share
+                once = {id(item): key for key, item in named if key in own}  # one name for each shared one
                 parameters = {f"code.{key}": own[key] for key in once.values()}
                 output = (
                     functional_call(_Bare(module), parameters, args, kwargs)
@@ -185,7 +185,7 @@ def _again(
 
 
 class _Bare(torch.nn.Module):
-    """A module's forward, without what surrounds its call."""
+    """A module's bare forward, without anything around its call."""
 
     def __init__(self, code: torch.nn.Module) -> None:
         super().__init__()
@@ -206,8 +206,8 @@ class Plan:
         cuts: Mapping[str, Cut] | None = None,
         given: Mapping[str, tuple[int, list[int]]] | None = None,
     ) -> None:
-        """cuts: how the run's ranks share parameters, by name. given: by module along which dimension
-        each has a slice of what it gets, and how large all are."""
+        """cuts: how the run's ranks share parameters, by name. given: by module the dimension along which each rank has
+        a slice of the input, and the sizes of all slices."""
         self._cuts, self._given = cuts or {}, given if given is not None else {}
         self._halves: str | None = None
         self.modules = dict(reference.named_modules())
@@ -217,11 +217,11 @@ class Plan:
         find_head: Any = getattr(reference, "get_output_embeddings", lambda: None)
         head = find_head()
         self.head = next((name for name, module in self.modules.items() if module is head), None)
-        """Name of the output embedding; None where there is none."""
+        """Name of the output embedding; None if there is none."""
 
     @contextmanager
     def in_halves(self, name: str) -> Iterator[None]:
-        """Context in which a linear layer adds up halves, each rounded to the plan's dtype, as sound kernels may."""
+        """Context manager: a linear layer adds up halves, each rounded to the plan's dtype, as sound kernels may."""
         self._halves = name
         try:
             yield
@@ -238,12 +238,12 @@ class Plan:
         return self._regions is None and self._compute != torch.float32
 
     def computes_as_default(self, name: str) -> bool:
-        """Whether a module has no dtype of its own."""
+        """Whether a module computes in the default dtype."""
         regions = self._regions
         return regions is None or self._dtypes.get(name, regions.manifest.default) == regions.manifest.default
 
     def roundoff_of_gradient(self, name: str, planned: torch.Tensor) -> float:
-        """`roundoff` of the backward pass, in which FP8 may be another format. name: also of no module."""
+        """`roundoff` for the backward pass, where FP8 may have another format. name: need not be a module's."""
         fp8 = self._regions is not None and self._dtypes.get(name) == "fp8"
         if fp8 and self._regions is not None and self._regions.fp8.gradient == "e5m2":
             return 2 * ROUNDOFF_FP8
@@ -261,14 +261,14 @@ class Plan:
         return "activation" if next(module.children(), None) is None else "composite"
 
     def width(self, name: str) -> int:
-        """Values that share a statistic: those of a head of attention; 0 for the last dimension."""
+        """Number of values that share a statistic: those of a head of attention; 0 for the last dimension."""
         if name not in self.modules or self.kind(name) != "attention":
             return 0
         head = getattr(self.modules[name], "head_dim", 0)
         return head if isinstance(head, int) else 0
 
     def roundoff(self, name: str, planned: torch.Tensor) -> float:
-        """u of the coarsest that a module rounds to. planned: what it made in the plan's dtype."""
+        """u of the coarsest dtype that a module rounds to. planned: its result in the plan's dtype."""
         compute = self._compute
         if self._regions is not None:
             region = self._dtypes.get(name, self._regions.manifest.default)
@@ -278,10 +278,10 @@ class Plan:
         return max(unit_roundoff(compute), unit_roundoff(planned.dtype))
 
     def tensors(self, name: str, dtype: torch.dtype | None, *, without: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """A module's parameters and buffers, rounded as the plan says; in `dtype`, where that is given.
+        """A module's parameters and buffers, rounded as planned; in `dtype`, if given.
 
-        without: modules inside that are not run, and what their names begin with. Of these the vectors remain, by whose
-        dtype some code rounds what it hands to them, as Mamba's blocks do.
+        without: name prefixes of submodules that are not run. Their vectors are kept, by whose dtype some code, such as
+        Mamba's blocks, rounds what it passes to them.
         """
         module, found = self.modules[name], {}
         for key, parameter in module.named_parameters(remove_duplicate=False):
@@ -326,13 +326,13 @@ class Plan:
         return _converted(output, given if kind == "norm" else ambient)
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A module's result, composed as the ranks that have slices of it compute it."""
+        """A module's result, composed as by ranks that each have a slice of it."""
         if name == self._halves:
             return by_halves(own, args[0] if args else kwargs["input"])
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
-        if name in self._given and self.kind(name) == "norm":  # of heads: each sums up the gradient of its own
+        if name in self._given and self.kind(name) == "norm":  # over heads: each rank sums the gradient of its own
             dim, sizes = self._given[name]
             parts = args[0].split(sizes, dim)
             return torch.cat([functional_call(module, own, (part, *args[1:]), kwargs) for part in parts], dim)
@@ -340,9 +340,9 @@ class Plan:
 
 
 def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
-    """A linear layer of ranks that share its weight: sums over them are of what each has rounded.
+    """A linear layer whose weight ranks share: sums over ranks add up what each has rounded.
 
-    The forward pass sums where each rank has columns; the backward pass sums gradients of inputs where each has rows.
+    The forward pass sums if each rank has columns; the backward pass sums gradients of inputs if each has rows.
     """
     weights, bias = own["weight"].split(how.sizes, how.dimension), own.get("bias")
     if how.dimension == 0:
@@ -355,7 +355,7 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
 
 
 def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
-    """A linear layer whose sums are of two halves: over inputs, over outputs in the backward pass, and over rows."""
+    """A linear layer that sums in two halves: over inputs, in the backward pass over outputs, and over rows."""
     bias, found = own.get("bias"), []
     for rows in given.reshape(-1, given.shape[-1]).chunk(2):
         columns = []
@@ -369,7 +369,7 @@ def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
 
 
 class as_fp64(TorchFunctionMode):
-    """Gives FP64 to whatever asks for another float: a norm's statistics, a softmax, a rotary table, a narrowing."""
+    """Gives FP64 wherever another float dtype is requested: a norm's statistics, a softmax, a rotary table, a cast."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _CASTS:
@@ -379,16 +379,16 @@ class as_fp64(TorchFunctionMode):
             (args, kwargs or {}),
         )
         if function is functional.rms_norm and len(args) < 4 and kwargs.get("eps") is None:
-            kwargs["eps"] = torch.finfo(torch.float32).eps  # which is what it is where 16 bits are computed, too
+            kwargs["eps"] = torch.finfo(torch.float32).eps  # the same as in 16-bit computations
         return function(*args, **kwargs)
 
 
 @contextmanager
 def products_in_fp32() -> Iterator[None]:
-    """Context in which linear layers in 16 bits on a CPU compute in FP32 and round once, as kernels with FP32 sums do.
+    """Context manager: 16-bit linear layers on a CPU compute in FP32 and round once, as kernels with FP32 sums do.
 
-    It is as right as torch's own, which takes up to 4 times as long in BF16 and 20 times in FP16 where the processor
-    has no such instructions. A patch and not a mode, which a recomputation in the backward pass would not be in.
+    It is as accurate as torch's own, which takes up to 4 times as long in BF16 and 20 times in FP16 if the processor
+    has no such instructions. A patch, since a recomputation in the backward pass would be outside a mode.
     """
     own = functional.linear
 
@@ -421,7 +421,7 @@ def _autocast(device: str, compute: str) -> torch.autocast:
 
 
 def parts_of(call: Call) -> dict[str, Any]:
-    """The run's results by part: its output, and what it handed to each call inside."""
+    """The run's results by part: its output, and what it passed to each submodule's call."""
     found: dict[str, Any] = {}
     for inner in call.inside:
         found[_into(call.name, inner.name, found)] = (inner.args, inner.kwargs)
@@ -429,7 +429,7 @@ def parts_of(call: Call) -> dict[str, Any]:
 
 
 def _into(name: str, inside: str, known: Collection[str]) -> str:
-    """The name of the part that goes into a module inside; `known` has the names given before."""
+    """Name of the part that goes into a submodule; `known` has the names given before."""
     part = f"into {inside.removeprefix(f'{name}.')}"
     names = itertools.chain([part], (f"{part} #{number}" for number in itertools.count(2)))
     return next(each for each in names if each not in known)
@@ -448,7 +448,7 @@ def fewer_rows(call: Call) -> Call:
 
 
 def rounded(call: Call) -> Call:
-    """The call in FP64, every number of it and of what came to it off by FP32's unit roundoff, up or down by chance."""
+    """The call in FP64, with all its values and incoming gradients randomly off by FP32's unit roundoff, up or down."""
     chance = _Chance()
 
     def off(value: torch.Tensor) -> torch.Tensor:
@@ -462,9 +462,9 @@ def rounded(call: Call) -> Call:
 
 
 class Redrawn(TorchDispatchMode):
-    """Monte Carlo arithmetic (Parker 1997): every FP32 result is off by the unit roundoff, up or down by chance.
+    """Monte Carlo arithmetic (Parker 1997): every FP32 result is randomly off by the unit roundoff, up or down.
 
-    It moves a computation by as much as its own roundings do, terms that cancel inside of it included.
+    It changes a computation by as much as its own roundings do, including terms that cancel inside it.
     """
 
     def __init__(self) -> None:
@@ -495,16 +495,16 @@ class _Chance:
 
 
 def row_of(name: str, part: str, kind: Kind, roundoff: float, terms: int, sums: list[float]) -> list[dict[str, Any]]:
-    """The row of a module's part for `tools.parity.rounding.pooled`; none of one that the module hands on as it was."""
+    """The row of a module's part for `tools.parity.rounding.pooled`; none for a part passed on without any error."""
     if part != "output" and not any(sums[FIELDS.index(f"{who}_rr")] for who in ("run", "plan", "own")):
         return []
     return [{"module": name, "part": part, "kind": kind, "roundoff": roundoff, "terms": terms, "sums": sums}]
 
 
 def terms_of(kind: Kind, call: Call) -> int:
-    """Terms of the longest sum in a module, from the tensor it gets.
+    """Number of terms of the longest sum in a module, from its input tensor.
 
-    For a rotary table the square of the positions: its angle has FP32's error times the position.
+    For a rotary table, the number of positions squared: its angle has FP32's error times the position.
     """
     given = next((item for item in floats_of((call.args, call.kwargs)) if item.dim() > 1), None)
     if given is None or kind in ("embedding", "activation"):

@@ -1,9 +1,9 @@
 """The reference for half precision: the same model in plain torch and FP32, unpartitioned, without DeepSpeed.
 
 It shares only the Hugging Face architecture and the loss with the engine: not the engine's accumulation, reduction,
-scaling or optimizer. A base in 4 or 8 bits is plain layers here, with the weights that its codes stand for. Each rank
-holds the whole model with its gradients, 8 bytes a parameter, and the activations of a micro-batch (under the run's own
-activation checkpointing).
+scaling or optimizer. A 4-bit or 8-bit base is dequantised to plain layers here. Each rank holds the whole model with
+its gradients, 8 bytes per parameter, and the activations of a micro-batch (under the run's own activation
+checkpointing).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reference:
     def __init__(
         self, resolved: Resolved, shape: PretrainedConfig, world: World, teacher: Forward | None = None
     ) -> None:
-        """teacher: the engine's, which a student learns from. The generators stay as they are: a run's go on."""
+        """teacher: the engine's, for a student. Leaves the random generators as they are: a run goes on with them."""
         before = generators(world.device)
         section, seed = resolved.config.model, resolved.config.run.seed
         model_class = model_class_of(resolved.config)
@@ -69,7 +69,7 @@ class Reference:
 
     @torch.no_grad()
     def load(self, masters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Set the weights that are trained. masters: each with its name in `named_parameters`, unpartitioned."""
+        """Set the trained weights. masters: each with its name in `named_parameters`, unpartitioned."""
         for name, master in masters:
             self.weight(name).copy_(master)
 
@@ -93,8 +93,8 @@ class Reference:
     def gradients_in(self, dtype: str, batch: Batch, loss_scale: float) -> dict[str, torch.Tensor]:
         """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
-        Sums over micro-batches and ranks are FP32's. loss_scale: what the loss is multiplied by meanwhile. The weights
-        are FP32's again afterwards, bit for bit. A collective.
+        Sums over micro-batches and ranks are in FP32. loss_scale: temporary factor on the loss. Afterwards the weights
+        are the FP32 ones again, bit for bit. A collective.
         """
         sums = {name: torch.zeros_like(parameter) for name, parameter in self._trained()}
         self.model.zero_grad()
@@ -124,7 +124,7 @@ class Reference:
                 mean = mean + self._router.loss(experts)[0]
             (mean * loss_scale).backward()
             totals[0] += loss.detach().double()
-        if self._attention is not None:  # modules that are called alone from here on get the first micro-batch's inputs
+        if self._attention is not None:  # modules called alone later get the first micro-batch's inputs
             self._attention.begin(batch.further[WHOLE_POSITIONS][0].to(device))
         return float(self._world.sum(totals)[0] / tokens)
 
@@ -133,8 +133,8 @@ class Reference:
 def tokens_by_expert(
     router: RouterBalance, score: Callable[[Any, torch.Tensor], object], batch: Batch, world: World
 ) -> torch.Tensor:
-    """(layers, experts) float64, over the whole global batch. A collective. score: passes a micro-batch to the router's
-    model, given its inputs and labels."""
+    """(layers, experts) float64 token counts over the whole global batch. A collective. score: passes a micro-batch to
+    the router's model, given its inputs and labels."""
     found: Any = 0
     for inputs, labels in batch.micro_batches(world.device):
         score(inputs, labels)
@@ -143,7 +143,7 @@ def tokens_by_expert(
 
 
 def _move(into: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Add a parameter's gradient to FP32's sum, and forget it."""
+    """Add a parameter's gradient to an FP32 sum, and clear it."""
     assert parameter.grad is not None
     into += parameter.grad.float()
     parameter.grad = None

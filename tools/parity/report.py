@@ -67,7 +67,7 @@ _UNITS = {
 def write_report(folder: Path, found: dict[str, Any]) -> Path:
     """Write `parity.md` and `parity.html`, `trajectories.png` and `steps.png` into `folder`; returns the page's path.
 
-    found: the content of parity.json, in which values that are not finite are strings.
+    found: the content of parity.json, in which non-finite values are strings.
     """
     steps, of_runs = "", [""]
     if found["confidence"] is not None:
@@ -229,7 +229,7 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
 
 
 def _modules_in_order(walks: Sequence[dict[str, Any]]) -> list[str]:
-    """Every module that was compared: those with an output in the order of execution, then those with weights only."""
+    """Every compared module: those with an output in the order of execution, then those with weights only."""
     names: dict[str, None] = {}
     for walk in walks:
         for step in walk["steps"]:
@@ -241,7 +241,7 @@ def _modules_in_order(walks: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _points(axis: Axes, order: Sequence[str], errors: dict[str, float], colour: str, label: str) -> None:
-    """A point for each module; one that is not finite is a cross at the upper edge."""
+    """A point for each module; a non-finite one is a cross at the upper edge."""
     places = {name: place for place, name in enumerate(order)}
     finite = {name: value for name, value in errors.items() if math.isfinite(value)}
     axis.plot([places[name] for name in finite], list(finite.values()), "o", color=colour, markersize=4, label=label)

@@ -14,15 +14,15 @@ from launch.plan.plan import PROCESS_BYTES
 from tools.parity.jobs import Plan
 
 REFERENCE, BESIDE, ORACLE = 8, 20, 24
-"""[bytes per trained parameter] What a rank of the single steps' job holds beside its engine at least, the FP32
-reference and its gradients, and at its peak; and what the oracle's process holds (docs/parity.md, "Limits")."""
+"""[bytes per trained parameter] What a rank of the single-step job holds besides its engine, at least (the FP32
+reference and its gradients) and at its peak; and what the oracle's process holds (docs/parity.md, "Limits")."""
 
 
 def estimates(chosen: Plan) -> Iterator[str]:
-    """A line on the memory that each job probably needs, a warning where less is free; none where a launcher is given,
-    whose machines may be others.
+    """A line on the memory that each job probably needs, a warning if less is free; none if a launcher is given, since
+    its machines may differ.
 
-    Raises UserError where one certainly needs more than there is.
+    Raises UserError if a job certainly needs more than there is.
     """
     if chosen.launcher:
         return

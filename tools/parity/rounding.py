@@ -1,35 +1,34 @@
 """Does rounding explain a module's error? It has a signature: a size that follows the dtype, and no direction.
 
-A module is computed four times on the same inputs and the same rounded weights (`tools.parity.signature`): by the
-run, by the same module in plain torch in the dtype that the plan says, in FP32, and in FP64, which counts as exact.
-With r the error of one of them, x the exact values, and their rows being tokens:
+A module is computed four times on the same inputs and the same rounded weights (`tools.parity.signature`): by the run,
+by the same module in plain torch in the planned dtype, in FP32, and in FP64, which counts as exact. Let r be the error
+of one of them and x the exact values, with tokens as rows:
 
 - *size*: E = |r| / |x|, in units of the unit roundoff u.
 - *bias*: b = <r, x> / <x, x>, how much larger all values are. Independent roundings of mean zero leave it at zero
   within their standard error; a wrong constant does not, however small it is beside u.
-- *coherence*: the sum of squares of <r, x> by row over what it is when the errors within a row are independent, 1. A
+- *coherence*: the sum of squares of <r, x> by row over its value for independent errors within a row, 1. A
   statistic of the row that was rounded, such as a norm's variance or a softmax's sum, moves its values together.
 
 In a pretrained model one token can hold nearly all of a tensor's energy (Sun et al. 2024, "Massive activations in large
-language models"), and its few roundings, which have no scatter to be judged by, would be the tensor's bias and size. So
-where the run is compared with the plan's dtype, r and x are first divided by the error that is expected of each value,
-e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row, or in a usual row where that is more
-(`_expected`): weighted least squares, in which a value counts by how well it is known and none of them by more than
-1 / u^2.
+language models"), and its few roundings, which have no scatter to be judged by, would dominate the tensor's bias and
+size. So when the run is compared with the plan's dtype, r and x are first divided by the expected error of each value,
+e^2 = (u x)^2 + m^2, m the root mean square of the plan's errors in its row, or in a typical row if that is larger
+(`_expected`): weighted least squares, in which a value counts by how well it is known, but never by more than 1 / u^2.
 
-Verdicts are without a size below which an error is forgiven:
+In verdicts no error is small enough to be ignored:
 
 1. *Against the plan's dtype.* The run may have no larger E and no larger coherence than plain torch in the plan's
-   dtype, beyond what n rows leave to chance (`_chance`), and its bias has to lie between none and that one's. Products
-   of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias in a norm is 0.1 u, so that it is
-   measured there and not assumed to be zero.
-2. *By the unit roundoff.* FP32's error has to shrink with u, too: E_fp32 / u_fp32 is at most lambda sqrt(n) times
-   E_plan / u_plan, n the roundings in a row (Higham and Mary 2019, theorem 2.4: n independent roundings reach
+   dtype, beyond what n rows leave to chance (`_chance`), and its bias must lie between zero and that one's. Products
+   of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias in a norm is 0.1 u, so it is
+   measured there rather than assumed to be zero.
+2. *By the unit roundoff.* FP32's error must shrink with u as well: E_fp32 / u_fp32 is at most lambda sqrt(n) times
+   E_plan / u_plan, n the roundings on the way (Higham and Mary 2019, theorem 2.4: n independent roundings reach
    lambda sqrt(n) u, and the condition is the same in both). And E_plan is at most lambda sqrt(k) u times FP32's
    condition, k the roundings to the plan's dtype that the module's kind has (`ROUNDINGS`). This is what finds a cast
    inside the architecture's own code, which all of them share.
 
-   The run's own module is also called in FP32, where that is possible (`tools.parity.own_code`), and judged by FP32's
+   The run's own module is also called in FP32, if possible (`tools.parity.own_code`), and judged by FP32's
    bound. Errors hidden by 16 bits show there: a constant or an angle that is wrong by less than their roundings.
 
    A parameter's gradient is a sum over all positions, and torch's LayerNorm and embedding on a CPU keep that sum in the
@@ -38,14 +37,14 @@ Verdicts are without a size below which an error is forgiven:
    inequality of Hoeffding that theorem 2.4 of Higham and Mary rests on. FP32's error is no measure of it: sums of a few
    hundred 11-bit numbers are exact in 24 bits. So the T_k themselves, computed in FP64, are added to k in quadrature
    (`walk`), and to FP32's n roundings, for a sum whose terms nearly cancel, as behind a softmax (`walk_fp32`). Of n
-   terms of either sign that is about sqrt(n / 2) u, of one sign sqrt(n / 3) u. Where n u > 1 a sum of one sign comes
-   to a standstill, which is not of mean zero, and is not explained.
+   terms of either sign that is about sqrt(n / 2) u, of one sign sqrt(n / 3) u. Where n u > 1 a sum of one sign stops
+   growing, an error that is not of mean zero, and is not explained.
 
-Below FP16's smallest normal number the spacing shrinks no further: what is rounded there is off by up to half of it
-(`floor`), once for each value; where the terms of a sum are rounded before they are added, once for each; and where a
-module multiplies what it was given, as a norm does by one over a small root mean square, times that.
+Below FP16's smallest normal number the spacing shrinks no further: rounding there is off by up to half of it (`floor`),
+once for each value; if the terms of a sum are rounded before they are added, once for each term; and if a module
+multiplies its input, as a norm does by one over a small root mean square, times that factor.
 
-Sums are additive, over ranks and over steps, so that a verdict is on all that was measured.
+Sums are additive over ranks and steps, so that a verdict covers everything measured.
 """
 
 from __future__ import annotations
@@ -70,18 +69,18 @@ ROUNDINGS: dict[str, int] = {
     "rotary": 2,
     "activation": 10,  # GPT-2's tanh approximation written out
     "functional": 10,  # fused experts: two products, an activation, a gate and the weighted sum
-    "composite": 10,  # what stands between the modules inside: residuals, gates
-    "loss": 2,  # its gradient at the logits; chunked, they and the product with the head, too
+    "composite": 10,  # the code between submodules: residuals, gates
+    "loss": 2,  # its gradient at the logits; if chunked, also the logits and the product with the head
 }
 """Roundings to the plan's dtype on the longest path through a module of that kind, in the code of transformers 5."""
 ROUNDOFF_FP8 = 2.0**-4
-"""u of E4M3, which has three bits after the point."""
+"""u of E4M3, which has three mantissa bits."""
 SURE = 6.0
 """Standard errors beyond which chance is no explanation: 2 exp(-6^2 / 2) is 3e-8 for one module (as in `tolerance`)."""
 FEWEST_ROWS = 30
-"""Rows from whose scatter chance can be known; a bias of fewer is not judged."""
+"""Fewest rows whose scatter shows the effect of chance; a bias over fewer is not judged."""
 OTHER_KERNEL = 0.15
-"""[fraction] Tolerated excess of E and coherence of a kernel with the same roundings in another order."""
+"""[fraction] Tolerated excess of E and coherence for a kernel with the same roundings in another order."""
 ROUNDED_SCORES = 1.25
 """[factor] Tolerated excess of coherence within a head where an attention kernel rounds the scores, as
 eager attention does: measured against sdpa's, 1.06 times beyond chance at most."""
@@ -97,17 +96,17 @@ FIELDS = (
     *("walk", "walk_fp32", "floor", "moved"),
     *("own_rr", "own_xx"),
 )
-"""The sums of a part. xx: of x^2; rr: of r^2. The next ones are of values divided by their expected error; by row i:
-a = <r, x>, q = <x, x>. weighted_xx: of q; weighted_x4: of q^2; weighted_rr: of r^2; rx2: of r^2 x^2 by value; rx: of a;
-rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums
-that are rounded to the plan's dtype on the way to a value; walk_fp32: of those that FP32 rounds; floor: of
-the squares of what the rounding of a subnormal number may be off by; moved: of what the exact values change by where
-each number that they are made of is off by FP32's u, 0 where that was not asked. own_rr, own_xx: rr of the run's own
-code in FP32, and xx of what it was computed for."""
+"""The sums of a part. xx: of x^2; rr: of r^2. The next ones are of values divided by their expected error; by row i: a
+= <r, x>, q = <x, x>. weighted_xx: of q; weighted_x4: of q^2; weighted_rr: of r^2; rx2: of r^2 x^2 by value; rx: of a;
+rx_rx: of a^2; rx_xx: of a q; run_plan: of the products of both a. walk: of the squares of all partial sums that are
+rounded to the plan's dtype on the way to a value; walk_fp32: of those that FP32 rounds; floor: of the squares of the
+largest error in rounding a subnormal number; moved: of the squared changes of the exact values if each number that they
+are computed from is off by FP32's u, 0 if not requested. own_rr, own_xx: rr of the run's own code in FP32, and xx where
+it was computed."""
 FEWEST_VALUES = 16
-"""Values of a row from whose errors alone their root mean square is taken; of shorter rows it is that of the tensor."""
+"""Rows with at least this many values have their own root mean square error; shorter rows use the tensor's."""
 _MASKED = 1e30
-"""Values from here on stand for minus infinity in an attention mask."""
+"""Magnitudes from this on stand for minus infinity in an attention mask."""
 
 
 def sums_of(
@@ -126,9 +125,9 @@ def sums_of(
 ) -> list[float]:
     """FIELDS of one tensor, computed four times. All of the same shape.
 
-    roundoff: u of the dtype that the plan says. width: values that share a statistic, whose errors may go together; 0,
-    or no divisor of it: the last dimension. walk, walk_fp32, floor, moved: as in FIELDS. own: what the run's own code
-    makes in FP32; None where that is unknown.
+    roundoff: u of the planned dtype. width: number of values that share a statistic, whose errors may correlate; if it
+    is 0 or does not divide the last dimension, that dimension. walk, walk_fp32, floor, moved: as in FIELDS. own: the
+    result of the run's own code in FP32; None if unknown.
     """
     last = exact.shape[-1] if exact.dim() else 1
     width = width if width and last % width == 0 else last
@@ -159,7 +158,7 @@ def sums_of(
 def further_off(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, roundoff: float) -> bool:
     """Whether the run's error of a tensor is larger than the plan's by more than `OTHER_KERNEL`.
 
-    Not where the run made something else, as a head that returns the loss.
+    False if the run computed something else, such as a head that returns the loss.
     """
     if run.shape != exact.shape:
         return False
@@ -172,30 +171,30 @@ def further_off(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, roun
 def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float, floor: float) -> torch.Tensor:
     """The expected error of each value of x, (rows, width) float64, none of them 0; off: the plan's errors of them.
 
-    floor: the mean square of what the rounding of a subnormal number may be off by.
+    floor: the mean square of the largest error in rounding a subnormal number.
     """
     square = off.square()
     mean = square.mean()
-    if x.shape[1] >= FEWEST_VALUES:  # a row that is exact only since all of it cancels would count more than any
+    if x.shape[1] >= FEWEST_VALUES:  # a row exact only because it cancels would outweigh all
         rows = square.mean(1, keepdim=True)
         mean = torch.maximum(rows, rows.median())
     expected = (roundoff * x).square() + mean + floor
-    least = roundoff**2 * x.square().mean()  # of values that are 0 as are the plan's errors in their row
+    least = roundoff**2 * x.square().mean()  # for values that are 0, like the plan's errors in their row
     return torch.where(expected > 0, expected, torch.where(least > 0, least, 1.0)).sqrt()
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that a module makes: an output, what it hands to a module inside it, or a gradient."""
+    """One tensor that a module computes: an output, an input of a submodule, or a gradient."""
 
     module: str
     part: str
-    """`output`, the module inside that gets it, or what it is the GRADIENT of."""
+    """`output`, the submodule that receives it, or what it is the GRADIENT of."""
     kind: str
     roundoff: float
-    """u of the dtype that the plan says."""
+    """u of the planned dtype."""
     terms: int
-    """Terms of the longest sum."""
+    """Number of terms of the longest sum."""
     sums: Mapping[str, float]
 
 
@@ -218,11 +217,11 @@ class Figures:
     """E of the values divided by their expected errors, relative."""
     bias: float
     coherence: float
-    """nan where there is no error."""
+    """nan if there is no error."""
 
 
 def pooled(steps: Iterable[Mapping[str, Any]]) -> list[Part]:
-    """The parts with their sums over all steps. steps: what `tools.parity.signature` measured of each."""
+    """The parts with their sums over all steps. steps: each as measured by `tools.parity.signature`."""
     rows = summed(row for step in steps for row in step["parts"])
     return [Part(**{**row, "sums": dict(zip(FIELDS, row["sums"], strict=True))}) for row in rows]
 
@@ -267,8 +266,8 @@ def resolution(part: Part) -> float:
 def resolutions(parts: Sequence[Part], *, backward: bool = False) -> dict[str, float]:
     """Coarsest `resolution` among the modules of each kind.
 
-    A module's is that of the part which resolves least; backward: that of the gradient which resolves best, since a
-    wrong constant there is in all of them.
+    A module's is that of its coarsest part; backward: of its finest gradient, since a wrong constant there is in all
+    gradients.
     """
     modules: dict[tuple[str, str], float] = {}
     for part in parts:
@@ -288,9 +287,9 @@ def roundoff_of(part: Part) -> float:
 
 
 def largest_in_plan(part: Part) -> float:
-    """[roundings] The explained error in the plan's dtype: the kind's roundings times FP32's condition, and the sum's.
+    """[roundings] The error explained in the plan's dtype: the kind's roundings times FP32's condition, and the sum's.
 
-    The square of the sum's: that of all its partial sums that are rounded, relative to that of the values.
+    The sum's, squared: the squares of all its rounded partial sums, relative to those of the values.
     """
     condition = max(1.0, size_of(part, "fp32") / unit_roundoff(torch.float32))
     return CONFIDENCE * math.sqrt(ROUNDINGS[part.kind] * condition**2 + _walk(part, "walk"))
@@ -343,13 +342,13 @@ def _unexplained(part: Part) -> list[Finding]:
 
 
 def _beyond_chance(part: Part, run: Figures, plan: Figures) -> float:
-    """The bias in units of what is explained: by none, by the plan's dtype's, or by chance around either."""
+    """The bias in units of what is explained: by zero, by the bias of the plan's dtype, or by chance around either."""
     if part.sums["rows"] < FEWEST_ROWS or min(0.0, plan.bias) <= run.bias <= max(0.0, plan.bias):
         return 0.0
     from_none = abs(run.bias) / (SURE * _standard_error(part, "run"))
     sums = part.sums
     bias = run.bias - plan.bias
-    # of the difference of both, whose sums follow from theirs
+    # for the difference of both, whose sums follow from theirs
     between = sums["run_rx_rx"] + sums["plan_rx_rx"] - 2 * sums["run_plan"]
     crossed = sums["run_rx_xx"] - sums["plan_rx_xx"]
     apart = max(0.0, between - 2 * bias * crossed + bias**2 * sums["weighted_x4"])
@@ -370,11 +369,11 @@ def _scatter(sums: Mapping[str, float], who: Who, bias: float) -> float:
 
 
 def _least_error(part: Part) -> float:
-    """The standard error of a bias where each value is off by one rounding at most."""
+    """The standard error of a bias if each value is off by one rounding at most."""
     size = part.sums["weighted_xx"]
     return ONE_ROUNDING / math.sqrt(size) if size else math.inf
 
 
 def _chance(part: Part) -> float:
-    """Relative scatter of a root mean square over that many independent rows, SURE times."""
+    """Relative scatter of a root mean square over this many independent rows, SURE times."""
     return SURE / math.sqrt(2 * max(1.0, part.sums["rows"]))

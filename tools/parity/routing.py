@@ -1,7 +1,7 @@
-"""The experts that routers choose, so that a run's gradients are compared with those of the same choices.
+"""The experts that routers choose, so that a run's gradients are compared with those for the same choices.
 
-Near a tie, rounding decides which expert a token goes to, and the choice of 16 bits is as valid as that of FP32. Yet
-one token of 512 that goes elsewhere changes the experts' gradients by 4%, in FP16 16 times as much as rounding does.
+Near a tie, rounding decides which expert a token goes to, and the choice in 16 bits is as valid as that in FP32. Yet
+one token of 512 routed differently changes the experts' gradients by 4%, in FP16 16 times as much as rounding does.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ class Choice(NamedTuple):
     """One call of `topk` in a router, each (tokens, ...)."""
 
     given: torch.Tensor
-    """Values that are compared."""
+    """Values to choose from."""
     indices: torch.Tensor
 
 
 Choices = dict[str, list[Choice]]
-"""By router, in the order of its calls."""
+"""Choices by router, in the order of its calls."""
 
 
 @contextmanager
 def choosing(model: torch.nn.Module, made: Choices, taken: Mapping[str, list[Choice]] | None = None) -> Iterator[None]:
-    """Context in which what the model's routers choose is added to `made`. taken: what they choose instead."""
+    """Context manager: choices of the model's routers are added to `made`. taken: choices to use instead."""
     inside: list[str] = []
     own = torch.topk
 
@@ -64,8 +64,8 @@ def choosing(model: torch.nn.Module, made: Choices, taken: Mapping[str, list[Cho
 
 
 def differ(run: Choices, reference: Choices) -> float:
-    """1 where a run chose other experts than the reference, 0 where the same; nan where its choices cannot be used: it
-    made other calls, or did not choose the largest of its own scores.
+    """1 if a run chose other experts than the reference, 0 if the same ones; nan if its choices cannot be used: it made
+    other calls, or did not choose the largest of its own scores.
 
     Whether the scores themselves are right is judged by the outputs of the routers and of the modules before them.
     """

@@ -2,16 +2,16 @@
 
 In the forward pass of a step's first micro-batch, as soon as a module of the run has returned, the same module of the
 reference (`tools.parity.reference`: freshly built by transformers, never patched by the engine, by regions or by
-kernels) is called on the inputs of the run's module: in FP64, which counts as exact, in FP32, and in the dtype that the
-plan says. Its weights are the masters, rounded as the plan says, so that the rounding of a weight is nobody's error.
+kernels) is called on the inputs of the run's module: in FP64, which counts as exact, in FP32, and in the planned dtype.
+Its weights are the masters, rounded as planned, so that the rounding of a weight counts as nobody's error.
 
-A module with modules inside is compared without their errors: those inside return what they returned in the run, and
-what it hands to them is compared, besides its own output. So each part has but a handful of roundings: of attention
-the rotation, the scores, the softmax and its product with the values, as what `o_proj` gets.
+A module with submodules is compared without their errors: submodules return what they returned in the run, and what it
+passes to them is compared, besides its own output. So each part has only a handful of roundings: for attention the
+rotation, the scores, the softmax and its product with the values, as the input of `o_proj`.
 
 `tools.parity.backward` does the same with the backward pass and the loss, once the pass is over, and
-`tools.parity.own_code` calls the run's own module in FP32. Nothing here depends on what was changed in the run's model,
-but all of it on transformers' code: a constant that is wrong there is wrong in all. A narrowing there is left out of
+`tools.parity.own_code` calls the run's own module in FP32. Nothing here depends on changes to the run's model, but
+everything on transformers' code: a constant that is wrong there is wrong in all. A narrowing cast there is skipped in
 the FP64 computation, so that it shows in FP32's error.
 """
 
@@ -61,17 +61,17 @@ class Signatures:
         world: World | None = None,
         slices: Slices | None = None,
     ) -> None:
-        """reference: in FP32, its weights the masters. compute: the dtype that the plan says on the cast path.
+        """reference: in FP32, its weights the masters. compute: the planned dtype on the cast path.
 
-        regions: those of the manifest path, whose dtypes are the plan; None on the cast path. world: whose ranks each
-        have a part of the step; None where this process has all of it. slices: those that have a part of each module;
-        None where each has all of it.
+        regions: those of the manifest path, whose dtypes are the plan; None on the cast path. world: ranks that each
+        have a part of the step; None if this process has all of it. slices: ranks that each have a part of a module;
+        None if each has all of it.
         """
         self._slices = slices or Slices(None)
         self._plan = Plan(reference, compute, regions, cuts_of(candidate), self._slices.given)
         self._candidate = {name: module for name, module in candidate.named_modules() if name in self._plan.modules}
         self._adapted = [module for module in self._candidate.values() if hasattr(module, "_disable_adapters")][:1]
-        """A layer that tells whether the candidate computes as its base, which is what it is compared with in DPO."""
+        """A layer that shows whether the candidate computes as its base, which is its reference in DPO."""
         self._world = world
         self._running: list[Call] = []
         self._done: set[str] = set()
@@ -82,7 +82,7 @@ class Signatures:
 
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
-        """Context around the candidate's passes, forward and backward; gradients are compared at the end."""
+        """Context manager around the candidate's passes, forward and backward; gradients are compared at the end."""
         with ExitStack() as stack:
             stack.enter_context(self._backward.watching())
             for name, module in self._candidate.items():
@@ -99,7 +99,7 @@ class Signatures:
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `tools.parity.rounding.pooled`, "ranks": [..], "not_measured": reason by module}.
 
-        ranks: of each, in order, what `findings` says of its own rows, as {module: why}. A collective.
+        ranks: for each in order, the `findings` of its own rows, as {module: why}. A collective.
         """
         ranks = [self._rows] if self._world is None else self._world.gather_objects(self._rows)
         group = self._slices.group
@@ -139,7 +139,7 @@ class Signatures:
         call.inside = []
         return call.output
 
-    @_disable_current_modes()  # a block that keeps its matmuls' results counts its own, not these
+    @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     @torch.no_grad()
     def _compare(self, call: Call) -> None:
         call = self._slices.call(call)
@@ -148,14 +148,14 @@ class Signatures:
             self._not_measured[call.name] = f"it changes in place what {changed} got or returned"
             return
         kind = self._plan.kind(call.name)
-        if kind == "functional":  # another implementation calls what is inside as often as it likes
+        if kind == "functional":  # implementations may call submodules any number of times
             call.inside = []
         if kind == "linear" and not call.inside:
             call = fewer_rows(call)
         try:
             computed_as = [again(self._plan, call, dtype) for dtype in COMPUTED_IN]
         except Exception as error:
-            if call.inside:  # which returned what the reference's code cannot take, as of another shape
+            if call.inside:  # the reference's code cannot use what they returned
                 self._compare(dataclasses.replace(call, inside=[]))
             else:  # a module whose inputs cannot be converted is left out, by name
                 self._not_measured[call.name] = one_line(error, 200)
@@ -185,9 +185,9 @@ class Signatures:
 
 def own_errors(signature: Mapping[str, Any]) -> dict[str, Any]:
     """{"order", "own_error", "planned_error"} of a step's parts: by module the relative error of its first output on
-    the inputs that it got, and of those that compute in FP8 that of their plan, both against FP64.
+    its actual inputs, and for modules in FP8 that of their plan, both against FP64.
 
-    order: modules in the order of execution. inf where a value is not finite or only the exact ones are zero.
+    order: modules in the order of execution. inf if a value is not finite or only the exact ones are zero.
     """
     outputs = {part.module: part for part in pooled([signature]) if part.part == "output" and part.kind != "loss"}
     in_fp8 = {name: part for name, part in outputs.items() if part.roundoff == ROUNDOFF_FP8}

@@ -1,7 +1,7 @@
-"""Whole inputs, outputs and optimizer states of modules whose matrices ranks share, to compare with one rank's.
+"""Whole inputs, outputs and optimizer states of modules whose matrices ranks share, to compare with a single rank's.
 
-A rank has its heads of an attention and its inner values of an MLP. Which tensors are such slices, and along which
-dimension, shows beside the reference's pass: its tensors of the same place have other shapes.
+A rank has some heads of an attention and some inner values of an MLP. Which tensors are such slices, and along which
+dimension, follows from the reference's pass, whose tensors in the same places have other shapes.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _Shapes = Sequence[torch.Size]
 
 
 class Slices:
-    """Joins what the ranks of a group have of a module. Every method that joins is a collective of the group."""
+    """Joins the slices of a module that ranks of a group have. Each method that joins is a collective of the group."""
 
     def __init__(self, group: TensorGroup | None) -> None:
-        """group: None where each rank has whole matrices; then everything is whole as it is."""
+        """group: None if each rank has whole matrices; then nothing needs joining."""
         self.group = group
         self.given: dict[str, tuple[int, list[int]]] = {}
-        """Modules that get a slice, to its dimension and the sizes of all slices."""
+        """Modules whose input is a slice, to its dimension and the sizes of all slices."""
         self._inputs: dict[str, _Shapes] = {}
         self._outputs: dict[str, _Shapes] = {}
 
     @contextmanager
     def of_reference(self, reference: torch.nn.Module) -> Iterator[None]:
-        """Context around a pass of the reference on the same batch."""
+        """Context manager around a pass of the reference on the same batch."""
         with ExitStack() as stack:
             for name, module in reference.named_modules() if self.group is not None else ():
 
@@ -62,9 +62,9 @@ class Slices:
         return self._tree(output, self._outputs.get(name, ()))
 
     def call(self, call: Call) -> Call:
-        """A call with everything whole: its own tensors, those of the calls inside, and the gradients of all.
+        """A call with everything whole: its own tensors, those of the calls inside, and all their gradients.
 
-        What had changed since it was got or returned still counts as changed.
+        Tensors that had changed since the call still count as changed.
         """
         if self.group is None:
             return call
@@ -94,7 +94,7 @@ class Slices:
         }
 
     def _whole(self, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """`values`, joined where they are smaller than `shape`; with a gradient if they have one."""
+        """`values`, joined if they are smaller than `shape`; with a gradient if they have one."""
         assert self.group is not None
         dim = _smaller(values.shape, shape)
         if dim is None:
@@ -116,13 +116,13 @@ class Slices:
 
 
 def cuts_of(model: torch.nn.Module) -> dict[str, Cut]:
-    """The cut of each parameter that is cut, by name."""
+    """The cut of each parameter that has one, by name."""
     found = ((name, cut(parameter)) for name, parameter in model.named_parameters())
     return {name: how for name, how in found if how is not None}
 
 
 def _smaller(own: torch.Size, whole: torch.Size) -> int | None:
-    """The dimension in which a tensor is a slice; None where it is whole, or another tensor."""
+    """The dimension in which a tensor is a slice; None if it is whole, or another tensor."""
     if len(own) != len(whole):
         return None
     found = [dim for dim, (size, of_whole) in enumerate(zip(own, whole, strict=True)) if size != of_whole]

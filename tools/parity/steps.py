@@ -4,10 +4,10 @@
 
 Started by `tools.parity` on as many processes as the run had. At each point it restores the run's checkpoint, takes a
 few real steps and measures, module by module, what docs/parity.md lists under "Single steps": outputs, gradients and
-updates against FP32's and FP64's, what the dtype alone makes of them, and the *signature* from which
+updates against FP32's and FP64's, the effect of the dtype alone, and the *signature* from which
 `tools.parity.rounding` judges whether rounding explains an error.
 
-With --judge, as `launch.canary` starts it, FILE gets the verdict by the bounds of `parity:` beside what was measured.
+With --judge, as `launch.canary` starts it, FILE also gets the verdict by the bounds of `parity:`.
 Exit code 0: written, and within the bounds; 3: beyond them (1 for several processes under torchrun).
 """
 
@@ -89,7 +89,7 @@ from training.schedule import scheduled_rate
 from training.session import Session, session
 
 MAX_SKIPS = 12
-"""Skipped steps after which a point is abandoned: a loss scale that starts at 65536 needs fewer to settle."""
+"""Number of skipped steps after which a point is abandoned: a loss scale of 65536 needs fewer to settle."""
 
 
 class StepParity:
@@ -110,10 +110,10 @@ class StepParity:
     ) -> dict[str, Any]:
         """Take one real step and measure it.
 
-        applied: updates so far. lr: None is what the schedule says of them. apply: False measures the step and discards
-        its gradients, as the guard does with one that it refuses. dropped: a model with dropout takes the step with the
-        values dropped that the generators say, after the passes without dropout that are compared with FP32; the update
-        and the gradient norm are then of the step that was taken, as is `loss_with_dropout`.
+        applied: updates so far. lr: None: the schedule's rate after them. apply: False measures the step and discards
+        its gradients, as the guard does with one that it refuses. dropped: a model with dropout takes the step with
+        dropout as the generators draw it, after the passes without dropout that are compared with FP32; update,
+        gradient norm and `loss_with_dropout` are then those of the step taken.
         """
         engine, reference = self._engine, self._reference
         drawn = generators(engine.world.device)
@@ -200,7 +200,7 @@ class StepParity:
         return {name: gradient for name, gradient in own.items() if gradient is not None}
 
     def loss_with_dropout(self, batch: Batch) -> float:
-        """The loss as the run computes it, from the random generators as they are. Changes no weight."""
+        """The loss as the run computes it, with the current random generators. Changes no weight."""
         engine = self._engine
         engine.model.train()
         loss = engine.health(engine.forward_backward(batch, step=batch.position + 1)).loss
@@ -210,10 +210,10 @@ class StepParity:
     def evaluation_errors(self, batch: Batch) -> dict[str, Any]:
         """How an evaluation of a batch differs from what it should be. Changes no weight.
 
-        evaluation_error: the relative distance between the losses of two, with the same weights and other random
-        numbers, so that whatever is drawn or changed while a model is evaluated, such as dropout, shows. On a CPU a
-        sound model's are the same bit for bit. evaluated_otherwise: modules that were in training mode, or returned
-        another dtype than a forward pass in training, to what they did.
+        evaluation_error: the relative distance between the losses of two evaluations with the same weights and
+        different random numbers, so that whatever is drawn or changed in evaluation, such as dropout, shows. On a CPU a
+        sound model's are equal bit for bit. evaluated_otherwise: modules that were in training mode, or returned
+        another dtype than in training, to what they did.
         """
         engine, drawn = self._engine, generators(self._engine.world.device)
         with _watched(engine.model) as evaluated:
@@ -233,7 +233,7 @@ class StepParity:
 
     def dropout_errors(self, batch: Batch) -> dict[str, Any]:
         """dropped_otherwise: modules, with the rank, that drop another share in training than the architecture's own
-        code does by the same config, to what they do. Changes no weight. Empty of compiled models, which hide it."""
+        code with the same config, to what they do. Changes no weight. Empty for compiled models, which hide it."""
         engine, reference = self._engine, self._reference
         if self._resolved.config.model.compile:
             return {}
@@ -247,8 +247,8 @@ class StepParity:
         return {"dropped_otherwise": found}
 
     def task_loss(self, batch: Batch) -> dict[str, Any]:
-        """The errors of the task's loss of a micro-batch and of its gradient (`tools.parity.task_loss`), by rank, and
-        the constants that are others than the config's. Changes no weight."""
+        """The errors of the task's loss and its gradient on a micro-batch (`tools.parity.task_loss`), by rank, and the
+        constants that differ from the config's. Changes no weight."""
         engine = self._engine
         drawn = generators(engine.world.device)
         engine.model.train(not self.no_dropout)
@@ -261,7 +261,7 @@ class StepParity:
         return {"task_loss": errors, "other_constants": [note for _, note in of_ranks if note]}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Agreement of FP32's gradients with those of the same model under FP8's rounding alone, by parameter."""
+        """Agreement of FP32's gradients with those of the same model with only FP8's rounding, by parameter."""
         regions, model = self._engine.regions, self._reference.model
         names = regions.names_in("fp8") if regions else ()
         if regions is None or not names:
@@ -272,8 +272,8 @@ class StepParity:
     def _plain_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of plain torch's gradients in the run's dtype with FP32's, by parameter.
 
-        It is what the dtype leaves of them: where terms cancel, rounding alone takes a gradient beyond every bound.
-        Empty in FP32, and where modules compute in several dtypes.
+        It is the best that the dtype allows: if terms cancel, rounding alone takes a gradient beyond every bound. Empty
+        in FP32, and if modules compute in several dtypes.
         """
         engine = self._engine
         if engine.regions is not None or engine.compute == "fp32":
@@ -282,7 +282,7 @@ class StepParity:
             return _agreement(self._reference.gradients_in(engine.compute, batch, engine.loss_scale), gradients)
 
     def _routed(self) -> AbstractContextManager[None]:
-        """Context in which the reference's routers choose what the run's chose, where these chose other experts."""
+        """Context manager: the reference's routers reuse the run's expert choices wherever the two differ."""
         chosen = self._chosen
         return nullcontext() if chosen is None else choosing(self._reference.model, {}, chosen)
 
@@ -291,7 +291,7 @@ class StepParity:
     ) -> dict[str, float]:
         """How far gradients of sound alternatives in the run's dtype are from FP32's, in units of plain torch's.
 
-        Of the first step alone, where plain torch has been asked.
+        Only for the first step in which plain torch was measured.
         """
         if not plain or self._alternatives_known or self._engine.world.sequence is not None:
             return {}
@@ -306,10 +306,9 @@ class StepParity:
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
 
-        Each is had alone first, as the sum with nothing. FP32 adds them up but for its own last rounding; what adds up
-        in 16 bits rounds their sum again. Where passes differ from run to run, it may be off by four times as much.
-        Empty where gradients are reduced in less than FP32 by the config, and where any is not finite. Changes no
-        weight.
+        Each is first computed alone, as a sum with nothing. FP32 adds them up exactly except for its last rounding;
+        adding up in 16 bits rounds their sum again. If passes differ from run to run, four times their difference is
+        allowed. Empty if the config reduces gradients in less than FP32, or any is not finite. Changes no weight.
         """
         if self._resolved.config.precision.reduce != "fp32" or self._engine.router is not None:
             return {}
@@ -327,12 +326,12 @@ class StepParity:
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
         """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
-        weighting_error: by parameter, the relative distance of the reduced gradient from the one that is summed here
-        over the same passes, in which each label (pair, row) counts the same however many are in its micro-batch.
-        loss_error: the same of the loss that is reported. Both pass the same roundings, so that a weight which is wrong
-        by less than any rounding of 16 bits shows. What routers add is computed anew of their logits and the config's
-        factors. Where passes differ from run to run, they may be off by four times as much. Empty where gradients are
-        not finite. Changes no weight.
+        weighting_error: by parameter, the relative distance of the reduced gradient from the one summed here over the
+        same passes, in which each label (pair, row) counts the same however many are in its micro-batch. loss_error:
+        the same for the reported loss. Both go through the same roundings, so that even a weight that is wrong by less
+        than any 16-bit rounding shows. What routers add is recomputed from their logits and the config's factors. If
+        passes differ from run to run, four times their difference is allowed. Empty if gradients are not finite.
+        Changes no weight.
         """
         engine = self._engine
         engine.model.train(not self.no_dropout)
@@ -377,7 +376,7 @@ class StepParity:
         return float(world.sum(losses[None])[0] / copies / total), gradients
 
     def _summed(self, batch: Batch, weights: Sequence[float]) -> dict[str, torch.Tensor]:
-        """The reduced gradient of the batch's first micro-batch, as often as there are weights."""
+        """Reduced gradient of the batch's first micro-batch, added up once per weight."""
         engine = self._engine
         inputs, labels = next(iter(batch.micro_batches(engine.world.device)))
         for index, weight in enumerate(weights):
@@ -387,14 +386,14 @@ class StepParity:
         return self._taken_gradients()
 
     def _taken_gradients(self) -> dict[str, torch.Tensor]:
-        """The reduced gradients by parameter name, FP32, which the engine then discards."""
+        """The reduced gradients by parameter name, FP32; the engine then discards its own."""
         engine, found = self._engine, self._reduced_gradients()
         engine.gradients.norm()
         engine.discard_gradients()
         return found
 
     def _states(self) -> dict[str, list[torch.Tensor]]:
-        """The optimizer's states by parameter name, in the order of its table's row; zeros before the first update."""
+        """The optimizer's states by parameter name, in the order of its table row; zeros before the first update."""
         engine = self._engine
         return {
             name: [whole_state(engine, parameter, key) for key in states_of(engine, parameter)]
@@ -420,15 +419,15 @@ class StepParity:
         lr: float,
         step: int,
     ) -> dict[str, Any]:
-        """The distance of each parameter's update from what it should have been.
+        """The distance of each parameter's update from what it should be.
 
-        update_error: relative distance, beyond what rounding explains: that of the master in FP32, and what the
-        optimizer computes in 16 bits. update_rounding: the share of its values whose master or moments are further from
-        FP64 than FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a coefficient that
-        is slightly wrong shows however small its effect on one update is; for optimizers that take each value for
-        itself (`training.corruption.updates`). constants: of the optimizer, those with whose values an update that
-        differs is explained, as text by parameter. states: those before it, as the reference's weights are the masters
-        before it. norm: what the engine clipped by; that it is the gradient's is judged for itself.
+        update_error: relative distance beyond what rounding explains, of the FP32 master and of what the optimizer
+        computes in 16 bits. update_rounding: the share of its values whose master or moments are further from FP64 than
+        FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a slightly wrong coefficient
+        shows however small its effect on one update is; for optimizers that update each value by itself
+        (`training.corruption.updates`). constants: other values of the optimizer's constants that explain a deviating
+        update, as text by parameter. states: those before it, as the reference's weights are the masters before it.
+        norm: what the engine clipped by; whether it is the gradient's is judged separately.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
@@ -473,9 +472,9 @@ class StepParity:
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
-    """Measure steps from `progress` on until `length` of them were applied; the list has skipped ones, too.
+    """Measure steps from `progress` on until `length` of them are applied; the list includes skipped ones.
 
-    Of a model with dropout the first has `loss_with_dropout`, which the run's own loss is compared with.
+    For a model with dropout the first has `loss_with_dropout`, to compare the run's own loss with.
     """
     batches.restore(progress.position)
     measured: list[dict[str, Any]] = []
@@ -497,7 +496,7 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
 
 
 class Recomputed:
-    """A run recomputed from its checkpoints, beside FP32. Every method is a collective."""
+    """A run recomputed from its checkpoints, alongside FP32. Every method is a collective."""
 
     def __init__(self, opened: Session, run_dir: RunDir) -> None:
         engine, resolved = opened.engine, opened.resolved
@@ -513,9 +512,9 @@ class Recomputed:
         self.parity = StepParity(engine, reference, resolved)
 
     def restored(self, point: int) -> Progress:
-        """The progress at a checkpoint, whose state the engine has from here on; at the run's start where it is 0.
+        """Load a checkpoint's state into the engine, or the run's start for 0; returns the progress there.
 
-        The start is only there as long as no checkpoint has been restored.
+        The start is available only until a checkpoint has been restored.
         """
         if not point:
             recorded = checksum_at_start(json.loads(self._run.environment.read_text(encoding="utf-8")))
@@ -531,7 +530,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The measured steps after each point, in order; 0 is the start of the run. A collective.
 
-    world: the process group, where it was joined already.
+    world: the process group, if already joined.
     """
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
         run, found = Recomputed(opened, run_dir), []
@@ -549,7 +548,7 @@ def measure(
 def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[str, Any]:
     """{"failed", "checks", "modules", "first_parting", "walks"} of measured points, as plain types.
 
-    modules: those to blame, the first of a step first; none where the whole step is wrong.
+    modules: those to blame, the first of a step first; none if the whole step is wrong.
     """
     walks = [Walk(point["point"], point["restored"], point["steps"], None, point.get("why", "")) for point in found]
     checks = judge_steps(walks, bounds)
@@ -564,7 +563,7 @@ def verdict(found: Sequence[Mapping[str, Any]], bounds: ParitySection) -> dict[s
 
 @contextmanager
 def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
-    """Inside, each module that is called notes whether it was in training mode, and the dtype of what it returned."""
+    """Context manager: records for each called module whether it was in training mode, and its output's dtype."""
     seen: dict[str, tuple[bool, str]] = {}
 
     def note(name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -588,7 +587,7 @@ def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
-    """||found - expected|| / ||expected||, in FP64; expected: what adds up to it."""
+    """||found - expected|| / ||expected||, in FP64; expected: its terms."""
     apart = Apart()
     for part, *added in in_fp64(found, *expected):
         apart.add(part, torch.stack(added).sum(0))
@@ -598,7 +597,7 @@ def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:
 def _beyond_noise(
     found: Mapping[str, float], first: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Errors less 4 times the distance between two passes over the same batch."""
+    """Errors minus 4 times the distance between two passes over the same batch."""
     return {name: max(0.0, off - 4.0 * _distance(again[name], first[name])) for name, off in found.items()}
 
 

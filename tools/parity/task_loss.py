@@ -1,10 +1,10 @@
-"""The loss that a run makes of a micro-batch, and its gradient at the logits, against FP64 from those same logits.
+"""Compares a run's loss of a micro-batch, and its gradient at the logits, with FP64 from those same logits.
 
 The definitions are the oracle's (`tools.parity.oracle.tasks`) with the constants of the config, so that a wrong one
-shows that the model's own roundings would hide: of preferences, of a teacher's divergence, of classes and numbers, and
-of the cross-entropy of labels and rows. The gradient tells constants that the loss does not: where a model still is its
-reference, every beta makes a loss of log 2. A loss that is computed in chunks has no logits; it is judged as `(loss)`
-(`tools.parity.backward`). NEFTune's noise is what embeddings return beyond what they return without it.
+shows even if the model's own roundings would hide it: for preferences, a teacher's divergence, classes and numbers, and
+the cross-entropy of labels and rows. The gradient reveals constants that the loss does not: while a model still equals
+its reference, every beta gives a loss of log 2. A loss computed in chunks has no logits; it is judged as `(loss)`
+(`tools.parity.backward`). NEFTune's noise is the difference of embeddings' outputs with and without it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from tools.parity.recompute import is_off
 from training.engine import Engine
 
 _CURVATURE = {"sigmoid": lambda beta: beta**2 / 4, "ipo": lambda beta: 2.0, "hinge": lambda beta: 0.0}
-"""Largest second derivative of a loss by the margin."""
+"""Largest second derivative of a loss with respect to the margin."""
 _CONSTANTS: dict[str, tuple[str, tuple[str, ...]]] = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
 _CONSTANTS["distill"] = ("distill", ("beta", "temperature", "ce_weight"))
 _CONSTANTS["grpo"] = ("grpo", ("beta", "temperature", "clip_low", "clip_high", "correction_high"))
 _NOISE_VALUES = 4096
-"""Values whose noise is made again."""
+"""Number of values whose noise is regenerated."""
 _SURE = 6.0
 """Standard errors beyond which chance is no explanation."""
 _IN_FP32 = 16
-"""[factor] Largest error of a gradient, in units of its definition's in FP32, measured on the logits at hand: an
-objective that computes with logarithms rounds at other places (2.3 at most in sound runs of all tasks)."""
+"""[factor] Largest error of a gradient, in units of its definition's in FP32, measured on the actual logits: an
+objective that computes with logarithms rounds in other places (2.3 at most in sound runs of all tasks)."""
 _FEW = 8
-"""Roundings of a gradient's values by an objective that multiplies them in another order."""
+"""Number of roundings of a gradient's values by an objective that multiplies them in another order."""
 
 
 class _Loss(NamedTuple):
@@ -51,7 +51,7 @@ class _Loss(NamedTuple):
 
     value: torch.Tensor
     size: float
-    """The sum of the magnitudes of the terms that it is made of."""
+    """Sum of the magnitudes of its terms."""
     condition: float = 0.0
     """The factor by which the gradient amplifies the roundings of those terms, such as a margin's."""
 
@@ -60,18 +60,18 @@ class _Passed(NamedTuple):
     """Inputs of a loss."""
 
     own: torch.Tensor
-    """Logits of the model that is trained."""
+    """Logits of the trained model."""
     reference: torch.Tensor | None
-    """Logits of the model as its base, where the loss asked for them."""
+    """Logits of the model as its base, if the loss requested them."""
     teacher: torch.Tensor | None
 
 
 def loss_errors(
     engine: Engine, config: Config, inputs: dict[str, Any], labels: torch.Tensor
 ) -> tuple[dict[str, float], str]:
-    """Errors of this rank in units of what FP32 explains, and the constant that is another one. Changes no weight.
+    """Errors of this rank in units of what FP32 explains, and the constant that differs. Changes no weight.
 
-    A collective. Empty of a loss in chunks, and where ranks share sequences or matrices.
+    A collective. Empty for a loss in chunks, and if ranks share sequences or matrices.
     """
     found, note = _of_noise(engine, config, inputs, labels) if KEYS in inputs else ({}, "")
     world = engine.world
@@ -96,7 +96,7 @@ def loss_errors(
         hook.remove()
     own = [logits for logits, off in outputs if not off]
     reference = [logits for logits, off in outputs if off]
-    if not loss.isfinite():  # as of FP16 values that overflowed
+    if not loss.isfinite():  # as after FP16 values overflowed
         return found, note
     if len(own) != 1 or getattr(engine.objective, "_adapter_off", None) and not reference:
         return found | {"(loss)": math.inf}, "the reference is not the model without its adapter"
@@ -129,7 +129,7 @@ def loss_errors(
 
 
 def _teaching(engine: Engine, teach: Callable[..., Any]) -> Any:
-    """Inside, a student of a live teacher asks this one."""
+    """Context manager: a student with a live teacher asks this one instead."""
     if getattr(engine.objective, "teacher", None) is None:
         return nullcontext()
     return patch.object(engine.objective, "teacher", teach)

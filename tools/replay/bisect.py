@@ -1,9 +1,9 @@
 """Find the first step at which a run departs from its FP32 twin, and the first module within that step.
 
-Healthy trajectories drift apart, so each step is recomputed as the run made it, and beside it in plain FP32 from the
-same masters on the same batch (`tools.parity.steps`), judged by the `parity:` bounds of the run's config; of a model
-with dropout, without it. First the checkpoints are searched by halves for the first whose next steps leave the bounds,
-then every step is made from the one before it. An error of a single step is found only where the walk comes by.
+Healthy trajectories drift apart, so each step is recomputed as the run computed it, and again in plain FP32 from the
+same masters on the same batch (`tools.parity.steps`), judged by the `parity:` bounds of the run's config; dropout is
+off. A binary search finds the first checkpoint whose next steps exceed the bounds; then every step from the checkpoint
+before it on is recomputed. An error confined to one step is found only if that walk passes it.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from training.session import Session, session
 
 HELD, LEFT = 0, 3
 PROBED = 2
-"""Applied steps judged at a checkpoint: the first shows wrong computation, the second a wrong state after the first."""
+"""Applied steps judged at a checkpoint: the first shows wrong computation, the second the wrong state after it."""
 _FORWARD, _BACKWARD = "module_error", ("gradient_error", "gradient_cosine", "sign_agreement")
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """The first thing in a step that is beyond its bound."""
+    """The first check in a step that exceeds its bound."""
 
     step: int
     check: str
     module: str
-    """The module beyond the bound; empty where the whole step is."""
+    """The module beyond the bound; empty if it is the whole step."""
     measured: float
     bound: float
     note: str
@@ -73,7 +73,7 @@ def leaving(measured: Mapping[str, Any], bounds: ParitySection) -> Leaving | Non
 
 
 def _first_backward(check: Check, measured: Mapping[str, Any]) -> tuple[str, float]:
-    """The module beyond the bound whose gradients the backward pass makes first: the last one of the forward pass."""
+    """The module beyond the bound whose gradients backward computes first: the last one in the forward pass."""
     beyond = dict.fromkeys(check.modules, check.measured)
     if check.name == "gradient_error":
         beyond = {name: value for name, value in gradient_errors(measured) if not value <= check.bound}
@@ -82,10 +82,10 @@ def _first_backward(check: Check, measured: Mapping[str, Any]) -> tuple[str, flo
 
 
 def search(points: Sequence[int], leaves: Callable[[int], int | None]) -> tuple[int, int | None]:
-    """Search by halves: the last point whose steps hold, or 0, and the step at which those of the next one leave.
+    """Binary search: the last point whose steps hold, or 0, and the step at which those of the next point leave.
 
-    points: ascending. leaves: the step at which those after a point leave; None: they hold. It is called
-    log2(points + 1) times, rounded up, at most. The second is None where those of no point that was asked leave.
+    points: ascending. leaves: the first step after a point beyond the bounds; None: all hold. It is called at most
+    ceil(log2(points + 1)) times. The second result is None if the steps of every point asked about hold.
     """
     good, bad, at = -1, len(points), None
     while bad - good > 1:
@@ -99,7 +99,7 @@ def search(points: Sequence[int], leaves: Callable[[int], int | None]) -> tuple[
 
 
 class Walker:
-    """Makes a run's recorded steps again and measures them. Every method is a collective."""
+    """Recomputes a run's recorded steps and measures them. Every method is a collective."""
 
     def __init__(self, opened: Session, run_dir: RunDir, steps: Mapping[int, Event], log: Log) -> None:
         """steps: the run's `step` events by step."""
@@ -107,9 +107,9 @@ class Walker:
         self._bounds = opened.resolved.config.parity
 
     def walk(self, point: int, last: int) -> Iterator[tuple[dict[str, Any], Leaving | None]]:
-        """The steps after a checkpoint, or after the seed where it is 0, each as measured and what leaves in it.
+        """The steps after a checkpoint (0: from the seed), each with its measurements and its first exceeded bound.
 
-        Ends with step `last`. From the seed only in a session that has loaded no checkpoint.
+        Ends with step `last`. The seed requires a session that has loaded no checkpoint.
         """
         batches, applied = self._run.batches, self._run.restored(point).applied
         for number in range(point + 1, last + 1):
@@ -132,7 +132,7 @@ class Walker:
             yield measured, found
 
     def leaves(self, point: int, last: int) -> int | None:
-        """The step at which the run leaves FP32, out of PROBED applied ones after a checkpoint; None: it does not."""
+        """The first step to depart from FP32 among PROBED applied ones after a checkpoint; None: none does."""
         self._log(f"checkpoint of step {point}:")
         applied = 0
         for measured, found in self.walk(point, last):
@@ -145,7 +145,7 @@ class Walker:
 
 
 def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
-    """Find the first step that leaves, and its first module; LEFT or HELD. A collective over the run's processes.
+    """Find the first step that departs, and its first module; LEFT or HELD. A collective over the run's processes.
 
     recorded: the run's last step.
     """

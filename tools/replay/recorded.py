@@ -1,4 +1,4 @@
-"""The record of an attempted step: the steps that led to it, its session, and what came of it."""
+"""The record of an attempted step: the steps that led to it, its session, and its outcome."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Recorded:
     steps: list[Event]
     """The `step` events up to it, from the run's first step on."""
     after: list[Event]
-    """The `step` events right after it, as far as they took the batches right after its own."""
+    """The `step` events right after it, as long as they used the batches right after its own."""
     incident: Event | None
-    """The guard's `incident` event, where the step was one."""
+    """The guard's `incident` event, if the step was one."""
     causes: list[Event]
     """The `nonfinite` events of the step."""
     session: Event
-    """The `run_start` of the session that made it: a run may resume in another layout."""
+    """The `run_start` event of its session: a run may resume in another layout."""
 
     @property
     def step(self) -> int:
@@ -33,7 +33,7 @@ class Recorded:
 
 
 def read_recorded(events: list[Event], step: int) -> Recorded:
-    """The attempt of `step` that is replayed; raises UserError when there is none, or its layout is not known."""
+    """The attempt of `step` that is replayed. Raises UserError if there is none, or its layout is unknown."""
     steps = attempt_to_replay(events, step)
     at = next(index for index, event in enumerate(events) if event is steps[-1])
     starts = [event for event in events[:at] if event["event"] == "run_start"]
@@ -59,7 +59,7 @@ def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
     """The `step` events of the attempt that reached `step`, from the run's first step on.
 
     A run that rolled back or was resumed attempts a step more than once; the attempt with an incident is chosen, or
-    else the last. Raises UserError when the run never attempted the step.
+    else the last. Raises UserError if the run never attempted the step.
     """
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
     if not reached:
@@ -75,7 +75,7 @@ def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
 
 
 def require_layout(session: Event, resolved: Resolved) -> None:
-    """Raises UserError where the run folder's config is from a later session with another layout than the step's."""
+    """Raises UserError if the run folder's config is from a later session with a layout other than the step's."""
     later, parallel = f"{resolved.config_path}: is from a later session", resolved.config.parallel
     if (session["zero_stage"], session["compute"]) != (resolved.zero_stage, resolved.compute):
         raise UserError(
@@ -89,11 +89,11 @@ def require_layout(session: Event, resolved: Resolved) -> None:
         ),
         ("model.attention", "attention", resolved.config.model.attention, "rounds differently"),
     ):
-        before = session.get(field, now)  # runs of earlier versions do not say
+        before = session.get(field, now)  # runs of earlier versions did not record it
         if before != now:
             raise UserError(f"{later}, with {key} = {now}; the step was made with {before}, which {why}")
 
 
 def last_step(events: list[Event]) -> int:
-    """The highest step that the run attempted; 0 when it attempted none."""
+    """The highest step that the run attempted; 0 if none."""
     return max((event["step"] for event in events if event["event"] == "step"), default=0)

@@ -29,7 +29,7 @@ REPRODUCED, DIFFERENT = 0, 3
 _SUMS = ("loss", "grad_norm")
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
 _NOISE = 10.0
-"""How many times the difference of two repeats a step may be from the record, where sums have no fixed order."""
+"""Where sums have no fixed order, a step may differ from the record by this factor times the repeats' difference."""
 
 Log = Callable[[str], object]
 
@@ -48,7 +48,7 @@ class Collector:
         """Does nothing: there is nothing to close."""
 
     def of_kind(self, kind: str, step: int | None = None) -> list[Event]:
-        """The events of one kind so far; of one step only, where it is given."""
+        """The events of one kind so far; if a step is given, of that step only."""
         return [event for event in self.events if event["event"] == kind and step in (None, event["step"])]
 
 
@@ -59,12 +59,12 @@ class Restored:
     parts: Parts
     progress: Progress
     steps: list[Event]
-    """The recorded steps from there on, up to the one that is replayed."""
+    """The recorded steps from there up to the one that is replayed."""
     collector: Collector
     """The events that the steps record."""
 
     def attempt(self, recorded: Event | None) -> tuple[Event, Judgement]:
-        """Make the next step, on the batch of `recorded` where it is given; its `step` event. A collective."""
+        """Run the next step, on the batch of `recorded` if given; returns its `step` event. A collective."""
         if recorded is not None:
             self.progress = replace(self.progress, position=recorded["position"])
             self.parts.batches.restore(self.progress.position)
@@ -76,11 +76,11 @@ class Restored:
 def restored(
     run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log, *, new_scale: bool = False
 ) -> Iterator[Restored]:
-    """The run from the nearest checkpoint before the step on. A collective over the run's processes.
+    """Context manager: the run at the nearest checkpoint before the step. A collective over the run's processes.
 
-    resolved: the run's config, or it with another precision; masters and optimizer state are carried over. new_scale:
-    the loss scale starts at `precision.loss_scale.initial`, and not at the checkpoint's. Raises UserError where a step
-    to be repeated is not recorded.
+    resolved: the run's config, perhaps with another precision; masters and optimizer state are carried over. new_scale:
+    the loss scale starts at `precision.loss_scale.initial`, not at the checkpoint's. Raises UserError if a step to
+    repeat is not recorded.
     """
     target, collector = recorded.step, Collector()
     with session(resolved, shares=("sequence", "tensor", "expert")) as opened:
@@ -105,8 +105,8 @@ def restored(
 def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
     """Repeat the steps up to the recorded one, and report. A collective over the run's processes.
 
-    Where sums have no fixed order and a step differs, all are repeated once more: the difference of the two repeats
-    says how far a repeat may be from the record.
+    If sums have no fixed order and a step differs, all are repeated once more: the difference of the two repeats
+    determines how far a repeat may be from the record.
     """
     with restored(run_dir, resolved, recorded, log) as run:
         exact = is_exact(run.parts.engine.world.device)
@@ -140,7 +140,7 @@ def describe(cause: Event) -> str:
 
 
 def _different(now: Event, then: Event) -> list[str]:
-    """The compared keys that differ in a bit; NaN equals NaN."""
+    """The compared keys that differ in any bit; NaN equals NaN."""
     return [key for key in _COMPARED if repr(now[key]) != repr(then[key])]
 
 

@@ -1,7 +1,7 @@
 """Try a recorded step, and some after it, under another precision: would the run have survived?
 
-It survives when the guard has no incident in the window and its last step is applied. Where the record's step was
-itself an overflow that the loss scale answers, which no run dies of, it has to be applied now.
+It survives if the guard has no incident in the window and the last step is applied. If the recorded step was itself an
+overflow that the loss scale handles, which ends no run, it must be applied this time.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from tracking.run_dir import RunDir
 
 SURVIVED, NOT_SURVIVED = 0, 3
 _FURTHER = ("model.attention",)
-"""Keys beside those of `precision:` that change rounding, and neither model nor data."""
+"""Keys outside `precision:` that change rounding, but neither model nor data."""
 _SETS_SCALE = ("precision.loss_scale", "precision.loss_scale.initial")
-"""Overrides after which the loss scale starts at `initial`, and not where the checkpoint had it."""
+"""Overrides that make the loss scale start at `initial` instead of at the checkpoint's value."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Tried:
     causes: Sequence[Event] = ()
     """The `nonfinite` events."""
     faults: Sequence[Event] = ()
-    """The `fault` events: what `faults:` of the config planted into it."""
+    """The `fault` events: faults injected by the config's `faults:`."""
     recorded: Event | None = None
-    """The `step` event of the run, of the same step on the same batch; None where it has none."""
+    """The run's own `step` event for the same step and batch; None if it has none."""
 
     @property
     def incident(self) -> bool:
-        """Whether the guard refused it, beyond an overflow that the loss scale answers."""
+        """Whether the guard refused it, other than for an overflow that the loss scale handles."""
         return self.judgement.verdict is not Verdict.STEP and not self.judgement.routine
 
     @property
     def finite(self) -> bool:
-        """Whether loss and gradient norm are."""
+        """Whether loss and gradient norm are finite."""
         return math.isfinite(self.event["loss"]) and math.isfinite(self.event["grad_norm"])
 
     @property
@@ -65,7 +65,7 @@ class Tried:
 
 
 def under(resolved: Resolved, overrides: Sequence[str], environment: Mapping[str, str]) -> Resolved:
-    """The run under the overrides. Raises UserError for one that would make it another run, or that changes nothing."""
+    """The run under the overrides. Raises UserError for one that makes it a different run, or changes nothing."""
     for text in overrides:
         key, equals, _ = text.partition("=")
         if equals and not key.startswith("precision.") and key not in _FURTHER:
@@ -82,7 +82,7 @@ def under(resolved: Resolved, overrides: Sequence[str], environment: Mapping[str
 def what_if(
     run_dir: RunDir, other: Resolved, recorded: Recorded, overrides: Sequence[str], log: Log, *, after: int
 ) -> int:
-    """Make the steps up to the recorded one, and up to `after` planned ones after it, under `other`; SURVIVED or
+    """Run the steps up to the recorded one, and up to `after` planned ones after it, under `other`; SURVIVED or
     NOT_SURVIVED. A collective over the run's processes."""
     keys = {text.partition("=")[0] for text in overrides}
     new_scale = not keys.isdisjoint(_SETS_SCALE)
@@ -108,7 +108,7 @@ def what_if(
 
 
 def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:
-    """Whether the run would have survived, and a sentence that says so. tried: from before the recorded step on."""
+    """Whether the run would have survived, and a sentence saying so. tried: from before the recorded step on."""
     target, before = recorded.step, recorded.steps[-1]
     bad = next((step for step in tried if step.incident), None)
     at = next((step for step in tried if step.event["step"] == target), None)
@@ -130,13 +130,13 @@ def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:
 
 
 def _following(tried: Sequence[Tried], number: int) -> str:
-    """The human-readable number of applied steps after step `number`; empty where none was tried."""
+    """Human-readable number of applied steps after step `number`; empty if none was tried."""
     after = [step.event["applied"] for step in tried if step.event["step"] > number]
     return f"; applied after it: {sum(after)} of {len(after)} steps" if after else ""
 
 
 def compared(step: Tried) -> str:
-    """One line: a step beside the record's."""
+    """One line that compares a step with the record."""
     text = f"step {step.event['step']}: {numbers(step.event)}, {_applied(step.event)}"
     if step.judgement.routine:
         text += " for an overflow that the loss scale handles"

@@ -1,4 +1,4 @@
-"""Training loops of other libraries that Mantissa is compared with, on the same work.
+"""Training loops of other libraries, to compare Mantissa with on the same work.
 
-Each module is started by a launcher with a file of `lab.benchmark.spec.Spec` and writes a `Result`.
+Each module is started by a launcher with the file of a `lab.benchmark.spec.Spec` and writes a `Result`.
 """

@@ -2,8 +2,8 @@
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.accelerate_loop SPEC RESULT
 
-On a machine without a GPU Accelerate 1.15 uses DeepSpeed only when the environment asks for it and the process group
-is started with gloo first; otherwise it silently trains with plain DDP.
+On a machine without a GPU, Accelerate 1.15 uses DeepSpeed only if the environment requests it and the process group is
+started with gloo first; otherwise it silently trains with plain DDP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 
 def train(job: Job) -> Any:
-    """Train the work; the engine."""
+    """Train the work and return the engine."""
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     if not job.on_cuda:
         PartialState(backend="gloo")
@@ -28,12 +28,12 @@ def train(job: Job) -> Any:
     )
     model = job.load_model()
     plain = job.optimizer(model)
-    scheduler = job.scheduler(plain)  # not prepared: Accelerate would step it once a process
+    scheduler = job.scheduler(plain)  # not prepared: Accelerate would step it once per process
     model, optimizer, loader = accelerator.prepare(model, plain, job.loader_of_all())
     for batch in job.on_device(loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss
-            accelerator.backward(loss)  # DeepSpeed's step included
+            accelerator.backward(loss)  # includes DeepSpeed's step
             optimizer.step()
             optimizer.zero_grad()
         job.loss(loss / job.spec.accumulation)

@@ -15,9 +15,9 @@ from lab.benchmark.peers.common import Job, run_on_deepspeed
 
 
 def train(job: Job) -> Any:
-    """Train the work; the engine."""
+    """Train the work and return the engine."""
     deepspeed.init_distributed(auto_mpi_discovery=False)
-    # transformers loads the model partitioned for as long as this object lives; AutoTP cuts whole matrices
+    # transformers partitions the model on loading while this object lives; AutoTP needs whole matrices to cut
     partitioned = job.spec.stage == 3 and job.spec.tensor == 1
     _zero3 = HfDeepSpeedConfig(job.spec.deepspeed) if partitioned else None
     model = job.load_model()

@@ -1,4 +1,4 @@
-"""The parts that the loops share: the work as tensors, the optimizer, and the measurements."""
+"""Parts shared by the loops: the work as tensors, the optimizer, and the measurements."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """One contestant's process: its work, and what is measured.
+    """One contestant's process: its work and its measurements.
 
     DeepSpeed and transformers' models are imported by the methods that need them, so that torchtitan's start-up time
     does not include them.
     """
 
     def __init__(self, arguments: Sequence[str] | None = None) -> None:
-        """Reads the command line, and completes a launcher's environment where there is none: one process."""
+        """Reads the command line, and fills in the environment if no launcher has set it: one process."""
         op_builds.use_own_folder()
         parser = argparse.ArgumentParser()
         parser.add_argument("spec", type=Path)
@@ -47,7 +47,7 @@ class Job:
         self.device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if self.on_cuda else "cpu")
         if self.on_cuda:
             torch.cuda.set_device(self.device)
-        # ranks that share matrices have the same sequences, and drop out alike
+        # ranks that share matrices have the same sequences and the same dropout
         self.data_rank, self.data_ranks = self.rank // self.spec.tensor, self.world_size // self.spec.tensor
         torch.manual_seed(self.spec.seed + self.data_rank)
         self._losses: list[torch.Tensor] = []
@@ -56,11 +56,11 @@ class Job:
 
     @property
     def sequence_length(self) -> int:
-        """[tokens] Length of a window, the last label not counted."""
+        """[tokens] Length of a window, not counting the last label."""
         return Windows(self.spec).length
 
     def load_model(self) -> PreTrainedModel:
-        """The initial weights in FP32, with activation checkpointing as the work has it, and its adapter as peft's."""
+        """The initial weights in FP32, with the work's activation checkpointing, and its adapter as peft's."""
         from transformers import AutoModelForCausalLM
 
         from modeling.activation_checkpointing import apply_activation_checkpointing
@@ -79,18 +79,18 @@ class Job:
         return self.model
 
     def optimizer(self, model: PreTrainedModel) -> torch.optim.Optimizer:
-        """The one of the config, which does not decay norms, biases and embeddings."""
+        """The config's optimizer, which does not decay norms, biases and embeddings."""
         from training.engine.optimizer import build_optimizer
 
         section = OptimizerSection(**_tuples(self.spec.optimizer))
         return build_optimizer(model, section, offload=self.spec.offload != "none", device=self.device)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """The learning rate of every step, to be stepped once an optimizer step."""
+        """The learning rate schedule, to be stepped once per optimizer step."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate_of_peak)
 
     def rate_of_peak(self, step: int) -> float:
-        """The learning rate of a step, counted from 0, as a share of the optimizer's; the last one's after the end."""
+        """Learning rate of a step, from 0, relative to the optimizer's; past the end, that of the last step."""
         rates = self.spec.learning_rates
         return rates[min(step, len(rates) - 1)] / self.spec.optimizer["learning_rate"]
 
@@ -111,7 +111,7 @@ class Job:
         return load_from_disk(self.spec.tokens)
 
     def loader_of_all(self) -> torch.utils.data.DataLoader:
-        """The micro-batches of all ranks in turn, for a library that selects a rank's own."""
+        """The micro-batches of all ranks in turn, for a library that selects its rank's own."""
         return torch.utils.data.DataLoader(Windows(self.spec), batch_size=self.spec.micro_size, pin_memory=self.on_cuda)
 
     def on_device(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -124,18 +124,18 @@ class Job:
         self._losses.append(share.detach())
 
     def step_done(self) -> None:
-        """An optimizer step has come to its end."""
+        """Record the end of an optimizer step."""
         done = len(self._stamps) + 1
         if self.on_cuda and done in (1, self.spec.warm_up, self.spec.steps):
             torch.cuda.synchronize()
         self._stamps.append(time.time())
 
     def note_memory(self) -> None:
-        """Keep the peak memory so far, for a library that resets the device's peak."""
+        """Record the peak memory so far, for a library that resets the device's peak."""
         self._memory = max(self._memory, peak_memory_bytes(self.device))
 
     def deepspeed_engine(self, engine: Any) -> str:
-        """A description of the engine. Raises RuntimeError: it is not DeepSpeed, at the work's stage, on all ranks."""
+        """A description of the engine. Raises RuntimeError unless it is DeepSpeed at the work's stage on all ranks."""
         import deepspeed
 
         if not isinstance(engine, deepspeed.DeepSpeedEngine):
@@ -147,7 +147,7 @@ class Job:
     def finish(self, engine: str) -> None:
         """Write the result and leave the process group. A collective. engine: what trained, as seen in this process.
 
-        Raises RuntimeError: the ranks did not train together.
+        Raises RuntimeError if the ranks did not train together.
         """
         if dist.get_world_size() != self.world_size:
             raise RuntimeError(f"{dist.get_world_size()} ranks instead of {self.world_size} trained together")
@@ -164,7 +164,7 @@ class Job:
 
 
 def run_on_deepspeed(train: Callable[[Job], Any]) -> None:
-    """Run a loop as this process's job. train: trains the work and returns the engine that did it."""
+    """Run a loop as this process's job. train: trains the work and returns the engine used."""
     from training.distributed import build_no_shared_memory_op
 
     job = Job()
@@ -173,7 +173,7 @@ def run_on_deepspeed(train: Callable[[Job], Any]) -> None:
 
 
 def _tuples(section: dict[str, Any]) -> dict[str, Any]:
-    """A section of the run config as it was before it was JSON."""
+    """A section of the run config with the tuples that JSON turned into lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
 
 

@@ -2,9 +2,9 @@
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.titan_loop SPEC RESULT [--compile]
 
-It is given the work (weights, tokens, learning rates, AdamW's settings) and runs with its defaults otherwise
-(docs/performance.md). `--compile` compiles each block and the loss, as its recipes for speed do. The `partial_dtensor`
-backend is not its default; see `titan_trainer`. On a CPU CUDA graphs are off and attention is SDPA.
+It is given the work (weights, tokens, learning rates, AdamW's settings) and otherwise runs with its defaults
+(docs/performance.md). `--compile` compiles each block and the loss, as its performance recipes do. The
+`partial_dtensor` backend is not its default; see `titan_trainer`. On a CPU, CUDA graphs are off and attention is SDPA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lab.benchmark.peers.common import Job
 
 
 def main() -> None:
-    """Train the work of the command line."""
+    """Train the work named on the command line."""
     job = Job()
     add_missing_name()
     if not job.on_cuda:
@@ -46,14 +46,14 @@ def add_missing_name() -> None:
 def use_cpu() -> None:
     """Make torchtitan run on a CPU: without an accelerator it assumes CUDA, and it has no option.
 
-    Its modules copy these two names when they are imported, so they are set before any other module is.
+    Its modules copy these two names on import, so they are set before any other module is imported.
     """
     cpu = SimpleNamespace(
-        # of torch.cpu
+        # from torch.cpu
         set_device=torch.cpu.set_device,
         device_count=torch.cpu.device_count,
         synchronize=torch.cpu.synchronize,
-        # different or missing in torch.cpu, used for its log
+        # different or missing in torch.cpu, used for logging
         current_device=lambda: 0,
         get_device_name=lambda _: "cpu",
         get_device_properties=lambda _: SimpleNamespace(total_memory=1),

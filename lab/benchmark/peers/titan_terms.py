@@ -12,23 +12,23 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 VERSION = "0.3.0"
-"""The release of torchtitan that is supported: its configuration changes from one to the next."""
+"""The supported release of torchtitan, whose configuration changes between releases."""
 NEEDED = (
     *("torchtitan", "torchdata", "torch_checkpointing", "spmd_types", "tyro", "docstring_parser"),
     *("tensorboard", "absl", "triton"),
 )
-"""Modules that its trainer imports and requirements.txt does not install; triton comes with torch for CUDA."""
+"""Modules that its trainer imports but requirements.txt does not install; triton comes with torch for CUDA."""
 UNDECAYED = r"(^|[._])norm\.weight$|\.bias$|^tok_embeddings\."
-"""Names in its Llama, which ties the output's weight to `tok_embeddings.weight`; see `modeling.parameter_groups`."""
+"""Names in its Llama, whose output weight is tied to `tok_embeddings.weight`; see `modeling.parameter_groups`."""
 RESHARD = {0: "never", 1: "never", 2: "never", 3: "always"}
-"""Whether, by ZeRO stage, a block's weights are resharded after its forward pass and gathered again for its backward
-pass. Its FSDP2 shards gradients and the optimizer's state at every stage but 0, and between steps the weights, too."""
+"""Whether, by ZeRO stage, a block's weights are resharded after forward and gathered again for backward. Its FSDP2
+shards gradients and optimizer state at every stage but 0, and between steps also the weights."""
 PARAMETERS = {"fp32": "float32", "bf16": "bfloat16"}
 """Its `mixed_precision_param`, by compute. Gradients are reduced in float32, its only choice."""
 
 
 def unavailable_reason() -> str | None:
-    """Why torchtitan cannot be imported here; None where no reason is known."""
+    """Why torchtitan cannot be imported here; None if no reason is known."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if not missing:
         return None
@@ -36,7 +36,7 @@ def unavailable_reason() -> str | None:
 
 
 def unsupported_reason(spec: Spec) -> str | None:
-    """Why torchtitan cannot train this work; None where it can. Reads the model's configuration."""
+    """Why torchtitan cannot train this work; None if it can. Reads the model's configuration."""
     from transformers import AutoConfig
 
     if spec.compute not in PARAMETERS:
@@ -53,9 +53,9 @@ def unsupported_reason(spec: Spec) -> str | None:
 
 
 def require_llama(config: PretrainedConfig) -> dict[str, Any]:
-    """Keywords of its `ComplexRoPE.Config` for a Llama: theta, and those of Llama 3's scaling where there is one.
+    """Arguments of its `ComplexRoPE.Config` for a Llama: theta, and those of Llama 3's scaling if used.
 
-    Raises UserError: its Llama cannot be this model.
+    Raises UserError if its Llama cannot be this model.
     """
     if config.model_type != "llama":
         raise UserError(f"this loop supports only llama of its models, not {config.model_type}")
@@ -67,12 +67,12 @@ def require_llama(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def largest_norm(spec: Spec) -> float:
-    """[gradient units] Its `max_norm`; inf leaves gradients as they are, where DeepSpeed's JSON has 0 for it."""
+    """[gradient units] Its `max_norm`; inf disables clipping, for which DeepSpeed's JSON has 0."""
     return spec.deepspeed.get("gradient_clipping") or float("inf")
 
 
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Rotary embeddings as in `transformers.modeling_rope_utils`, of which it has "default" and "llama3"."""
+    """Rotary embeddings as in `transformers.modeling_rope_utils`; only "default" and "llama3" are supported."""
     kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UserError("its Llama rotates whole heads; this one has a partial_rotary_factor")

@@ -1,6 +1,6 @@
 """torchtitan's own Trainer on a benchmark's work: its configuration, data loader, learning rates and measurements.
 
-Imports torchtitan, which looks for its device while it is imported; see `titan_loop`.
+Imports torchtitan, which looks for its device on import; see `titan_loop`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lab.benchmark.peers.common import Job
 from lab.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, largest_norm, require_llama
 from lab.benchmark.spec import Spec
 
-# A weight that is not loaded afterwards makes the first loss nan.
+# A weight that is never loaded makes the first loss nan.
 _UNLOADED = {"weight": partial(torch.nn.init.constant_, val=math.nan)}
 
 
 class Windows(BaseDataLoader):
-    """The job's token windows as its own data loaders give them: tokens with their positions, and labels."""
+    """The job's token windows in the form of torchtitan's own data loaders: tokens with positions, and labels."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -49,7 +49,7 @@ class Windows(BaseDataLoader):
 
     def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **_: Any) -> None:
         self._batches = config.batches
-        # one document a window: attention and rotary embeddings start at its first token
+        # one document per window: attention and rotary embeddings start at its first token
         self._positions = torch.arange(seq_len).repeat(local_batch_size, 1)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -65,7 +65,7 @@ class Windows(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """Stands in for a tokenizer: the work is token ids already."""
+    """Stands in for a tokenizer: the work is already token ids."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -102,14 +102,14 @@ class Measured(Trainer):
     def forward_backward_step(self, **work: Any) -> torch.Tensor:
         """torchtitan's loss of one micro-batch: the sum over this rank's tokens over the tokens of the whole step."""
         loss = super().forward_backward_step(**work)
-        # a new tensor: with CUDA graphs the next replay overwrites the loss
+        # a new tensor: with CUDA graphs the next replay would overwrite the loss
         self.job.loss(loss.detach() * self.job.world_size)
-        # it resets the device's peak whenever it logs, and a graph's memory is visible only while it is captured
+        # torchtitan resets the device's peak whenever it logs, and a graph's memory shows only during capture
         self.job.note_memory()
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
-        """torchtitan's step, which the job is told of."""
+        """torchtitan's step, reported to the job."""
         super().train_step(data_iterator)
         self.job.step_done()
 
@@ -124,7 +124,7 @@ def trainer_of(job: Job, folder: Path) -> Measured:
     if not job.on_cuda:
         for unit in trainer.model_parts[0].modules():
             if isinstance(unit, FSDPModule):
-                unit.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor, which here is 1
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum, and the factor here is 1
     return trainer
 
 
@@ -134,7 +134,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
     shape = AutoConfig.from_pretrained(spec.model)
     weights = cached_file(spec.model, "config.json")
     assert weights is not None
-    # its default, spmd_types, needs a later torch: FSDP2 of 2.13 does not accept parameters with such annotations
+    # its default, spmd_types, needs a later torch: FSDP2 of 2.13 rejects parameters with such annotations
     parallelism = ParallelismConfig(spmd_backend="partial_dtensor", fsdp_reshard_after_forward=RESHARD[spec.stage])
     if spec.stage == 0:
         parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree = world, 1
@@ -153,7 +153,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
         hf_assets_path=str(Path(weights).parent),
         tokenizer=NoTokenizer.Config(),
         dataloader=Windows.Config(batches=job.loader),
-        # in the chunks of its own recipes, where they divide the sequence
+        # in the chunks of its own recipes, if they divide the sequence
         loss=ChunkedLossWrapper.Config(
             num_chunks=math.gcd(ChunkedLossWrapper.Config().num_chunks, length),
             loss_fn=CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size),
@@ -181,7 +181,7 @@ def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
     """torchtitan's fused AdamW, which does not decay norms, biases and embeddings."""
     section = spec.optimizer
     options = {"lr": section["learning_rate"], "betas": tuple(section["betas"]), "eps": section["eps"]}
-    decays = ((UNDECAYED, 0.0), (".*", section["weight_decay"]))  # the first pattern that matches counts
+    decays = ((UNDECAYED, 0.0), (".*", section["weight_decay"]))  # the first matching pattern wins
     given = [(pattern, {**options, "weight_decay": decay}) for pattern, decay in decays]
     groups = [ParamGroupConfig(pattern=each, optimizer_name="AdamW", optimizer_kwargs=kwargs) for each, kwargs in given]
     return OptimizersContainer.Config(param_groups=groups)
@@ -190,8 +190,8 @@ def optimizer_of(spec: Spec) -> OptimizersContainer.Config:
 def model_of(shape: PretrainedConfig, *, length: int, on_cuda: bool) -> Llama3Model.Config:
     """torchtitan's Llama, with queries, keys and values from one matmul as in all its sizes.
 
-    length: [tokens] of a sequence. Attention is its default, FlexAttention, on a GPU. On a CPU, where that has no
-    backward pass, it is SDPA, without a mask: every window is one document.
+    length: [tokens] of a sequence. Attention is its default, FlexAttention, on a GPU. On a CPU, where that lacks a
+    backward pass, it is SDPA without a mask, since every window is one document.
     """
 
     rope = require_llama(shape)
@@ -238,7 +238,7 @@ def model_of(shape: PretrainedConfig, *, length: int, on_cuda: bool) -> Llama3Mo
 
 
 def trained_with(trainer: Measured) -> str:
-    """A description of the trained model. A collective. Raises RuntimeError: it is not what the work asks for."""
+    """A description of the trained model. A collective. Raises RuntimeError if it is not what the work requires."""
     job, model = trainer.job, trainer.model_parts[0]
     units = sum(isinstance(module, FSDPModule) for module in model.modules())
     parameters = list(model.parameters())

@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.trainer_loop SPEC RESULT
 
-On a machine without a GPU it uses DeepSpeed only with an Accelerate state set up for it; see `accelerate_loop`.
+On a machine without a GPU it uses DeepSpeed only if an Accelerate state is set up for it; see `accelerate_loop`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Measured(TrainerCallback):
         self._job = job
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after the optimizer step."""
+        """Called by the Trainer after the optimizer step."""
         self._job.step_done()
 
 
 class InOrder:
-    """Before a Trainer among the base classes: the work's order of samples, the loss of every micro-batch kept.
+    """Mixin before a Trainer: keeps the work's order of samples, and records the loss of every micro-batch.
 
-    Optimizer and scheduler are made here: those given as `optimizers` are silently dropped under DeepSpeed.
+    Optimizer and scheduler are created here: DeepSpeed silently drops those passed as `optimizers`.
     """
 
     job: Job
@@ -59,7 +59,7 @@ class InOrder:
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def compute_loss(self, *arguments: Any, **options: Any) -> Any:
-        """The Trainer's loss: over the labels of the whole step, times the processes that DeepSpeed divides by."""
+        """The Trainer's loss: over the labels of the whole step, times the processes, by which DeepSpeed divides."""
         loss: Any = super().compute_loss(*arguments, **options)  # type: ignore[misc]
         self.job.loss(loss)
         return loss
@@ -70,7 +70,7 @@ class OrderedTrainer(InOrder, Trainer):
 
 
 def prepare_state(job: Job) -> dict[str, bool] | None:
-    """Have Accelerate use DeepSpeed on a machine without a GPU; what the Trainer's `accelerator_config` has to be."""
+    """Have Accelerate use DeepSpeed without a GPU; returns the `accelerator_config` that the Trainer needs."""
     if job.on_cuda:
         return None
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -103,7 +103,7 @@ def trainer_arguments(job: Job, folder: str) -> dict[str, Any]:
 
 
 def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A micro-batch of rows, as the library's own collators make it: (micro, longest) int64 each."""
+    """A micro-batch of rows as made by the library's own collators: (micro, longest) int64 each."""
     filling = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0}
     found = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
     return {
@@ -125,7 +125,7 @@ def make_trainer(job: Job, folder: str) -> Any:
 
 
 def train(make: Callable[[Job, str], Any], job: Job) -> Any:
-    """Train the work by the trainer that is made; the engine."""
+    """Train the work with the trainer that `make` returns; returns the engine."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(job, folder)
         trainer.job = job

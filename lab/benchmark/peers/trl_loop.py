@@ -2,9 +2,9 @@
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.trl_loop SPEC RESULT
 
-Both get the tokens that Mantissa trains, so that templates and truncation are no part of the comparison, and keep their
-defaults but for what the work decides: no recomputation unless it has some, no dropout. Their metrics (entropy, token
-accuracy, rewards) are computed in every step, as they are for every user.
+Both get the tokens that Mantissa trains on, so that templates and truncation play no part, and keep their defaults
+except where the work decides: recomputation only if it has some, no dropout. Their metrics (entropy, token accuracy,
+rewards) are computed in every step, as they are for every user.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OrderedSFT(InOrder, SFTTrainer):
 
 
 class OrderedDPO(InOrder, DPOTrainer):
-    """The DPOTrainer on the work, whose pairs are tokens already."""
+    """The DPOTrainer on the work, whose pairs are already tokens."""
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
         return dataset
@@ -45,7 +45,7 @@ def make_trainer(job: Job, folder: str) -> Any:
         "processing_class": AutoTokenizer.from_pretrained(spec.tokenizer, local_files_only=True),
         "callbacks": [Measured(job)],
     }
-    # Before the model: at ZeRO-3 it is what has it loaded in partitions.
+    # Before the model: at ZeRO-3 this has it loaded in partitions.
     if spec.task == "sft":
         sft = SFTConfig(**common, dataset_kwargs={"skip_prepare_dataset": True})
         return OrderedSFT(model=job.load_model(), args=sft, **given)

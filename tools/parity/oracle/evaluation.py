@@ -1,8 +1,8 @@
 """The evaluations that a run reported, recomputed in plain torch from the masters in the checkpoints of their steps.
 
-Which rows an evaluation is of, what its mean is over, the mode and the weights that it ran with: both twins of a gate
-share the code for all of it, so nothing else judges it. A run is compared with plain torch in its dtype: its masters
-rounded once, rows one by one; where its modules compute in several dtypes, with FP64.
+An evaluation's rows, what its mean is over, and the mode and weights that it ran with: both twins of a gate share the
+code for all of these, so nothing else checks it. A run is compared with plain torch in its dtype: its masters rounded
+once, rows one by one; if its modules compute in several dtypes, with FP64.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from training.checkpoint.partitions import open_saved_model
 
 VALIDATION, BY_SOURCE, METRICS = "validation loss", "validation loss by source", "validation metrics"
 SAME = 2e-6
-"""Relative difference that FP32's sums make."""
+"""Relative difference that FP32 sums cause."""
 _ERRORS = 6 * math.sqrt(2)
-"""Standard errors of one evaluation by which two that round alike, in another order, may be apart."""
+"""Standard errors of one evaluation by which two with the same roundings in a different order may differ."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Evaluated:
 
 @torch.no_grad()
 def evaluated(task: Task) -> Evaluated:
-    """Compute an evaluation of a task that is held out, with its models as they are."""
+    """Compute the evaluation of a `held_out` task with its current models."""
     parts = [part for place, ids in enumerate(task.order.evaluated()) for part in task.parts(ids, place)]
     losses = np.array([float(part.loss()) for part in parts])
     return Evaluated(losses, sum(part.counts for part in parts), task.metrics() if parts else {})
@@ -58,15 +58,15 @@ def evaluated(task: Task) -> Evaluated:
 def slack(plain: Evaluated, exact: Evaluated) -> float:
     """How far a mean in 16 bits may be from plain torch's in that dtype, in nats.
 
-    exact: FP32's from the same rounded weights. The distances of its parts from plain torch's are one draw of what the
-    dtype's rounding does to a part, and the run's own are another.
+    exact: in FP32 from the same rounded weights. The distances of its parts from plain torch's are one sample of what
+    the dtype's rounding does to a part, and the run's own are another.
     """
     return _ERRORS * float(np.linalg.norm(plain.losses - exact.losses)) / max(plain.counts, 1)
 
 
 @torch.no_grad()
 def load_masters(model: Any, folder: Path) -> None:
-    """Set what a model trains to the masters in a checkpoint. Raises UserError where they cannot be read."""
+    """Set a model's trained parameters to the masters in a checkpoint. Raises UserError if they cannot be read."""
     saved = open_saved_model(folder).tensors
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -84,10 +84,10 @@ def compare_evaluations(
     start: Mapping[str, Any],
     bound: float,
 ) -> tuple[list[Comparison], list[str]]:
-    """Recompute every evaluation whose step has a checkpoint; comparisons, and notes that name what was judged.
+    """Recompute every evaluation whose step has a checkpoint; returns comparisons, and notes on what was judged.
 
-    buffers: dtypes of the model's own. start: the `run_start` event. bound: on the loss, where modules compute in
-    several dtypes. A difference is a share of the loss, or of the first step's where that is larger: a loss that has
+    buffers: dtypes of the model's buffers. start: the `run_start` event. bound: on the loss, if modules compute in
+    several dtypes. Differences are relative to the loss, or to the first step's if that is larger: a loss that has
     nearly vanished keeps the roundings of its logits.
     """
     first = next((abs(event["loss"]) for event in events if event["event"] == "step"), 0.0)
@@ -124,7 +124,7 @@ def compare_evaluations(
 
 
 def _of_metrics(event: Mapping[str, Any], expected: Evaluated, *, bound: float, where: str) -> Comparison:
-    """The metrics and the perplexity of an `eval` event, as a share of the largest metric or of 1.
+    """The metrics and the perplexity of an `eval` event, relative to the largest metric or to 1.
 
     bound: coarse in 16 bits, where rounding decides which of two labels is the likelier.
     """
@@ -134,6 +134,6 @@ def _of_metrics(event: Mapping[str, Any], expected: Evaluated, *, bound: float, 
     for name, value in event.get("metrics", {}).items():
         known = expected.metrics[name]
         ties = 1 / expected.counts if name == "teacher_agreement" else 0.0  # two tokens can be equally likely in FP32
-        off = max(abs(value - known) - ties, 0.0)  # in this order what is not a number stays one
+        off = max(abs(value - known) - ties, 0.0)  # in this order nan stays nan
         row.add(off / max(1.0, *map(abs, expected.metrics.values())), f"{name}, {where}")
     return row

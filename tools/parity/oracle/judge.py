@@ -2,12 +2,12 @@
 
     python -m tools.parity --oracle runs/NAME [--steps N]
 
-Both twins of the gate share Mantissa's engine, data order and schedule, so an error there moves both alike. This shares
-none of them. From the run's config, its prepared data and its initial weights it derives by itself (`rules`): which
-samples make a step, which tokens are labels and how much each counts, the learning rate, which parameters decay,
-clipping, and the update. Sequences go through the model one by one, documents that are kept apart each by itself;
-parameters, gradients and moments are FP64 (a model's own code may compute in less inside, as most norms do). The first
-steps are updates of its own; a later one is computed from the masters of the checkpoint before it.
+Both twins of the gate share Mantissa's engine, data order and schedule, so an error there moves both alike. The oracle
+shares none of them. From the run's config, its prepared data and its initial weights it derives by itself (`rules`):
+which samples make a step, which tokens are labels and how much each counts, the learning rate, which parameters decay,
+clipping, and the update. Sequences go through the model one by one, separated documents individually; parameters,
+gradients and moments are FP64 (a model's own code may use less internally, as most norms do). The first steps are its
+own updates; a later one is computed from the masters of the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from training.tasks.shape import settle_labels, shape_of_model
 from training.tasks.task import prepare
 
 STEPS = 10
-"""Default number of steps that are recomputed."""
+"""Default number of steps to recompute."""
 _LAYERS = 4
-"""Layers of the models that the bounds were set by."""
+"""Number of layers of the models that the bounds were set with."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -69,7 +69,7 @@ class Judged:
 
     @property
     def holds(self) -> bool:
-        """Whether all of it is within its bounds."""
+        """Whether every comparison is within its bound."""
         return all(comparison.holds for comparison in self.comparisons)
 
     def lines(self) -> list[str]:
@@ -89,7 +89,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     """Recompute a run's first steps, the one after each of `points`, and its evaluations that have a checkpoint.
 
     steps: 0 for evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
-    know, and UserError for one that it cannot read.
+    support, and UserError for one that it cannot read.
     """
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None)
@@ -104,7 +104,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         raise UserError(f"{run}: its data are gone; what its config names now is {corpus.fingerprint}, and was {used}")
     config = settle_labels(config, corpus)
     shape = shape_of_model(config, corpus)
-    if config.task in ("dpo", *SAMPLING_TASKS):  # whose reference has none
+    if config.task in ("dpo", *SAMPLING_TASKS):  # their reference has no dropout
         for key in set(dropout_keys(shape)) - config.model.config.keys():
             setattr(shape, key, 0.0)
     drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
@@ -155,7 +155,7 @@ def _compare_steps(
     compared: Mapping[str, Comparison],
     log: Log,
 ) -> list[str]:
-    """Compare the first steps with updates of the oracle's own, and later ones from the masters before; notes."""
+    """Compare the first steps with the oracle's own updates, and later ones from the masters before; returns notes."""
     notes = []
     for event in first:
         oracle.step(event, compared, log)
@@ -211,7 +211,7 @@ def _require_known(config: Config, *, recomputes: bool) -> None:
 def _recorded(
     run: Path, events: Sequence[Mapping[str, Any]], count: int, points: Sequence[int]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], list[str]]:
-    """The `step` events 1 to `count`, and those after later points, as far as the plain rule made them; and notes."""
+    """The `step` events 1 to `count` and those after later points, up to the first incident; and notes."""
     by_step = {event["step"]: event for event in events if event["event"] == "step"}
     reacted = min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
     first = [by_step[step] for step in range(1, count + 1) if step in by_step and step < reacted]
@@ -231,7 +231,7 @@ def _checksum(parameter: torch.Tensor) -> str:
 
 
 def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[str, Comparison]) -> str:
-    """Compare the weights that the oracle starts from with the checksum that the run recorded of its own; a note."""
+    """Compare the oracle's initial weights with the checksum that the run recorded of its own; returns a note."""
     recorded, own = checksum_at_start(environment), checksum_in(str(found))
     if recorded is None:
         return f"{START} not compared: the run recorded no checksum of them"
@@ -244,16 +244,16 @@ def _comparisons(
     config: Config, start: Mapping[str, Any], *, teacher: str | None, layers: int
 ) -> dict[str, Comparison]:
     """The comparisons, with bounds several times what was measured (docs/parity.md). start: the `run_start` event.
-    teacher: the dtype that one computes in. layers: of the model.
+    teacher: the dtype that a teacher computes in. layers: of the model.
 
-    Those of 16 bits are multiples of the unit roundoff. Losses and norms have theirs for each `_LAYERS` layers, whose
-    roundings are handed on and add up at worst. The norm of the first update is of the same weights; later ones
-    have twice its bound, since the weights have parted by the rounding of the steps before. Single masters are not
-    compared there: Adam's first steps go by a gradient's sign, and that of the smallest ones is rounding. Where a
-    gradient's error is a share e of normal values, e / pi of them have the other sign, and the movement, as long as
-    before, has a cosine of 1 - 2 e / pi. e is bounded like the norm.
+    Bounds in 16 bits are multiples of the unit roundoff. Those of losses and norms grow with every `_LAYERS` layers,
+    whose roundings propagate and at worst add up. The first update's norm is from the same weights; later ones have
+    twice its bound, since the weights differ by the rounding of earlier steps. Single masters are not compared there:
+    Adam's first steps follow a gradient's sign, which is rounding for the smallest ones. If a gradient of normal values
+    has a relative error e, e / pi of them change sign, and the movement, of the same length, has a cosine of 1 - 2 e /
+    pi. e is bounded like the norm.
     """
-    computed = {start["compute"], *(start["regions"] or {}).values()}  # of a manifest's run the first is FP32
+    computed = {start["compute"], *(start["regions"] or {}).values()}  # with a manifest the first is FP32
     computed |= {teacher} if teacher is not None else set()
     deeper = max(1.0, layers / _LAYERS)
     bounds = {"samples": 0.0, "tokens": 0.0, "learning rate": 1e-9}
@@ -266,12 +266,12 @@ def _comparisons(
         deep = roundoff * deeper
         bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
         bounds[DISTANCE] = max(roundoff, 2.0**-10)
-    if config.task == "dpo":  # of a difference of sums of many log-probabilities
+    if config.task == "dpo":  # a difference of sums of many log-probabilities
         bounds["loss"] *= 16
         bounds |= {what: 4 * bounds[what] for what in (FIRST_NORM, "norm") if what in bounds}
-    if config.task in ("distill", "opd"):  # of differences of log-probabilities that nearly cancel
+    if config.task in ("distill", "opd"):  # differences of log-probabilities that nearly cancel
         bounds["loss"] *= 2
-    if config.optimizer.name == "lion":  # it goes by the sign of a sum, also where that is rounding
+    if config.optimizer.name == "lion":  # it follows the sign of a sum, even if that is rounding
         bounds.pop("masters", None)
     bounds[DIRECTION] = 2 * bounds["norm"] / math.pi * (8 if config.optimizer.name == "lion" else 1)
     if config.data.sources:
@@ -332,7 +332,7 @@ class _Oracle:
     def _gradients(self, ids: Sequence[int], position: int) -> tuple[float, dict[int, tuple[float, float]]]:
         """The loss of a global batch, whose gradient is left in the parameters: the mean over everything that counts.
 
-        And of a mixture by source what counts, and the sum of its losses.
+        For a mixture also the count and the sum of losses by source.
         """
         parts = list(self._task.parts(ids, position))
         everything, loss = sum(part.counts for part in parts), 0.0
@@ -350,9 +350,9 @@ class _Oracle:
 
     @torch.no_grad()
     def restart(self, folder: Path, events: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the masters of a checkpoint, for the loss and the gradient of one step."""
+        """Continue from the masters of a checkpoint, for the loss and the gradient of one step."""
         point = int(folder.parent.name.removeprefix("step-"))
         load_masters(self._model, folder)
         before = [event for event in events if event["event"] == "step" and event["step"] <= point]
         self._applied, self._tokens = sum(event["applied"] for event in before), before[-1]["tokens"]
-        self._scale = self.movement = None  # which follow from all steps before
+        self._scale = self.movement = None  # these depend on all earlier steps

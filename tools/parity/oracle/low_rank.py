@@ -14,7 +14,7 @@ from modeling.adapter import initial_value
 
 
 class LowRank(nn.Module):
-    """A layer with its factors; its parameters have the names that they have in checkpoints."""
+    """A layer with its factors; its parameters are named as in checkpoints."""
 
     def __init__(self, layer: nn.Module, inputs: int, outputs: int, *, r: int, factor: float) -> None:
         super().__init__()
@@ -31,9 +31,9 @@ class LowRank(nn.Module):
 
 
 def add_low_rank(model: Any, section: AdapterSection, *, seed: int) -> None:
-    """Freeze the model and give the layers of `adapter.target_modules` factors, with the values that they start from.
+    """Freeze the model and give the layers of `adapter.target_modules` factors, with their initial values.
 
-    all-linear: every linear layer but the output embedding. Raises UserError for a layer that is not linear.
+    all-linear: every linear layer except the output embedding. Raises UserError for a layer that is not linear.
     """
     model.requires_grad_(False)
     head, factor = model.get_output_embeddings(), section.alpha / (section.r**0.5 if section.rslora else section.r)

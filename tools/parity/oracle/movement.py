@@ -1,7 +1,7 @@
 """The oracle's own updates, and how far they have moved the weights, compared with a run's masters.
 
 Parameters and gradients are FP64. So are the moments while their parameter is updated; between updates they are FP32,
-and the start lies on disk, so that 24 bytes a parameter are held at most.
+and the initial weights are on disk, so at most 24 bytes per parameter are held.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tools.parity.plain import Apart
 
 DISTANCE, DIRECTION = "distance moved", "direction moved"
 _NOTHING = 1e-7
-"""Share of the whole gradient's norm below which a parameter's is FP32's rounding."""
+"""Share of the whole gradient's norm below which a parameter's gradient is FP32 rounding."""
 
 
 class Movement:
-    """The updates of what a model trains, from the FP32 weights that it has when this is made."""
+    """The updates of a model's trained parameters, from its FP32 weights at construction."""
 
     def __init__(self, model: Any, section: OptimizerSection) -> None:
         self._optimizer = optimizer_of(model, section)
@@ -34,13 +34,13 @@ class Movement:
         self._start = Path(self._folder.name) / "start.pt"
         torch.save({name: item.detach() for name, item in self._trained.items()}, self._start)
         self._weight = dict.fromkeys(self._trained, 0.0)
-        """The largest share that a parameter's gradient had of the whole's norm in any update."""
+        """The largest share of the whole gradient's norm that a parameter's had in any update."""
         self._updates = 0
 
     def update(self, rate: float, *, shares: Mapping[str, float], factor: float) -> None:
         """One update at a learning rate. Parameter by parameter, the largest last, each gradient freed at once.
 
-        shares: of the whole gradient's norm, by parameter. factor: by which gradients are clipped.
+        shares: of the whole gradient's norm, by parameter. factor: applied to gradients by clipping.
         """
         gradients = {name: self._trained[name].grad for name in shares}
         self._optimizer.zero_grad()
@@ -65,10 +65,10 @@ class Movement:
 
     @torch.no_grad()
     def compare(self, saved: Mapping[str, Any], compared: Mapping[str, Comparison], where: str) -> None:
-        """Compare a checkpoint's masters with the oracle's, against how far they have moved from the start.
+        """Compare a checkpoint's masters with the oracle's, relative to how far they have moved from the start.
 
-        An FP32 master is rounded once in each update, by 2^-24 of itself at most: so much is no difference. Parameters
-        whose gradient is nothing but rounding, as a bias of keys, are left out: Adam goes by its sign all the same.
+        An FP32 master is rounded once per update, by at most 2^-24 of itself, which is no difference. Parameters whose
+        gradient is only rounding, such as a key bias, are left out: Adam follows its sign all the same.
         """
         start, whole = torch.load(self._start, mmap=True), Apart()
         for name, parameter in self._trained.items():

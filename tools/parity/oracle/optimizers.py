@@ -1,8 +1,8 @@
 """Independent implementations of the update rules, in FP64, and of the settings that each parameter gets.
 
-AdamW and SGD are torch's. The others are from their papers, nothing of them from training/engine/optimizers, and where
-a rule has two forms in the other one: averages that start at zero with corrected betas, not corrected averages, and
-Muon's iteration on singular values, not on matrices.
+AdamW and SGD are torch's. The others follow their papers, take nothing from training/engine/optimizers, and use the
+other form of a rule that has two: averages that start at zero with corrected betas, not corrected averages, and Muon's
+iteration on singular values, not on matrices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tenso
 def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
     """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
 
-    model: with whole parameters. Weights that multiply a layer's input decay, nothing else does; nor do embeddings.
+    model: with whole parameters. Only weights that multiply a layer's input decay; embeddings do not.
     """
     weights, found = _weights(model), {}
     for name, parameter in model.named_parameters():
@@ -34,7 +34,7 @@ def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[f
         usual = section.weight_decay if id(parameter) in weights else 0.0
         decay, factor = usual, 1.0
         for group in section.groups:
-            if fnmatchcase(name, group.match):  # the last one that matches
+            if fnmatchcase(name, group.match):  # the last match wins
                 decay = usual if group.weight_decay is None else group.weight_decay
                 factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
         found[name] = decay, factor
@@ -42,9 +42,8 @@ def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[f
 
 
 def _weights(model: Any) -> dict[int, bool]:
-    """ids of the parameters that layers multiply their inputs by, without embeddings; to whether each is a matrix, or
-    a matrix for each expert.
-    """
+    """Ids of the parameters by which layers multiply their inputs, without embeddings; to whether each is a matrix, or
+    a matrix for each expert."""
     found: dict[int, bool] = {}
     for module in model.modules():
         kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
@@ -65,10 +64,9 @@ def _weights(model: Any) -> dict[int, bool]:
 
 
 def hidden_matrices(model: Any, section: OptimizerSection) -> set[str]:
-    """Names of the parameters that Muon has its rule for; none of another optimizer.
+    """Names of the parameters that Muon's own rule updates; none for another optimizer.
 
-    The weights of linear layers but for the output embedding, those of routers, and those of fused experts, one for
-    each of them.
+    The weights of linear layers except the output embedding, of routers, and of fused experts, one matrix per expert.
     """
     if section.name != "muon":
         return set()
@@ -78,7 +76,7 @@ def hidden_matrices(model: Any, section: OptimizerSection) -> set[str]:
 
 
 def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
-    """The optimizer of what a model trains; each group has the factor of the scheduled rate as `factor`."""
+    """The optimizer of a model's trained parameters; `factor` of a group multiplies the scheduled rate."""
     matrices = hidden_matrices(model, section)
     groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for name, (decay, factor) in decay_and_factor(model, section).items():
@@ -116,14 +114,14 @@ class _Written(torch.optim.Optimizer):
 
 
 def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float) -> torch.Tensor:
-    """The average `name` with `share` of `value` in it from here on; it starts at zero."""
+    """Mix `share` of `value` into the average `name`, which starts at zero, and return it."""
     state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
     found: torch.Tensor = state[name]
     return found
 
 
 def _adam(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both averages. With (1 - b) / (1 - b^t) of the newest they need no correction (Wortsman et al. 2023, alg. 2)."""
+    """Both averages; weight (1 - b) / (1 - b^t) for the newest replaces correction (Wortsman et al. 2023, alg. 2)."""
     gradient, t = parameter.grad, state["t"]
     assert gradient is not None
     first, second = ((1 - beta) / (1 - beta**t) for beta in group["betas"])
@@ -140,7 +138,7 @@ def _lion(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any])
 
 
 def _lamb(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
-    """You et al. 2020, Algorithm 2, phi the identity; a norm of zero leaves the direction as long as it is."""
+    """You et al. 2020, Algorithm 2, phi the identity; with a norm of zero the direction keeps its length."""
     first, second = _adam(parameter, state, group)
     direction = first / (second.sqrt() + group["eps"]) + group["weight_decay"] * parameter
     length, own = float(direction.norm()), float(parameter.norm())
@@ -158,8 +156,8 @@ def _stable_adamw(parameter: nn.Parameter, state: dict[str, Any], group: dict[st
 def _muon(parameter: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> torch.Tensor:
     """Liu et al. 2025, equation 4, with Nesterov's momentum, for a hidden matrix; AdamW for the rest.
 
-    The quintic iteration of Jordan et al. 2024 keeps singular vectors: of each singular value s, divided by the root
-    sum of squares of all, it makes 3.4445 s - 4.775 s^3 + 2.0315 s^5, five times.
+    The quintic iteration of Jordan et al. 2024 keeps singular vectors, and maps each singular value s, divided by the
+    root sum of squares of all, to 3.4445 s - 4.775 s^3 + 2.0315 s^5, five times.
     """
     decay = group["weight_decay"] * parameter
     if not group["matrix"]:

@@ -1,7 +1,7 @@
 """Independent implementations of a config's data order and learning rate.
 
-Nothing here is taken from data/corpora/sampler.py, its mixture.py, training/schedule.py or the engine, on purpose: what
-both sides share is never found wrong. The order is that of docs/data.md in plain Python integers, the schedules are
+On purpose, nothing here is taken from data/corpora/sampler.py, its mixture.py, training/schedule.py or the engine: an
+error in shared code would never be found. The order is that of docs/data.md in plain Python integers, the schedules are
 transformers'.
 """
 
@@ -41,8 +41,8 @@ class Order:
         by_source: Sequence[int] = (),
         places: Callable[[int], int] | None = None,
     ) -> None:
-        """by_source: samples of each of data.sources; none where there is one source. places: inputs of a sample,
-        where these are not those of the sequences of next tokens."""
+        """by_source: number of samples of each of data.sources; empty for a single source. places: inputs of a sample,
+        if they differ from those of next-token sequences."""
         self._shards, self._length = shards, config.data.sequence_length
         self._seed, self._size = config.run.seed, config.batch.global_size
         self._batches = config.evaluate.most_batches
@@ -73,31 +73,31 @@ class Order:
             ranks = [permuted(cell, samples=len(cells), seed=self._seed, epoch=first) for cell in range(len(cells))]
             mine = position - first // self._size
             skipped = sum(b - a for (a, b), rank in zip(cells, ranks, strict=True) if rank < ranks[mine])
-            if len(cells) == 1:  # of one batch, in the order in which they come
+            if len(cells) == 1:  # a single batch keeps its order
                 ids = list(map(self._drawn, range(first, stop)))
             found += ids[skipped : skipped + cells[mine][1] - cells[mine][0]]
         return found
 
     def _stretch(self, place: int) -> tuple[int, int]:
-        """The first place and the end of what is sorted together around a place: of one pass, and of 16 batches."""
+        """The bounds of the places sorted together around a place: within one pass, and at most 16 batches."""
         size, longest = self._size, _STRETCH * self._size
         if self._mixed is None:
             start, end = place - place % self._samples, place - place % self._samples + self._samples
         else:
             start, end = self._mixed.without_repeats(place, max(longest // _BLOCK, 1) * _BLOCK)
-        whole = start + -start % size  # where the first batch begins that is all of this pass
+        whole = start + -start % size  # where the first batch begins that lies in this pass
         borders = [start, *range(whole + longest, end, longest), end]
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
     def evaluated(self) -> Iterator[list[int]]:
-        """The samples of each batch of an evaluation, where these are the validation set's: evenly spaced, or all."""
+        """The samples of each batch of an evaluation, if these are the validation set's: evenly spaced, or all."""
         count = self._samples if self._batches is None else min(self._samples, self._batches * self._size)
         ids = [place * self._samples // count for place in range(count)]
         for start in range(0, count, self._size):
             yield ids[start : start + self._size]
 
     def places(self, ids: Sequence[int]) -> int:
-        """[tokens] Inputs of these samples, padding aside."""
+        """[tokens] Inputs of these samples, without padding."""
         return sum(map(self._places, ids))
 
     def sequences(self, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -127,7 +127,7 @@ class Order:
         return sum(len(tokens) - 1 for tokens, _ in self._shards.sequence(sample))
 
     def _windows(self, array: np.ndarray) -> int:
-        """The number of windows of a shard; each begins with the last token of the one before."""
+        """Number of windows of a shard; each begins with the last token of the one before."""
         return (len(array) - 1) // self._length if len(array) else 0
 
     def window(self, sample: int) -> np.ndarray:
@@ -142,7 +142,7 @@ class Order:
         return [self._drawn(index) for index in range(position * self._size, (position + 1) * self._size)]
 
     def _drawn(self, index: int) -> int:
-        """The sample at a place of the order before rows of similar length come together."""
+        """The sample at a place of the order before rows of similar length are grouped."""
         if self._mixed is not None:
             return self._mixed.sample(index)
         epoch, within = divmod(index, self._samples)
@@ -150,7 +150,7 @@ class Order:
 
 
 class Mixed:
-    """The order of several sources' samples, numbered one source after another (docs/data.md, "Mixtures")."""
+    """The order of the samples of several sources, numbered one source after another (docs/data.md, "Mixtures")."""
 
     def __init__(self, sources: Sequence[SourceSection], sizes: Sequence[int], *, seed: int) -> None:
         weights = [
@@ -167,7 +167,7 @@ class Mixed:
         return self._block(block)[within]
 
     def without_repeats(self, place: int, span: int) -> tuple[int, int]:
-        """The places around one, of whole blocks of `span` samples, between which no source begins a further pass."""
+        """The bounds around a place, in whole blocks of `span` samples, between which no source begins another pass."""
         borders = self._window(place // span * span, span)
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
@@ -181,7 +181,7 @@ class Mixed:
         return sorted(found)
 
     def _drawn(self, block: int) -> list[int]:
-        """The samples of a block: each source's own next ones, at places that are shuffled."""
+        """The samples of a block: the next ones of each source, at shuffled places."""
         drawn, until = self._given(block * _BLOCK), self._given((block + 1) * _BLOCK)
         owners = [number for number in range(len(drawn)) for _ in range(until[number] - drawn[number])]
         found = []
@@ -194,7 +194,7 @@ class Mixed:
         return found
 
     def _given(self, samples: int) -> list[int]:
-        """Samples that each source gives of the first `samples`: its share rounded down, the largest the rest."""
+        """Samples each source gives of the first `samples`: its share, rounded down; the largest takes the rest."""
         given = [int(samples * share) for share in self._shares]
         given[self._shares.index(max(self._shares))] += samples - sum(given)
         return given
@@ -226,14 +226,14 @@ def _mixed(value: int) -> int:
 
 
 def unit_interval(state: int, place: int) -> float:
-    """Number `place` of the stream in [0, 1) that SplitMix64 makes of a state (Steele, Lea and Flood 2014)."""
+    """Number `place` of the SplitMix64 stream in [0, 1) that starts from a state (Steele, Lea and Flood 2014)."""
     return (_mixed(state + (place + 1) * 0x9E3779B97F4A7C15 & _WORD) >> 11) * 2.0**-53
 
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
     """Learning rate of the update after a number of applied ones, out of `total` planned, from transformers' schedules.
 
-    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are lined up.
+    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are aligned.
     """
     warmup, last = section.warmup_steps, max(total - 1, 1)
     rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)
@@ -262,10 +262,10 @@ def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[
 
 
 def loss_scale(section: LossScaleSection) -> Callable[[bool], float] | None:
-    """A function of whether a step overflowed that gives its loss scale, step by step; None for an unsupported policy.
+    """A function called step by step with whether it overflowed, giving its loss scale; None for an unsupported policy.
 
-    DeepSpeed's rule: of the overflows since the scale last grew all but the first few halve it, and each window without
-    one after the step that follows an overflow doubles it, from the next step on.
+    DeepSpeed's rule: of the overflows since the scale last grew, all but the first few halve it, and each window
+    without one, counted from the step after an overflow, doubles it from the next step on.
     """
     if section.policy == "static":
         return lambda overflow: section.initial_scale

@@ -1,9 +1,9 @@
 """Independent implementations of each task's objective: sample by sample, unpadded, in FP64.
 
-A task gives the *parts* of a global batch: each with how much of it counts, and its loss, summed over that. The loss of
-the step is their sum over everything that counts. Inputs, labels and losses are derived from prepared rows and windows
+A task gives the *parts* of a global batch: each with its count, and its loss summed over what counts. The loss of the
+step is the sum of losses over the sum of counts. Inputs, labels and losses are derived from prepared rows and windows
 by the definitions in docs/finetuning.md and the papers named there; nothing is taken from data/batches,
-modeling/objectives or training/tasks but how prepared data and weights are opened.
+modeling/objectives or training/tasks except for opening prepared data and weights.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from training.rollouts.rollouts import Rollouts, path_of, read
 
 
 class Part(NamedTuple):
-    """A piece of a global batch that is computed by itself."""
+    """A piece of a global batch that is computed separately."""
 
     sample: int
     counts: int
-    """The number of labels; of rows with `sft.loss: row`; of texts; of pairs."""
+    """Number of labels, of rows with `sft.loss: row`, of texts, or of pairs."""
     loss: Callable[[], torch.Tensor]
     """() FP64: summed over what counts."""
 
 
 class Task:
-    """Next tokens: of documents, of rows, and the base of the other tasks."""
+    """Next-token prediction on documents or rows, and the base of the other tasks."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         self._config, self._corpus, self._model = config, corpus, model
         self._shards: Any = corpus.train
         self._seen: list[tuple[Any, ...]] = []
-        """The inputs of `metrics`, a row for each part that was computed without gradients."""
+        """The inputs of `metrics`, one row for each part computed without gradients."""
         self.frozen: tuple[Any, str | None] | None = None
-        """A second model, whose weights stay as they are, and the name of its dtype; None is the run's."""
+        """A second, frozen model, and the name of its dtype; None: the run's."""
         self.order = self._order(by_source=corpus.mixture.samples if corpus.mixture is not None else ())
 
     def held_out(self, shards: Any) -> Task:
@@ -66,7 +66,7 @@ class Task:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Metrics that an evaluation may report beside its loss, over all parts computed without gradients."""
+        """Metrics that an evaluation may report besides its loss, over all parts computed without gradients."""
         right, losses, labels = (sum(column) for column in zip(*self._seen, strict=True))
         return {"token_accuracy": right / labels, "token_loss": losses / labels}
 
@@ -75,7 +75,7 @@ class Task:
         return Order(self._config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """Parts of a global batch that have anything that counts. position: global batches before it."""
+        """Parts of a global batch whose count is not zero. position: global batches before it."""
         for sample, inputs, labels in self.order.sequences(ids):
             count = int((labels != IGNORED).sum())
             if count:
@@ -108,11 +108,11 @@ class Task:
 
 
 class DroppedOut(Task):
-    """Next tokens where values are dropped: the same ones as in the run.
+    """Next-token prediction with dropout, which drops the same values as the run.
 
-    What is dropped depends on the shape of what is computed together and on the generator of the rank that computes it,
-    so each rank's micro-batches are computed whole, with a generator seeded as its own was. On a CPU torch draws the
-    same whatever the dtype.
+    Dropout depends on the shape of what is computed together and on the generator of the rank that computes it, so each
+    rank's micro-batches are computed whole, with a generator seeded as its own was. On a CPU torch draws the same
+    values for any dtype.
     """
 
     def __init__(self, *given: Any, ranks: int) -> None:
@@ -122,7 +122,7 @@ class DroppedOut(Task):
             self._states[rank] = torch.Generator().manual_seed(self._config.run.seed + rank).get_state()
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """One part per micro-batch, named by its first sample. They have to be computed in this order."""
+        """One part per micro-batch, named by its first sample. They must be computed in this order."""
         micro = self._config.batch.micro_size
         for number in range(len(ids) // micro):
             own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
@@ -141,7 +141,7 @@ class DroppedOut(Task):
 
 
 class Masked(Task):
-    """Devlin et al. 2019, section 3.1: of chosen tokens 80% are hidden, 10% are others, 10% stay."""
+    """Devlin et al. 2019, section 3.1: of the chosen tokens 80% are hidden, 10% replaced and 10% unchanged."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -160,7 +160,7 @@ class Masked(Task):
         self._byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()} if by_bytes else {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
-        """One part per window, with the tokens hidden at this position; of a validation set always the same."""
+        """One part per window, with the tokens hidden at this position; always the same ones for a validation set."""
         when = position if self._shards is self._corpus.train else "fixed"
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
@@ -189,7 +189,7 @@ class Masked(Task):
         return seen, labels
 
     def _joined(self, before: int, token: int) -> bool:
-        """Whether a token goes on with the word that the one before it is of."""
+        """Whether a token continues the word of the token before it."""
         if before in self._special or token in self._special:
             return False
         if self._prefix:
@@ -204,7 +204,7 @@ class Masked(Task):
 
 
 class Classified(Task):
-    """A label or a number of a text, or labels of its words."""
+    """Predicts a label or a number for a text, or labels for its words."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
@@ -238,7 +238,7 @@ class Classified(Task):
         return self._shards.labelled(number)
 
     def metrics(self) -> dict[str, float]:
-        """Pearson's correlation and the root mean square error of numbers; accuracy, F1 and Matthews' of labels."""
+        """Pearson's correlation and root mean square error for numbers; accuracy, F1 and Matthews' for labels."""
         if self._config.classify.kind == "regression":
             predicted, there = (np.array(column) for column in zip(*self._seen, strict=True))
             return {"pearson": _correlation(predicted, there), "rmse": float(((predicted - there) ** 2).mean() ** 0.5)}
@@ -265,7 +265,7 @@ class Classified(Task):
 
 
 class Translated(Task):
-    """A target that a decoder learns token by token, from a source that an encoder reads."""
+    """Predicts a target token by token with a decoder, from a source that an encoder reads."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
@@ -292,10 +292,10 @@ class Translated(Task):
 
 
 class Preferred(Task):
-    """Preference for the chosen of two answers: h is the gain [nats] over the start weights' preference.
+    """Preference for the chosen one of two answers, by its margin [nats] over the initial weights' preference.
 
     Rafailov et al. 2023, equation 7; with label smoothing Mitchell 2023, equation 3; Zhao et al. 2023 (hinge); Azar et
-    al. 2023, equation 17 (ipo). An adapter's first product is zero, so the start weights are the base under it, too.
+    al. 2023, equation 17 (ipo). An adapter's product is zero at first, so the initial weights are the base under it.
     """
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
@@ -325,7 +325,7 @@ class Preferred(Task):
         return margin_loss(section, margin, chosen / length)
 
     def metrics(self) -> dict[str, float]:
-        """Means over pairs; of the two estimators of a KL divergence over tokens (Schulman 2020)."""
+        """Means over pairs; over tokens for the two estimators of a KL divergence (Schulman 2020)."""
         seen = np.array(self._seen)
         own, before, k3, lengths = (seen[:, start : start + 2] for start in (0, 2, 4, 6))
         ratios = own - before
@@ -344,7 +344,7 @@ class Preferred(Task):
         return found
 
     def _log_probs(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> torch.Tensor:
-        """The log-probability of each of an answer's tokens given all before it [nats]."""
+        """The log-probability [nats] of each token of an answer, given all tokens before it."""
         ids = _int64(tokens)
         answer = torch.from_numpy(trained[1:].astype(bool))
         logits = _logits(model, input_ids=ids[:-1])[answer]
@@ -352,10 +352,10 @@ class Preferred(Task):
 
 
 class Distilled(Task):
-    """A teacher's distribution p at every label, learned by the student's q, both at a temperature.
+    """The student's distribution q learns a teacher's p at every label, both at a temperature.
 
     Hinton et al. 2015 (forward KL, times the square of the temperature); Gu et al. 2024 (reverse KL); Agarwal et al.
-    2024, section 2 (jsd). Of a teacher of whom the k likeliest tokens are known all others are one outcome more.
+    2024, section 2 (jsd). If only a teacher's k likeliest tokens are known, all others count as one more outcome.
     """
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
@@ -396,7 +396,7 @@ class Distilled(Task):
 
 
 class _RecordedOrder(Order):
-    """The answers that the run recorded for the prompts of each position, each as a sequence."""
+    """The answers that the run recorded for the prompts of each position, each as one sequence."""
 
     def __init__(self, config: Config, *given: Any, **options: Any) -> None:
         """config: with the run's folder in run.dir and run.name."""
@@ -405,7 +405,7 @@ class _RecordedOrder(Order):
         super().__init__(replace(config, batch=prompts), *given, **options)
 
     def batch(self, position: int) -> list[int]:
-        """The prompt of each answer. Raises UserError where the step's file is not there or is of other prompts."""
+        """The prompt of each answer. Raises UserError if the step's file is missing or has other prompts."""
         number = position // self._section.updates
         path = path_of(self._folder, number * self._section.updates + 1)
         found, ids = read(path), super().batch(number)
@@ -486,7 +486,7 @@ class Rewarded(_OnAnswers):
 
 
 class Taught(_OnAnswers, Distilled):
-    """A teacher's distribution on the model's own answers."""
+    """Learns a teacher's distribution on the model's own answers."""
 
 
 TASKS: dict[str, type[Task]] = {
@@ -500,7 +500,7 @@ TASKS: dict[str, type[Task]] = {
     "grpo": Rewarded,
     "opd": Taught,
 }
-"""Config's task to what the oracle computes of it."""
+"""The config's task to the oracle's implementation of it."""
 
 
 def margin_loss(section: PreferenceSection, margin: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -529,9 +529,9 @@ def divergence_loss(section: DistillSection, p: torch.Tensor, q: torch.Tensor, o
 def policy_loss(
     section: GrpoSection, now: torch.Tensor, known: Mapping[str, torch.Tensor], advantage: torch.Tensor
 ) -> torch.Tensor:
-    """The loss of one answer, summed over what counts of it: Shao et al. 2024, equation 3; Yu et al. 2025, equation 8;
-    Liu et al. 2025; Zheng et al. 2025, equation 5; MiniMax 2025, equation 4. now and known: (tokens,) log-probabilities
-    of the model now, and of that before the first update on these answers, the sampler and the reference by name."""
+    """The loss of one answer, summed over what counts in it: Shao et al. 2024, equation 3; Yu et al. 2025, equation 8;
+    Liu et al. 2025; Zheng et al. 2025, equation 5; MiniMax 2025, equation 4. now, known: (tokens,) log-probabilities of
+    the current model, and by name of that before the first update on these answers, the sampler and the reference."""
     old = known[OLD]
     rho, weight, most = (now - old).exp(), (old - known[SAMPLER]).exp(), section.correction_high
     ratio = (now - old).mean().exp() if section.ratio == "sequence" else rho
@@ -549,12 +549,12 @@ def policy_loss(
 
 
 def on_known(p: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Probabilities of these outcomes, and that of all others as one more."""
+    """Probabilities of these outcomes, and the total of all others as one more."""
     return torch.cat([p.gather(-1, known), p.scatter(-1, known, 0.0).sum(-1, keepdim=True)], -1)
 
 
 def undropped(config: Config, device: str) -> str | None:
-    """Why the values that a run drops cannot be dropped here, too; None where they can. device: that the run is on."""
+    """Why the run's dropout cannot be repeated here; None if it can. device: the one that the run used."""
     if device != "cpu":
         return f"the oracle drops on the CPU, and the run drew on {device}"
     if config.task != "pretrain" or config.keeps_documents_apart:
@@ -567,7 +567,7 @@ def undropped(config: Config, device: str) -> str | None:
 
 
 def _as_it_is(model: Any) -> Any:
-    """A copy of a model, without gradients; weights that are not trained are shared."""
+    """A copy of a model as it is now, without gradients; untrained weights are shared."""
     frozen = {id(item): item for item in model.parameters() if not item.requires_grad}
     return copy.deepcopy(model, frozen).requires_grad_(False)
 
@@ -578,20 +578,20 @@ def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
 
 
 def _likeliest(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Number of labels that are the likeliest token; of n that are equally so each is 1 / n. logits: (n, tokens)."""
+    """Number of labels that are the likeliest token; in a tie of n, each counts 1 / n. logits: (n, tokens)."""
     best = logits == logits.amax(-1, keepdim=True)
     return float((best.gather(-1, labels[:, None])[:, 0] / best.sum(-1)).sum())
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float:
-    """Pearson's, of matrices over all columns together (Gorodkin 2004, equation 8); 0 where either is constant."""
+    """Pearson's, for matrices over all columns together (Gorodkin 2004, equation 8); 0 if either is constant."""
     a, b = first - first.mean(0), second - second.mean(0)
     size = float(np.linalg.norm(a) * np.linalg.norm(b))
     return float((a * b).sum()) / size if size else 0.0
 
 
 def _f1(predicted: np.ndarray, there: np.ndarray) -> float:
-    """2 right / (predicted + there); nan where there is neither."""
+    """2 correct / (predicted + actual); nan if there are neither."""
     total = int(predicted.sum() + there.sum())
     return 2 * int((predicted & there).sum()) / total if total else math.nan
 
@@ -601,7 +601,7 @@ def _int64(values: np.ndarray) -> torch.Tensor:
 
 
 def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Summed over all rows, in nats."""
+    """KL divergence summed over all rows, in nats."""
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum()
 
 
