@@ -1,13 +1,11 @@
 """Code run inside the processes of the tests of attribution, reactions and the manifest path."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from precision.observe import Observation, verify
-from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, resolve, take
 from training.attribution import attribute
 from training.distributed import World
 from training.engine.health import RanksDisagree
@@ -61,27 +59,18 @@ def clean_losses(world: World, *, stage: int, compute: str) -> list[float]:
         losses = []
         torch.manual_seed(world.rank)
         for step in range(1, 4):
-            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step), step=step))
-            engine.step(health, 0.001, apply=step != 2)
+            health, _ = take(engine, batch_of(world, 2, seed=step), step=step, lr=0.001, apply=step != 2)
             losses.append(health.loss)
     return losses
 
 
 def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, overrides: list[str]) -> dict[str, Any]:
     """Six steps under a manifest, the dtypes that were really computed in, and a change between two steps."""
-    path = Path(folder) / f"manifest-{world.rank}.json"
-    path.write_text(json.dumps(manifest))
-    resolved = resolve(
-        world,
-        stage=stage,
-        compute="fp32",
-        overrides=["precision.path=manifest", f"precision.manifest={path}", *overrides],
-    )
+    resolved = resolve(world, stage=stage, compute="fp32", overrides=[*manifest_of(folder, manifest), *overrides])
     rows = []
     with engine_of(world, resolved) as engine:
         for step in range(1, 7):
-            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
-            update = engine.step(health, 0.001)
+            health, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
             rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
         with Observation(engine.model) as seen:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)

@@ -1,19 +1,17 @@
 """Code run inside the processes of test_telemetry.py."""
 
-import json
 import math
 from collections.abc import Callable
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from config.errors import UserError
-from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
 from tests.support.models.gradient_oracle import gradient_statistics
-from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.models.plain_steps import mean_label_loss
+from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, plain_model, resolve
 from training.distributed import World
 from training.engine.tensors import local_weight, shard_of, whole_gradient
 from training.telemetry import Telemetry
@@ -25,9 +23,7 @@ def measured(
     """One measured step, the masters with and without having measured, and plain torch's FP32 gradient norms."""
     overrides = ["precision.loss_scale.initial=256"]
     if manifest is not None:
-        path = Path(folder) / f"telemetry-{world.rank}.json"
-        path.write_text(json.dumps(manifest))
-        overrides += ["precision.path=manifest", f"precision.manifest={path}"]
+        overrides += manifest_of(folder, manifest)
     results = []
     for wanted in (False, True):
         resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=overrides)
@@ -63,7 +59,7 @@ def measured(
         "update_ratio": (moved / size) ** 0.5,
         "update_ratios": {module: (move / own) ** 0.5 for module, (move, own) in moves.items()},
         "oracle": oracle,
-        "reference": _reference_norms(world, resolved, before),
+        "reference": _reference_norms(resolved, before),
     }
 
 
@@ -137,10 +133,8 @@ def apart(world: World, *, stage: int) -> dict[str, Any]:
         return telemetry.finish(applied=True)["drift"]
 
 
-def _reference_norms(world: World, resolved: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:
+def _reference_norms(resolved: Any, weights: dict[str, torch.Tensor]) -> dict[str, float]:
     """FP32 gradient norms of the whole batch in plain torch, by module."""
     model = plain_model(resolved, weights)
-    batch = batch_of(World(0, 1, 0, world.device), 8, seed=1)
-    loss = label_loss_sum(model(input_ids=batch.input_ids[0]).logits, batch.labels[0]) / batch.label_tokens
-    loss.backward()
+    mean_label_loss(model, 1).backward()
     return {name.rpartition(".")[0]: float(p.grad.norm()) for name, p in model.named_parameters()}

@@ -1,6 +1,5 @@
 """A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,15 +70,6 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
     assert not of(events, "warning")
 
 
-def test_what_is_computed_beside_a_run_is_not_taken_for_its_own_dtypes(pair: ProcessGroup, folder: Path) -> None:
-    """The sums over a layer's inputs are in FP64 here, which no module was promised to compute in."""
-    (folder / "mixed.json").write_text(json.dumps(observer_cases.MANIFESTS["mixed"]))
-    overrides = [item.format(folder=folder) for item in observer_cases.manifest("mixed", 1)]
-    events = events_of(pair, folder, overrides)
-    assert of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13 and not of(events, "warning")
-    assert "fp64" not in of(events, "precision")[0]["flop_share"]
-
-
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
     """As Mamba's dt_proj, whose gradient would not be that of any call."""
     mamba = ["model.name_or_path=null", "model.architecture=mamba"]
@@ -129,7 +119,7 @@ def test_products_of_the_check_are_not_taken_for_the_models_own(pair: ProcessGro
     manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
     settings = ["deepspeed.stage=2", "precision.compute=auto", "precision.path=manifest", manifest]
     events = events_of(pair, folder, settings)
-    assert not of(events, "warning") and "gradients" in of(events, "self_check")[0]["checks"]
+    assert not of(events, "warning") and of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13
     assert of(events, "precision")[0]["flop_share"] == {"bf16": 1.0}
 
 
@@ -173,10 +163,6 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(
             call = _Call((given,), {}, [(output.float() * factor).to(dtype)], [])
             ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, weights, call))
             assert (error <= bound) == sound, factor
-
-
-def test_no_step_is_checked_where_it_is_switched_off(pair: ProcessGroup, folder: Path) -> None:
-    assert not of(events_of(pair, folder, [*cast("bf16", 2), "guard.self_check_every=0"]), "self_check")
 
 
 def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(

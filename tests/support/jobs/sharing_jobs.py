@@ -21,7 +21,7 @@ MIXTURE = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "
 MIXTURE |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
 GIVEN = {
     "sequence": (f"data.sequence_length={LENGTH}", "data.document_masking=true", "batch.micro_size=4"),
-    "tensor": ("batch.micro_size=4", "telemetry.every_steps=2"),
+    "tensor": ("batch.micro_size=4", "telemetry.every_steps=2", "optimizer.eps=1e-4"),
     "expert": (
         f"model={{architecture: mixtral, balance_loss: 0.01, config: {json.dumps(MIXTURE)}}}",
         *("telemetry.every_steps=2", "optimizer.eps=1e-4"),

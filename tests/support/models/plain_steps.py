@@ -10,21 +10,31 @@ from config.schema import OptimizerSection
 from data.batches.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.models.small_models import distance
-from tests.support.models.small_run import GLOBAL, batch_of, take
+from tests.support.models.small_run import GLOBAL, batch_of, masters_of, take
 from tools.parity.oracle.optimizers import optimizer_of
+from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine
+from training.engine.tensors import momentum_norm
 
 EVALUATED = 9
 """Seed of the batch whose loss is evaluated after the steps."""
+
+SPOILED = (
+    (1, "nan_activation", "model.layers.0.mlp"),
+    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
+    (1, "nan_activation", "model.layers.1.mlp.up_proj"),
+    (1, "nan_loss", None),
+)
+"""Rank, kind and module of the fault of each step; the first three reach ranks that share sequences or matrices."""
 
 LossOf = Callable[[torch.nn.Module, int], torch.Tensor]
 """A model's mean loss over the whole global batch of a seed."""
 
 
-def mean_label_loss(model: torch.nn.Module, seed: int) -> torch.Tensor:
+def mean_label_loss(model: torch.nn.Module, seed: int, mask: str = "uneven") -> torch.Tensor:
     """() of `batch_of` one rank."""
-    batch = batch_of(World(0, 1, 0, torch.device("cpu")), GLOBAL, seed=seed)
+    batch = batch_of(World(0, 1, 0, torch.device("cpu")), GLOBAL, seed=seed, mask=mask)
     logits = model(input_ids=batch.input_ids[0], use_cache=False).logits
     return label_loss_sum(logits, batch.labels[0]) / batch.label_tokens
 
@@ -51,13 +61,37 @@ def plain_steps(
     return [*found, float(loss_of(model.eval(), EVALUATED).detach())]
 
 
-def trained(engine: Engine, batch: Callable[[int], Batch], *, steps: int, lr: float) -> list[float]:
-    """The loss and the gradient norm of each of an engine's steps, on the batches of the same seeds."""
+def trained(engine: Engine, batch: Callable[..., Batch], *, steps: int, lr: float) -> list[float]:
+    """The loss and the gradient norm of each of an engine's steps, on the batches of the same seeds, by `batch`."""
     found = []
     for step in range(1, steps + 1):
-        health, update = take(engine, batch(step), step=step, lr=lr / step)
+        health, update = take(engine, batch(seed=step), step=step, lr=lr / step)
         assert update.applied
         found += [health.loss, health.grad_norm]
+    return found
+
+
+def numbers_and_moves(
+    engine: Engine, batch: Callable[..., Batch], *, steps: int, lr: float
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses, norms of gradient and momentum, and metrics of an engine's steps, and how far each master moved."""
+    start, numbers = masters_of(engine), list[float]()
+    for step in range(1, steps + 1):
+        health, _ = take(engine, batch(seed=step), step=step, lr=lr / step)
+        numbers += [health.loss, health.grad_norm, momentum_norm(engine) or 0.0, *health.metrics.values()]
+    return numbers, {name: master - start[name] for name, master in masters_of(engine).items()}
+
+
+def blamed(engine: Engine, batch: Callable[..., Batch]) -> list[list[tuple[int, str]]]:
+    """Ranks and modules that are blamed for each of the steps of SPOILED, none of which changes a master."""
+    start, found = masters_of(engine), []
+    for step in range(1, len(SPOILED) + 1):
+        outcome = engine.forward_backward(mine := batch(seed=step), step=step)
+        health = engine.health(outcome)
+        assert not health.finite
+        found.append([(rank, finding.module) for rank, finding in attribute(engine, mine, outcome, step=step)])
+        assert not engine.step(health, 0.01).applied
+    assert all(torch.equal(master, start[name]) for name, master in masters_of(engine).items())
     return found
 
 

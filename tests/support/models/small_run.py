@@ -74,6 +74,13 @@ def changed_json(folder: Path, name: str, **zero: Any) -> str:
     return f"deepspeed.config={path}"
 
 
+def manifest_of(folder: str | Path, tree: dict[str, Any]) -> list[str]:
+    """Overrides for the manifest path with a manifest of this process."""
+    path = Path(folder) / f"manifest-{os.getpid()}.json"
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return ["precision.path=manifest", f"precision.manifest={path}"]
+
+
 @contextmanager
 def engine_of(world: World, resolved: Resolved, *, defect: str = "") -> Iterator[Engine]:
     """An engine on the resolved config, destroyed afterwards. defect: planted into it, as `permanent` takes it."""
@@ -127,6 +134,11 @@ def take(engine: Engine, batch: Batch, *, step: int, lr: float, **options: Any) 
     """A step on this batch: what was measured, and the update. options: of `Engine.step`."""
     health = engine.health(engine.forward_backward(batch, step=step))
     return health, engine.step(health, lr, **options)
+
+
+def refused(world: World, *, stage: int, compute: str, overrides: Sequence[str]) -> str:
+    """Why no engine is built with these overrides; empty when one is."""
+    return refusal(world, resolve(world, stage=stage, compute=compute, overrides=overrides))
 
 
 def refusal(world: World, resolved: Resolved) -> str:

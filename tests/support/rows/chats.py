@@ -86,6 +86,14 @@ def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: 
     return folder
 
 
+def write_folder(folder: Path, family: str = "llama", **config: Any) -> Path:
+    """A base, 60 chats and 40 pairs."""
+    write_base(folder / "base", family, **config)
+    write_chats(folder / "chats.jsonl", 60)
+    write_pairs(folder / "pairs.jsonl", 40)
+    return folder
+
+
 def write_teacher(folder: Path, **sizes: int) -> None:
     """A base of other weights that decides as a trained one does: small ones give nearly equal probabilities."""
     model = AutoModelForCausalLM.from_pretrained(write_base(folder, seed=1, **sizes))

@@ -13,7 +13,7 @@ from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, resolve
+from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, plain_model, resolve
 from tests.training.tasks import classify_cases, seq2seq_cases, sft_cases
 from tools.analyze.gradients import Fp32Gradients, on_the_cast_path, under_manifest
 from tools.analyze.proposal import Limits
@@ -40,10 +40,8 @@ class Stream:
 
 def resolve_manifest(world: World, *, stage: int, folder: str, tree: dict[str, Any], overrides: tuple[str, ...] = ()):
     """The small run on the manifest path."""
-    path = Path(folder) / f"manifest-{world.rank}.json"
-    path.write_text(json.dumps(tree))
-    manifest = ["precision.path=manifest", f"precision.manifest={path}", *overrides]
-    return resolve(world, stage=stage, compute="fp32", micro=MICRO, overrides=manifest)
+    given = [*manifest_of(folder, tree), *overrides]
+    return resolve(world, stage=stage, compute="fp32", micro=MICRO, overrides=given)
 
 
 def plan(**changes: Any) -> Plan:
@@ -176,9 +174,7 @@ def surveyed_task(
 
     compute: the dtype that the config asks for.
     """
-    path = folder / f"manifest-{world.rank}.json"
-    path.write_text(json.dumps(FP32))
-    given = ("precision.path=manifest", f"precision.manifest={path}", "guard.spike_sigmas=0", *overrides)
+    given = (*manifest_of(folder, FP32), "guard.spike_sigmas=0", *overrides)
     resolved = RESOLVE[task](folder, overrides=given)
     with session(resolved, world=world) as opened:
         engine = opened.engine

@@ -10,6 +10,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from precision.manifest import load_manifest
+from tests.support.jobs.launches import SMALL
 from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 
@@ -21,11 +22,8 @@ def written(tmp_path_factory):
     """The command's files for a small model, and its output."""
     folder = tmp_path_factory.mktemp("analysis") / "made"
     options = f"--out {folder}/manifest.json --steps 2 --sequences 1 --held-out 1 --parity-steps 3 --processes 2"
-    small = "data.tokenizer=bytes data.sequence_length=32 data.validation_fraction=0.2 batch.micro_size=2"
-    data = f"data.source=text data.path={REPOSITORY}/data data.cache_dir={folder}/cache"
-    model = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}"
-    command = [sys.executable, "-m", "tools.analyze", "--config", "config/recipes/demo.yaml"]
-    command += [*options.split(), *data.split(), *small.split(), model]
+    command = [sys.executable, "-m", "tools.analyze", "--config", "config/recipes/demo.yaml", *options.split()]
+    command += [*SMALL, f"data.cache_dir={folder}/cache", "batch.micro_size=2"]
     job = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     return folder, job.stdout

@@ -29,10 +29,6 @@ MUON = {"optimizer.type": "Muon"}
 PIPE = {"pipeline.stages": 2}
 ONCE = {"gradient_accumulation_steps": 1}
 
-HITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-"""Defect to what differs from BASE where it is hit, and what differs from that where it is not. Keys of the JSON are
-dotted; a version has a name of NOW, what a trainer decides opens with `+`."""
-
 
 def given_of(changes: dict[str, Any]) -> Given:
     """A run by its differences from BASE."""
@@ -50,7 +46,7 @@ def given_of(changes: dict[str, Any]) -> Given:
     return read_given([], ("ds.json", document), decided, versions)
 
 
-HITS |= {
+HITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "zero2-keeps-last-micro-batch": ({"deepspeed": "0.18.2"}, {"deepspeed": "0.18.3"}),
     "zero1-bf16-fp32-sums-leak": ({STAGE: 1, "deepspeed": "0.18.9"}, {"data_types.grad_accum_dtype": "bf16"}),
     "zero1-bf16-fp32-sums-offload": (OFFLOAD | {STAGE: 1, "deepspeed": "0.19.3"}, ONCE),
@@ -139,6 +135,8 @@ HITS |= {
         {"communication_data_type": None},
     ),
 }
+"""Defect to what differs from BASE where it is hit, and what differs from that where it is not. Keys of the JSON are
+dotted; a version has a name of NOW, what a trainer decides opens with `+`."""
 ENTRIES = {entry["id"]: entry for entry in read_known()}
 
 

@@ -25,10 +25,8 @@ KINDS = {
 @pytest.fixture(scope="module", params=KINDS)
 def run(pair: ProcessGroup, folder: Path, request: pytest.FixtureRequest) -> Path:
     """The last checkpoint of a BF16 run at ZeRO-3."""
-    overrides = cases.task_job(folder)
-    overrides += [KINDS[request.param], "precision.compute=bf16", "deepspeed.stage=3", "optimizer.learning_rate=0.01"]
-    pair.run(cases.job, folder=str(folder), name=request.param, overrides=overrides, passes=None)
-    return folder / "runs" / request.param / "checkpoints" / "step-10"
+    overrides = cases.task_job(folder, KINDS[request.param], "precision.compute=bf16", "deepspeed.stage=3")
+    return cases.checkpoint_of(pair, folder, request.param, overrides)
 
 
 @pytest.mark.one_in(2)

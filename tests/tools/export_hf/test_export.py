@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.cli import REPOSITORY
 from config.errors import UserError
@@ -21,7 +21,7 @@ from precision.dtypes import DTYPES
 from tests.support.jobs import launches
 from tests.support.runs.exports import source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
-from tests.tools.export_hf import export_cases
+from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained_and_saved
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main
 from tools.export_hf.export import export, find_source
@@ -32,12 +32,17 @@ from tools.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_
 from tracking.run_dir import RunDir
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 
-UNTIED = ["model.config.tie_word_embeddings=false"]
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json"]
 NEOX = [
     "model.architecture=gpt_neox",
     "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
 ]
+
+
+def save(group, folder, stage, compute, **layout):
+    """A checkpoint in DeepSpeed's files after two steps; masters and computing weights of its engine, whole."""
+    layout |= {"stage": stage, "compute": compute}
+    return group.run(trained_and_saved, folder=str(folder), layout=layout, first=2)[0]
 
 
 @pytest.mark.one_in(2)
@@ -46,17 +51,17 @@ NEOX = [
     [
         (0, "fp32", {}),
         (1, "bf16", {}),
-        (1, "bf16", {"frozen": True}),
-        (1, "fp16", {"overrides": export_cases.ODD}),
-        (2, "fp32", {"frozen": True}),
-        (2, "bf16", {"overrides": [*export_cases.ODD, *UNTIED]}),
+        (1, "bf16", {"frozen": FROZEN}),
+        (1, "fp16", {"overrides": ODD}),
+        (2, "fp32", {"frozen": FROZEN}),
+        (2, "bf16", {"overrides": (*ODD, *UNTIED)}),
         (2, "bf16", {"variant": "_offload"}),
-        (3, "fp32", {"overrides": export_cases.ODD}),
-        (3, "bf16", {"frozen": True}),
+        (3, "fp32", {"overrides": ODD}),
+        (3, "bf16", {"frozen": FROZEN}),
         (3, "fp16", {"overrides": UNTIED}),
         (3, "bf16", {"variant": "_offload"}),
         (2, "fp32", {"overrides": MANIFEST}),
-        (2, "bf16", {"overrides": [*export_cases.ODD, "optimizer.name=muon"]}),
+        (2, "bf16", {"overrides": (*ODD, "optimizer.name=muon")}),
         (3, "fp32", {"overrides": ["optimizer.name=muon"]}),
         (1, "fp16", {"overrides": ["optimizer.name=lamb"]}),
         (0, "fp32", {"overrides": ["optimizer.name=muon"]}),
@@ -64,13 +69,13 @@ NEOX = [
 )
 def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute, options):
     """Tied or not, frozen, of two optimizer groups, in partitions that cut across parameters; bit for bit."""
-    live = pair.run(export_cases.save, folder=str(tmp_path), stage=stage, compute=compute, **options)[0]
+    live = save(pair, tmp_path, stage, compute, **options)
     saved = open_saved_model(tmp_path / "deepspeed")
     assert saved.ranks == (2 if stage else 1)
-    assert saved.frozen == (set(export_cases.FROZEN) if options.get("frozen") else set())
-    assert set(live["masters"]) <= set(saved.tensors) <= {*live["masters"], "lm_head.weight"}
+    assert saved.frozen == set(options.get("frozen", ()))
+    assert set(live["weights"]) <= set(saved.tensors) <= {*live["weights"], "lm_head.weight"}
     rounds = False
-    for name, master in live["masters"].items():
+    for name, master in (live["weights"] | live["masters"]).items():
         found = saved.tensors[name].read()
         assert found.dtype == master.dtype
         assert torch.equal(found, master), name
@@ -84,7 +89,7 @@ def test_every_tensor_read_is_the_engines_master(pair, tmp_path, stage, compute,
 def test_checkpoints_of_one_rank_and_of_two_read_alike(solo, pair, tmp_path):
     """Exports of the same training differ by rounding; a partition that was moved would be wrong by whole weights."""
     for ranks, group in enumerate((solo, pair), start=1):
-        group.run(export_cases.save, folder=str(tmp_path / str(ranks)), stage=3, compute="fp32")
+        save(group, tmp_path / str(ranks), 3, "fp32")
     one, two = (open_saved_model(tmp_path / name / "deepspeed") for name in "12")
     assert (one.ranks, two.ranks) == (1, 2)
     for name, tensor in one.tensors.items():
@@ -264,7 +269,7 @@ def test_force_replaces_an_export_and_only_when_the_new_one_is_whole(job, tmp_pa
 @pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16")])
 def test_a_partition_that_lies_elsewhere_is_found_out(pair, tmp_path, stage, compute):
     """Two ranks' files exchanged: every name, size and hash of the tensors is as before, the weights are not."""
-    pair.run(export_cases.save, folder=str(tmp_path), stage=stage, compute=compute)
+    save(pair, tmp_path, stage, compute)
     saved = open_saved_model(tmp_path / "deepspeed")
     name = "model.layers.1.mlp.down_proj.weight"
     tensor, values = saved.tensors[name], saved.tensors[name].read().flatten().roll(1)
@@ -280,7 +285,7 @@ def test_a_partition_that_lies_elsewhere_is_found_out(pair, tmp_path, stage, com
 
 
 def test_a_missing_shard_foreign_code_and_another_model_are_refused(pair, tmp_path):
-    pair.run(export_cases.save, folder=str(tmp_path), stage=2, compute="bf16")
+    save(pair, tmp_path, 2, "bf16")
     folder = tmp_path / "deepspeed"
     saved = open_saved_model(folder)
     config = AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=64)
@@ -312,7 +317,7 @@ def test_what_a_dtype_cannot_hold_is_refused():
 
 def test_files_have_the_names_that_other_tools_read(pair, tmp_path):
     """transformers keeps gpt_neox's head as lm_head; the hub's files call it embed_out. `from_pretrained` reads it."""
-    live = pair.run(export_cases.save, folder=str(tmp_path), stage=2, compute="bf16", overrides=NEOX)[0]
+    live = save(pair, tmp_path, 2, "bf16", overrides=NEOX)
     saved = open_saved_model(tmp_path / "deepspeed")
     config = AutoConfig.for_model(
         "gpt_neox",
@@ -358,58 +363,3 @@ def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path,
     assert gap["bounds"] == {"kl": 0.1, "difference": 1.0, "ratio": 1.5} and gap["data"] == "of the run"
     for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):
         assert line in card
-
-
-@pytest.fixture(scope="module")
-def exported(job, tmp_path_factory):
-    """The job's last checkpoint in FP32."""
-    out = tmp_path_factory.mktemp("exported") / "fp32"
-    assert main([str(checkpoint_of(job)), str(out), "--dtype", "fp32"]) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory):
-    """A model of sizes that two ranks do not divide."""
-    folder = tmp_path_factory.mktemp("odd")
-    sizes = {"vocab_size": 64, "hidden_size": 28, "intermediate_size": 47, "num_hidden_layers": 2, "mlp_bias": True}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("stage", "compute", "variant", "model"),
-    [
-        *((0, "fp32", "", "exported"), (1, "bf16", "", "exported"), (1, "fp16", "", "exported")),
-        *((2, "bf16", "_offload", "exported"), (3, "fp32", "", "exported"), (3, "bf16", "", "exported")),
-        *((2, "bf16", "", "odd"), (3, "bf16", "", "odd"), (3, "fp32", "", "odd")),
-    ],
-)
-def test_a_run_starts_from_masters_unrounded(pair, request, stage, compute, variant, model):
-    """Odd sizes are included, where DeepSpeed's safe_set_full_fp32_param fails at ZeRO-3: 24 + 24 exceeds 47."""
-    folder = request.getfixturevalue(model)
-    found = pair.run(export_cases.start, folder=str(folder), stage=stage, compute=compute, variant=variant)[0]
-    weights = load_file(folder / "model.safetensors")
-    assert found["after"].keys() == weights.keys() and found["applied"]
-    rounds = False
-    for name, master in found["after"].items():
-        assert torch.equal(master, weights[name]), name
-        stepped = found["stepped"][name]
-        assert torch.equal(stepped, master.to(stepped.dtype)), name
-        rounds |= not torch.equal(stepped.float(), master)
-    assert rounds is (compute != "fp32")  # the weights are not the masters, which therefore did not come from them
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("how", ["master", "weight"])
-@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (2, "fp32")])
-def test_a_stale_master_is_named_on_every_rank(pair, exported, stage, compute, how):
-    for text in pair.run(export_cases.stale, folder=str(exported), stage=stage, compute=compute, how=how):
-        lines = text.splitlines()
-        assert "weights are not what they should be at the start" in lines[0] and "its master has" in lines[0], text
-        if how == "weight":
-            assert re.match(r"model.layers.1.self_attn.o_proj.weight: ([\d,]+) of \1 ", lines[0]) and len(lines) == 1
-        else:
-            assert all(line.startswith("model.") and ": 1 of " in line for line in lines)
-            assert f"{exported} has" in lines[1]

@@ -1,5 +1,6 @@
 """The train-inference gap of other tasks equals plain transformers and FP64 at each label, or of each number."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,35 +14,38 @@ from transformers import AutoTokenizer
 
 from config.task import model_class_of
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.jobs.task_jobs import overrides_of, write_all
 from tests.support.rows import seq2seq
-from tests.support.rows.labelled import LABELS, LENGTH, write_encoder, write_rows
+from tests.support.rows.labelled import LABELS, write_encoder, write_rows
 from tests.support.runs.exports import source_of
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks.classify_cases import example
-from tests.training.tasks.mlm_cases import write_text
 from tools.export_hf import rows
 from tools.export_hf.command import main
 from tools.export_hf.gap import Bounds, GapTooLarge, measure, require_within
 from tools.export_hf.rows import Row, rows_of_data
 from training.checkpoint.partitions import open_saved_model
-from training.tasks.task import prepare
 
-FAMILIES = {"sequence": "bert", "token": "modernbert", "regression": "deberta-v2", "mlm": "bert", "seq2seq": "t5-v1.1"}
+JOBS = {
+    "sequence": ("classify", "bert"),
+    "token": ("classify, token", "modernbert"),
+    "regression": ("classify, regression", "deberta-v2"),
+    "mlm": ("mlm", "bert"),
+    "seq2seq": ("seq2seq", "t5-v1.1"),
+}
+"""The job of `task_jobs` of each kind, and its model."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Encoders, the data of runs, and others."""
-    made = tmp_path_factory.mktemp("gap_encoders")
+    made = write_all(tmp_path_factory.mktemp("gap_encoders"))
     for family in ("bert", "modernbert", "deberta-v2"):
         write_encoder(made / family, family)
     seq2seq.write_model(made / "t5-v1.1", "t5-v1.1")  # with a head of its own
-    seq2seq.write_rows(made / "seq2seq.jsonl", 40)
     seq2seq.write_rows(made / "seq2seq-others.jsonl", 5, seed=1)
     for kind in ("sequence", "token", "regression"):
-        write_rows(made / f"{kind}.jsonl", kind, 40)
         write_rows(made / f"{kind}-others.jsonl", kind, 5, seed=1)
-    write_text(made / "mlm", 12)
     (made / "mlm-others.txt").write_text("a model losses the rank in testing " * 12)
     return made
 
@@ -50,23 +54,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoints(solo: ProcessGroup, folder: Path) -> Any:
     """Returns the checkpoint of a kind after two steps in BF16."""
 
+    @functools.cache
     def checkpoint(kind: str) -> Path:
-        made = folder / "runs" / kind / "checkpoints" / "step-2"
-        if not made.exists():
-            given = ["task=mlm", "data.source=text", f"data.path={folder}/mlm", "data.sequence_length=32"]
-            if kind != "mlm":
-                given = ["task=classify", f"classify.kind={kind}", f"data.sequence_length={LENGTH}"]
-                if kind == "seq2seq":
-                    given = ["task=seq2seq", f"data.sequence_length={seq2seq.SOURCE}"]
-                    given += [f"data.target_length={seq2seq.TARGET}"]
-                given += [f"data.path={folder}/{kind}.jsonl", "data.source=auto"]
-            given += ["model.architecture=null", f"model.name_or_path={folder}/{FAMILIES[kind]}", "model.config={}"]
-            given += ["data.tokenizer=model", "data.validation_fraction=0.2", "guard.spike_sigmas=0", "run.steps=2"]
-            given += ["precision.compute=bf16", "deepspeed.stage=2", "optimizer.learning_rate=0.01"]
-            given += ["data.workers=1"]
-            prepare(resume_cases.resolve(str(folder), kind, given).config, progress=False)  # the group could not
-            solo.run(resume_cases.job, folder=str(folder), name=kind, overrides=given, passes=None)
-        return made
+        job, family = JOBS[kind]
+        given = [*overrides_of(folder, job), f"model.name_or_path={folder}/{family}", "precision.compute=bf16"]
+        return resume_cases.checkpoint_of(solo, folder, kind, [*given, "deepspeed.stage=2"])
 
     return checkpoint
 

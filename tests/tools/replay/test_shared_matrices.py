@@ -1,12 +1,13 @@
 """Runs whose ranks share matrices: what is recorded of a step is made again to the bit, and its cause found again."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.support.jobs.launches import command, events, finish, replay
 from tests.support.marks import slow
+from tests.tools.replay.test_bisect import bisected
+from tests.tools.replay.test_what_if import tried_under
 from tools.replay.what_if import numbers
 
 SHARED = ("parallel.tensor=2", "batch.micro_size=4", "telemetry.every_steps=0", "generate.tokens=0")
@@ -28,30 +29,11 @@ def test_a_failed_step_is_reproduced_to_the_bit_with_its_rank_and_module(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_step_of_another_session_with_whole_matrices_is_no_such_step(tmp_path):
-    """The config in the folder is that of the last session."""
-    for overrides in (SHARED[:2], ("batch.micro_size=4",)):
-        steps = 2 if "parallel.tensor=2" in overrides else 4
-        job = command(
-            "python", tmp_path, "two", *SHARED[2:], *overrides, f"run.steps={steps}", "evaluate.every_steps=0"
-        )
-        finish(job, ranks=2)
-    said = replay(tmp_path, "two", 2, ranks=2, exit_code=2)
-    assert "with parallel.tensor = 1; the step was made with 2" in said
-
-
-def bisected(folder: Path, name: str, *overrides: str, exit_code: int) -> list[str]:
-    given = ["precision.compute=bf16", "deepspeed.config=ds_configs/zero2_bf16.json", "run.steps=4"]
-    finish(command("python", folder, name, *SHARED, *given, "evaluate.every_steps=0", *overrides), ranks=2)
-    job = ["python", "-m", "tools.replay", str(folder / "runs" / name), "--bisect"]
-    return finish(job, exit_code=exit_code, ranks=2).splitlines()
-
-
-@pytest.mark.slow
 def test_a_sound_run_stays_with_its_fp32_twin_and_a_flipped_bit_of_one_slice_is_found(tmp_path):
-    assert bisected(tmp_path, "sound", exit_code=0)[-1].startswith("the run matches its FP32 twin")
+    given = {"ranks": 2, "exit_code": 0}
+    assert bisected(tmp_path, "sound", *SHARED, "run.steps=4", **given)[-1].startswith("the run matches its FP32 twin")
     flip = "faults=[{kind: flipped_bit, place: weight, bit: 14, step: 3, rank: 1, module: model.layers.1.mlp.up_proj}]"
-    lines = bisected(tmp_path, "flipped", flip, "checkpoint.every_steps=0", exit_code=3)
+    lines = bisected(tmp_path, "flipped", *SHARED, "run.steps=4", flip, "checkpoint.every_steps=0", ranks=2)
     assert "departs from its FP32 twin at step 3, in model.layers.1.mlp.up_proj" in lines[-1]
 
 
@@ -65,8 +47,7 @@ def test_what_would_have_been_is_what_a_run_resumed_under_it_does(tmp_path):
     finish(job, exit_code=3, ranks=2)
     assert [event["applied"] for event in events(tmp_path, "large", "step")] == [True, False]
     other = ["precision.compute=fp32", "deepspeed.config=ds_configs/zero2_fp32.json"]
-    what_if = ["python", "-m", "tools.replay", str(tmp_path / "runs/large"), "--step", "2", "--what-if", other[0]]
-    lines = finish(what_if, ranks=2).splitlines()
+    lines = tried_under(tmp_path, "large", 2, other[0], exit_code=0, ranks=2)
     assert "survived: step 2 is applied" in lines[-1], lines
     resume = f"run.resume={tmp_path}/runs/large/checkpoints/step-1"
     finish(command("python", tmp_path, "resumed", *SHARED, *fp16[2:], *grows, *other, resume), ranks=2)

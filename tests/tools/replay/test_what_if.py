@@ -18,8 +18,7 @@ MODULE = "model.layers.1.mlp.down_proj"
 FP16 = ["precision.compute=fp16", "deepspeed.config=ds_configs/zero2_fp16.json", "evaluate.every_steps=0"]
 SHORT = [*FP16, "generate.tokens=0", "telemetry.every_steps=0", "schedule.warmup_steps=0", "checkpoint.every_steps=1"]
 GROWS = [
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2,"
-    " initializer_range: 1.0}",
+    "model.config.initializer_range=1.0",
     f"optimizer.groups=[{{match: {MODULE}.weight, learning_rate: 200.0, weight_decay: 0.0}}]",
     "schedule.name=constant",
     "precision.loss_scale.initial=64",

@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from config.errors import UserError
-from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, restored, saved, state_of
+from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, restored, saved, state_of, take
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
@@ -23,41 +24,8 @@ from training.checkpoint.choice import newest
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.distributed import World
-from training.engine.tensors import momentum_norm
 from training.loop import train
 from training.progress import Progress
-
-OVERFLOWING = [
-    *("precision.loss_scale.initial=256", "precision.loss_scale.window=2", "precision.loss_scale.hysteresis=2"),
-    *("faults=[{kind: inf_gradient, step: 2, rank: 1}]", "model.config.attention_dropout=0.1"),
-]
-
-
-def trajectory(world: World, *, stage: int, compute: str, folder: str, first: int, last: int) -> dict[str, Any]:
-    """Steps first..last with dropout and an overflow at step 2; resumed from the folder unless first is 1; saved."""
-    resolved = resolve(world, stage=stage, compute=compute, overrides=OVERFLOWING)
-    rows = []
-    with engine_of(world, resolved) as engine:
-        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, world=world)
-        torch.manual_seed(world.rank)
-        progress = Progress()
-        if first > 1:
-            found = checkpoints.find("auto")
-            progress = restored(checkpoints, found, engine)
-            assert progress.step == first - 1
-        for step in range(first, last + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
-            update = engine.step(health, 0.001)
-            progress = progress.after(tokens=128, applied=update.applied)
-            rows.append((health.loss, health.grad_norm, update.loss_scale, update.applied))
-        return {
-            "rows": rows,
-            "masters": masters_of(engine),
-            "momentum": momentum_norm(engine),
-            "scaler": engine.scaler_state(),
-            "progress": progress,
-            "saved": saved(checkpoints, engine, progress),
-        }
 
 
 def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) -> list[dict[str, Any]]:
@@ -85,8 +53,8 @@ def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: in
         )
         progress = Progress()
         for step in range(1, steps + 1):
-            health = engine.health(engine.forward_backward(batch_of(world, 4, seed=step), step=step))
-            progress = progress.after(tokens=128, applied=engine.step(health, 0.001).applied)
+            _, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
+            progress = progress.after(tokens=128, applied=update.applied)
             saved(checkpoints, engine, progress, step=step)
 
 
@@ -129,8 +97,8 @@ def save_without_descriptors(world: World, *, folder: str) -> list[str]:
 
 def load_into_another_model(world: World, *, path: str) -> str:
     """The error of loading a checkpoint into a model with a wider feed-forward layer."""
-    shape = "model.config={hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}"
-    with engine_of(world, resolve(world, stage=2, compute="bf16", overrides=[shape])) as engine:
+    wider = ["model.config.intermediate_size=64"]
+    with engine_of(world, resolve(world, stage=2, compute="bf16", overrides=wider)) as engine:
         try:
             Checkpoints(Path(path).parent, keep=Retention(2), identity={}, world=world).load(Path(path), engine)
         except UserError as error:
@@ -266,10 +234,9 @@ def flushes_and_renames(world: World, *, folder: str) -> list[tuple[str, ...]]:
     return asked
 
 
-def loop_with_failures(world: World, *, folder: str, lasting: bool, last: bool = False) -> dict[str, Any]:
-    """The training loop over 9 steps with a save every 2, where some saves find no room for more than 1000 bytes."""
+def loop_with_failures(world: World, *, folder: str, failing: Sequence[int]) -> dict[str, Any]:
+    """The training loop over 9 steps with a save every 2; saves of `failing` find no room for more than 1000 bytes."""
     overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3"]
-    failing = range(2, 10) if lasting else (9,) if last else (2, 4)
     collected = Collector()
 
     class Tight(Checkpoints):

@@ -1,4 +1,4 @@
-"""Code run inside the processes of test_reshard.py. Every function is called on every rank."""
+"""Code run inside the processes of test_reshard.py, and of tests of exports. Each function is called on every rank."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import torch
 from config.errors import UserError
 from config.optimizers import COUNT
 from modeling.build import build_model, model_config, no_gather
-from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, resolve, take
 from tools.parity.slices import whole_state
 from training.checkpoint.reader import PLAIN
 from training.checkpoint.reshard import load_resharded, restore
@@ -23,6 +23,9 @@ from training.engine.tensors import Checksums, checksums_of, whole_master, whole
 from training.engine.weights import require_fresh_masters
 
 FROZEN = ("model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
+"""Sizes that two ranks do not divide: parameters are cut anywhere, partitions are padded."""
+UNTIED = ("model.config.tie_word_embeddings=false",)
 SAVED_AFTER = 3
 STEPS = 6
 
@@ -129,8 +132,8 @@ def refused(
 def _train(running: Engine, world: World, steps: Iterable[int], *, micro: int) -> list[tuple[float, float]]:
     rows = []
     for step in steps:
-        health = running.health(running.forward_backward(batch_of(world, micro, seed=step), step=step))
-        assert running.step(health, 0.001).applied
+        health, update = take(running, batch_of(world, micro, seed=step), step=step, lr=0.001)
+        assert update.applied
         rows.append((health.loss, health.grad_norm))
     return rows
 

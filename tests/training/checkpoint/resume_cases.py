@@ -10,6 +10,7 @@ import torch
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from tests.support.jobs.launches import SMALL
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.small_run import checksum, masters_of
 from tracking.compare.surviving import read_events
@@ -17,6 +18,7 @@ from training.build import build
 from training.distributed import World
 from training.loop import train
 from training.session import Session, locked_run_dir, session
+from training.tasks.task import prepare
 
 STEPS = 10
 
@@ -75,23 +77,14 @@ def trained(opened: Session, passes: int | None, *, observed: bool = True) -> di
 def resolve(folder: str, name: str, overrides: list[str]) -> Resolved:
     """The job's config."""
     settings = [
-        "--config",
-        str(REPOSITORY / "config/recipes/demo.yaml"),
+        *("--config", f"{REPOSITORY}/config/recipes/demo.yaml"),
         *(f"run.dir={folder}/runs", f"run.name={name}", f"run.steps={STEPS}", "run.resume=auto"),
         *("schedule.warmup_steps=2", "data.source=text", f"data.path={folder}/text", f"data.cache_dir={folder}/cache"),
         *("data.tokenizer=bytes", "data.sequence_length=32", "data.validation_fraction=0"),
-        "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
-        "attention_dropout: 0.1}",
-        "model.activation_checkpointing=none",
-        "batch.global_size=8",
-        "batch.micro_size=2",
-        "evaluate.every_steps=0",
-        "checkpoint.every_steps=2",
-        "tracking.wandb=disabled",
-        "tracking.log_every_steps=1000",
-        "guard.spike_sigmas=50",
-        "guard.spike_window=16",
-        "guard.self_check_every=0",
+        *(SMALL[-1], "model.config.attention_dropout=0.1", "model.activation_checkpointing=none"),
+        *("batch.global_size=8", "batch.micro_size=2", "evaluate.every_steps=0", "checkpoint.every_steps=2"),
+        *("tracking.wandb=disabled", "tracking.log_every_steps=1000", "guard.self_check_every=0"),
+        *("guard.spike_sigmas=50", "guard.spike_window=16"),
     ]
     return read_command_line([*settings, *overrides])
 
@@ -115,6 +108,15 @@ def task_job(folder: Path, *overrides: str, task: str = "sft", rows: str = "chat
     given = [f"task={task}", f"model.name_or_path={folder}/base", f"data.path={folder}/{rows}.jsonl"]
     given += ["model.architecture=null", "model.config={attention_dropout: 0.1}", "data.source=auto"]
     return [*given, "data.tokenizer=model", "data.sequence_length=96", *overrides]
+
+
+def checkpoint_of(group: ProcessGroup, folder: Path, name: str, overrides: list[str]) -> Path:
+    """The last checkpoint of a job of two steps that move far."""
+    given = [*overrides, "run.steps=2", "optimizer.learning_rate=0.05", "schedule={name: constant, warmup_steps: 0}"]
+    given += ["guard.spike_sigmas=0", "data.workers=1"]
+    prepare(resolve(str(folder), name, given).config, progress=False)  # the group could not
+    group.run(job, folder=str(folder), name=name, overrides=given, passes=None)
+    return folder / "runs" / name / "checkpoints" / "step-2"
 
 
 def name_of(what: str) -> str:

@@ -93,27 +93,23 @@ def test_everything_is_on_disk_before_a_name_points_at_it(solo, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("lasting", [False, True])
-def test_training_goes_on_without_a_save_and_stops_when_they_keep_failing(solo, tmp_path, lasting):
-    """Saves fail at steps 2 and 4, or from step 2 on; the third failure in a row ends the run when it is known."""
-    result = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), lasting=lasting)[0]
-    ending, notes, saved = result["ending"], result["notes"], result["saved"]
-    assert [f"step-{step} was not saved" in note for step, note in zip((2, 4, 6), notes, strict=False)] == [True] * len(
-        notes
-    )
-    if lasting:
-        assert (ending.exit_code, ending.progress.step, saved) == (74, 7, [])
-        assert ending.reason.startswith("3 saves in a row failed: checkpoint ") and len(notes) == 3
-    else:
-        assert (ending.exit_code, ending.progress.step, saved) == (0, 9, ["step-6", "step-8", "step-9"])
-        assert len(notes) == 2
-
-
-def test_a_last_save_that_fails_is_an_exit_code(solo, tmp_path):
-    result = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), lasting=False, last=True)[0]
-    assert result["ending"].exit_code == 74 and result["ending"].progress.step == 9
-    assert "step-9 was not saved" in result["ending"].reason
-    assert result["saved"][-1] == "step-8"
+@pytest.mark.parametrize(
+    ("failing", "noted", "code", "step", "kept", "reason"),
+    [
+        ((2, 4), (2, 4), 0, 9, ["step-6", "step-8", "step-9"], ""),
+        (range(2, 10), (2, 4, 6), 74, 7, [], "3 saves in a row failed: checkpoint "),
+        ((9,), (9,), 74, 9, ["step-4", "step-6", "step-8"], "step-9 was not saved"),
+    ],
+)
+def test_training_goes_on_without_a_save_and_stops_when_they_keep_failing(
+    solo, tmp_path, failing, noted, code, step, kept, reason
+):
+    """The third failure in a row ends the run when it is known; one of the last save is an exit code."""
+    [result] = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), failing=failing)
+    ending, notes = result["ending"], result["notes"]
+    assert (ending.exit_code, ending.progress.step, result["saved"]) == (code, step, kept)
+    assert reason in ending.reason
+    assert [f"step-{at} was not saved" in note for at, note in zip(noted, notes, strict=True)] == [True] * len(noted)
 
 
 def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):

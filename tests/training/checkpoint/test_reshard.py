@@ -11,10 +11,9 @@ from tests.support.jobs import launches
 from tests.support.models.small_run import changed_json
 from tests.training.checkpoint import reshard_cases as cases
 from tests.training.checkpoint import resume_cases as jobs
+from tests.training.checkpoint.reshard_cases import ODD, UNTIED
 from training.engine.tensors import as_text, checksum
 
-ODD = ("model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.mlp_bias=true")
-"""Sizes that two ranks do not divide: parameters are cut anywhere, partitions are padded."""
 TINY = tuple(
     f"model.config.{key}"
     for key in ("hidden_size=2", "intermediate_size=4", "num_attention_heads=1", "num_key_value_heads=1")
@@ -25,7 +24,6 @@ ALL_BUT_A_NORM = ("model.embed_tokens.weight",) + tuple(
     for name in ("input_layernorm", "post_attention_layernorm")
 )
 """Frozen, they leave two values in the group that does not decay, and only padding for a second rank."""
-UNTIED = ("model.config.tie_word_embeddings=false",)
 MANIFEST = ("precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json")
 FP32_LOSS = 5e-6
 """Nats. Measured: up to 1.0e-6 in 60 steps (docs/elastic.md)."""

@@ -17,7 +17,6 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training.checkpoint import resume_cases
 from tests.training.corruption import corruption_cases as cases
-from tests.training.jobs import step_cost_cases
 from training.engine.flips import bit_sum, flip_bit
 from training.engine.optimizers.adamw import after, build
 from training.engine.optimizers.rule import UpdateInputs
@@ -130,13 +129,7 @@ def test_a_flip_in_sharded_state_ends_the_run_with_its_rank_tensor_and_bit(pair:
     assert found["verdicts"] == ["STEP"] * 3 + ["ABORT"] and "drain" in found["reason"]
 
 
-MIXTURE = (
-    "model.architecture=mixtral",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
-    "num_key_value_heads: 2, num_local_experts: 4}",
-    "parallel.expert=2",
-    "guard.update_checks=100000",
-)
+MIXTURE = ("model.architecture=mixtral", "model.config.num_local_experts=4", "parallel.expert=2", ON[1])
 
 
 @pytest.mark.parametrize("stage", [2, slow(1), slow(3)])
@@ -202,15 +195,6 @@ def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
     assert f"on rank {rank} (value" in lines[0] and socket.gethostname() in lines[0]
     assert "## Faults of the machine" in found["report"] and f"rank {rank}" in found["report"]
     assert any("ABORT" in line and f"drain {socket.gethostname()}" in line for line in found["described"])
-
-
-def test_a_healthy_step_waits_for_no_device_and_no_rank_more_often(pair: ProcessGroup) -> None:
-    options = {"stage": 2, "compute": "bf16", "further": (*ON, "guard.reexecute=every 1000")}
-    for counted in pair.run(step_cost_cases.waits_and_collectives, **options):
-        assert counted["ours"] == ["health.py:__init__"]
-        more = Counter(counted["guarded"])
-        more.subtract(counted["bare"])
-        assert {name: count for name, count in more.items() if count} == {"all_gather_into_tensor": 1}
 
 
 @pytest.mark.slow

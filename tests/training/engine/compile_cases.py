@@ -1,7 +1,6 @@
 """Code that the tests of compiled blocks run in real processes: the same work compiled and not."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,28 +48,6 @@ def _apart(mine: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def _size(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Root of the sum of squares of the differences."""
     return float(sum((mine[name] - other[name]).double().square().sum() for name in other) ** 0.5)
-
-
-def resume(world: World, *, folder: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """A compiled run of four steps, and one that stops after two, loads into a new engine and continues."""
-    whole = _train(world, 2, "fp32", [*overrides, "model.compile=true"])
-    with _engine(world, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
-        torch.manual_seed(7)
-        for step in range(2):
-            _step(engine, world, step)
-        torch_state = torch.get_rng_state()
-        engine.save(Path(folder), "half")
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    with _engine(world, 2, "fp32", [*overrides, "model.compile=true"]) as engine:
-        engine.load(Path(folder), "half", TorchCheckpointEngine())
-        torch.set_rng_state(torch_state)
-        losses = [_step(engine, world, step)[0] for step in (2, 3)]
-        masters = masters_of(engine)
-    return {
-        "losses": (whole["losses"][2:], losses),
-        "same": all(torch.equal(masters[name], whole["masters"][name]) for name in masters),
-    }
 
 
 def looks(world: World, *, overrides: Sequence[str] = ()) -> dict[str, Any]:

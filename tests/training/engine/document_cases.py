@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch.nn import functional
@@ -17,7 +16,6 @@ from tests.support.models.small_run import (
     engine_of,
     masters_of,
     plain_model,
-    refusal,
     resolve,
 )
 from training.distributed import World
@@ -82,13 +80,6 @@ def against_separate_documents(
         "alone": float(mean.detach()),
         "norm_alone": float(norm),
     }
-
-
-def of_an_architecture(world: World, *, name: str, config: dict[str, Any]) -> str:
-    """The error for an engine of this architecture with document masking; empty when it is accepted."""
-    given = ", ".join(f"{key}: {value}" for key, value in config.items())
-    overrides = ["data.document_masking=true", f"model.architecture={name}", f"model.config={{{given}}}"]
-    return refusal(world, resolve(world, stage=3, compute="bf16", overrides=overrides))
 
 
 assert END < VOCABULARY

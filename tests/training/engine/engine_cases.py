@@ -1,7 +1,7 @@
 """Code run inside the processes of test_engine.py. Every function is called on every rank."""
 
-import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,9 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import parameter_groups
 from precision.manifest import load_manifest
 from precision.regions import Regions
+from tests.support.models.plain_steps import mean_label_loss, plain_steps
 from tests.support.models.small_run import batch_of, changed_json, engine_of, masters_of, plain_model, resolve, take
 from training.distributed import World
 from training.engine import Engine
@@ -22,23 +21,22 @@ from training.engine.tensors import momentum_norm
 
 
 def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:
-    """Loss, norm and masters of one engine step from the seeded weights."""
+    """Loss, norm, masters and metrics of one engine step from the seeded weights."""
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, **options)
     with engine_of(world, resolved) as engine:
-        before = masters_of(engine)
-        batch = batch_of(world, micro, seed=1, mask=mask)
-        health, update = take(engine, batch, step=1, lr=0.001)
+        health, update = take(engine, batch_of(world, micro, seed=1, mask=mask), step=1, lr=0.001)
         return {
             "loss": health.loss,
             "grad_norm": health.grad_norm,
             "applied": update.applied,
             "clip": update.clip_coefficient,
-            "before": before,
             "after": masters_of(engine),
+            "metrics": health.metrics,
+            "notes": engine.notes,
         }
 
 
-def reference_step(world: World, *, mask: str, clipping: float, manifest: str | None = None) -> dict[str, Any]:
+def reference_step(world: World, *, mask: str, manifest: str | None = None) -> dict[str, Any]:
     """The same step in plain torch, FP32, one process, the whole batch at once, no DeepSpeed."""
     resolved = resolve(world, stage=0, compute="fp32", micro=8)
     with engine_of(world, resolved) as engine:
@@ -46,16 +44,9 @@ def reference_step(world: World, *, mask: str, clipping: float, manifest: str | 
     model = plain_model(resolved, weights)
     if manifest is not None:
         Regions(model, load_manifest(Path(manifest)))
-    section = resolved.config.optimizer
-    optimizer = torch.optim.AdamW(parameter_groups(model, section), lr=0.001, betas=section.betas, eps=section.eps)
-    batch = batch_of(world, 8, seed=1, mask=mask)
-    loss = label_loss_sum(model(input_ids=batch.input_ids[0]).logits, batch.labels[0]) / max(batch.label_tokens, 1)
-    loss.backward()
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.detach().norm() for p in model.parameters()]))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), clipping)
-    optimizer.step()
-    after = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"loss": float(loss.detach()), "grad_norm": float(norm), "after": after}
+    loss_of = partial(mean_label_loss, mask=mask)
+    loss, norm, _ = plain_steps(model, resolved.config.optimizer, steps=1, lr=0.001, loss_of=loss_of)
+    return {"loss": loss, "grad_norm": norm, "after": {name: p.detach() for name, p in model.named_parameters()}}
 
 
 def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, overrides: list[str]) -> list[dict]:
@@ -132,22 +123,6 @@ def norms_of_skipped(world: World, *, stage: int, compute: str) -> list[float]:
     return found
 
 
-def struck_step(world: World, *, stage: int, compute: str, kind: str, rank: int) -> dict[str, Any]:
-    """Two good steps, one with a fault on `rank`, one good step."""
-    fault = f"faults=[{{kind: {kind}, step: 3, rank: {rank}, module: model.layers.1.mlp.down_proj}}]"
-    resolved = resolve(world, stage=stage, compute=compute, overrides=[fault, "precision.loss_scale.hysteresis=1"])
-    applied, changes, masters, momenta = [], [], [], []
-    with engine_of(world, resolved) as engine:
-        for step in range(1, 5):
-            health, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
-            applied.append(update.applied)
-            changes.append(update.scale_change.reason if update.scale_change else None)
-            masters.append(masters_of(engine))
-            momenta.append(momentum_norm(engine))
-            assert update.applied or health.grad_norm == math.inf
-    return {"applied": applied, "changes": changes, "masters": masters, "momenta": momenta}
-
-
 def partitioned_build(world: World) -> dict[str, Any]:
     """The number of parameters that this rank holds after a ZeRO-3 build, and the weights it drew."""
     resolved = resolve(world, stage=3, compute="fp32", overrides=["model.config.tie_word_embeddings=false"])
@@ -158,22 +133,6 @@ def partitioned_build(world: World) -> dict[str, Any]:
             "held": sum(p.ds_tensor.numel() for p in parameters),
             "resident": sum(p.numel() for p in parameters if not p.ds_persist),
         }
-
-
-def save_weights(world: World, *, folder: str) -> dict[str, torch.Tensor]:
-    """Save a model with weights of another seed as a Hugging Face folder; returns the weights."""
-    resolved = resolve(world, stage=0, compute="fp32", overrides=["run.seed=5"])
-    with engine_of(world, resolved) as engine:
-        engine.model.save_pretrained(folder)
-        return masters_of(engine)
-
-
-def load_weights(world: World, *, stage: int, folder: str) -> dict[str, torch.Tensor]:
-    """The masters of an engine whose model was loaded from a folder."""
-    overrides = [f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
-    resolved = resolve(world, stage=stage, compute="fp32", overrides=overrides)
-    with engine_of(world, resolved) as engine:
-        return masters_of(engine)
 
 
 def ledger(world: World, *, stage: int, compute: str, reduce: str, promise: str) -> tuple[dict[str, str], str]:

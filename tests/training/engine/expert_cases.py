@@ -5,6 +5,7 @@ The oracle is plain torch on one rank: all experts, the whole global batch, torc
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
@@ -71,7 +72,7 @@ def against_one_rank(
     resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
-        found = trained(engine, lambda seed: batch_of(world, micro, seed=seed), steps=STEPS, lr=LR)
+        found = trained(engine, partial(batch_of, world, micro), steps=STEPS, lr=LR)
         held = sum(parameter.numel() for parameter in engine.model.parameters())
         found.append(engine.evaluate([batch_of(world, micro, seed=EVALUATED)]).loss)
         masters = masters_of(engine)

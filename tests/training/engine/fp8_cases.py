@@ -1,6 +1,5 @@
 """Code run inside the processes of test_fp8.py. Every function is called on every rank."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,14 @@ from config.schema import Fp8Section
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from tests.support.models.small_models import small_model
-from tests.support.models.small_run import engine_of, resolve
+from tests.support.models.small_run import engine_of, manifest_of, resolve
 from training.distributed import World
 from training.engine import kernels
 
 
 def chosen_kernels(world: World, *, folder: str, manifest: dict[str, Any]) -> dict[str, str]:
     """The remarks on torch's scaled matmul for FP8 layers: sound, not available, and wrong on the last rank."""
-    path = Path(folder) / f"kernels-{world.rank}.json"
-    path.write_text(json.dumps(manifest))
-    overrides = ["precision.path=manifest", f"precision.manifest={path}", "precision.fp8.kernel=scaled_mm"]
+    overrides = [*manifest_of(folder, manifest), "precision.fp8.kernel=scaled_mm"]
 
     def built(*more: str) -> str:
         try:
@@ -35,7 +32,7 @@ def chosen_kernels(world: World, *, folder: str, manifest: dict[str, Any]) -> di
     kernels.no_kernel = lambda *given: ""  # as on a GPU that has it, where `auto` takes it
     try:
         found["asked, wrong"] = built()
-        regions = Regions(small_model("llama"), load_manifest(path), Fp8Section())
+        regions = Regions(small_model("llama"), load_manifest(Path(overrides[1].partition("=")[2])), Fp8Section())
         found["auto, wrong"] = kernels.choose_fp8_kernel(regions, world)[0]
         found["then"] = regions.fp8.kernel
     finally:

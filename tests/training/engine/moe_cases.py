@@ -7,7 +7,7 @@ import torch
 from data.batches.loader import Batch
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import parameter_groups
-from tests.support.models.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
+from tests.support.models.small_run import GLOBAL, batch_of, engine_of, masters_of, plain_model, resolve, take
 from tests.training.engine.expert_cases import model_of
 from tools.parity.reference import Reference
 from training.distributed import World
@@ -15,34 +15,11 @@ from training.distributed import World
 ON = ("model.balance_loss=0.5", "model.router_z_loss=0.01")
 
 
-def _resolved(
-    world: World, family: str, *, stage: int, micro: int, overrides: tuple[str, ...], compute: str = "fp32"
-) -> Any:
-    given = [model_of(family), *overrides]
-    return resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
-
-
-def one_step(world: World, *, family: str, stage: int, micro: int, overrides: tuple[str, ...] = ON) -> dict[str, Any]:
-    """Loss, norm, masters and metrics of one engine step."""
-    resolved = _resolved(world, family, stage=stage, micro=micro, overrides=overrides)
-    with engine_of(world, resolved) as engine:
-        before = masters_of(engine)
-        batch = batch_of(world, micro, seed=1)
-        health, _ = take(engine, batch, step=1, lr=0.001)
-        return {
-            "loss": health.loss,
-            "grad_norm": health.grad_norm,
-            "metrics": health.metrics,
-            "before": before,
-            "after": masters_of(engine),
-            "notes": engine.notes,
-        }
-
-
 def routed(world: World, *, family: str, stage: int, compute: str, routers: str) -> dict[str, Any]:
     """Each router's distance from FP64's scores on the same inputs; whether each moved in a step; the notes."""
-    overrides = (f"precision.routers={routers}", "optimizer.weight_decay=0", "model.activation_checkpointing=full")
-    resolved = _resolved(world, family, stage=stage, micro=2, overrides=overrides, compute=compute)
+    given = [model_of(family), f"precision.routers={routers}", "optimizer.weight_decay=0"]
+    given.append("model.activation_checkpointing=full")
+    resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=given)
     errors: dict[str, float] = {}
 
     def look(module: Any, args: Any, output: Any) -> None:
@@ -67,7 +44,7 @@ def routed(world: World, *, family: str, stage: int, compute: str, routers: str)
 
 def reference_norm(world: World, *, family: str, micro: int) -> float:
     """The gradient norm that parity's FP32 reference finds."""
-    resolved = _resolved(world, family, stage=0, micro=micro, overrides=ON)
+    resolved = resolve(world, stage=0, compute="fp32", micro=micro, overrides=[model_of(family), *ON])
     with engine_of(world, resolved) as engine:
         reference = Reference(resolved, engine.model.config, world)
         reference.load(masters_of(engine).items())
@@ -77,7 +54,7 @@ def reference_norm(world: World, *, family: str, micro: int) -> float:
 
 def plain_step(world: World, *, family: str) -> dict[str, Any]:
     """The same step in plain torch, one process, the whole batch at once, by loops over tokens, layers and experts."""
-    resolved = _resolved(world, family, stage=0, micro=GLOBAL, overrides=ON)
+    resolved = resolve(world, stage=0, compute="fp32", micro=GLOBAL, overrides=[model_of(family), *ON])
     with engine_of(world, resolved) as engine:
         weights = masters_of(engine)
     model: Any = plain_model(resolved, weights)
@@ -98,8 +75,7 @@ def plain_step(world: World, *, family: str) -> dict[str, Any]:
         z.append((logits.exp().sum(-1).log() ** 2).mean())
     balance, z_loss = sum(per_layer) / len(per_layer), sum(z) / len(z)
     (loss + 0.5 * balance + 0.01 * z_loss).backward()
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.detach().norm() for p in model.parameters()]))
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return {
         "loss": float(loss.detach()),
@@ -108,8 +84,3 @@ def plain_step(world: World, *, family: str) -> dict[str, Any]:
         "z": float(z_loss.detach()),
         "after": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
     }
-
-
-def refused(world: World) -> str:
-    """The error for a model without routers."""
-    return refusal(world, resolve(world, stage=1, compute="fp32", overrides=ON))

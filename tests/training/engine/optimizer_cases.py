@@ -25,11 +25,7 @@ from training.engine.tensors import (
 
 RATES = (0.004, 0.01, 0.01, 0.006)
 SKIPPED = 3
-EXPERTS = (
-    "model.architecture=mixtral",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, "
-    "num_key_value_heads: 2, num_local_experts: 3}",
-)
+EXPERTS = ("model.architecture=mixtral", "model.config.num_local_experts=3", "model.config.tie_word_embeddings=false")
 """Each layer has two tensors of three fused experts, which two ranks cut in the middle of one."""
 
 

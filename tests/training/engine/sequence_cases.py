@@ -5,6 +5,7 @@ The oracle is plain torch on one rank: whole sequences, the whole global batch, 
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ from data.batches.sequence_slices import slice_of
 from data.corpora.documents import document_positions
 from modeling.build import model_config
 from modeling.linear_cross_entropy import label_loss_sum
-from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
+from tests.support.models import plain_steps
+from tests.support.models.plain_steps import (
+    EVALUATED,
+    SPOILED,
+    distance_of_updates,
+    farthest,
+    numbers_and_moves,
+    trained,
+)
 from tests.support.models.small_models import distance
 from tests.support.models.small_run import (
     GLOBAL,
@@ -26,11 +35,9 @@ from tests.support.models.small_run import (
     masters_of,
     plain_model,
     resolve,
-    take,
 )
 from tools.export_hf.outputs import OutputErrors
 from tools.parity.reference import Reference
-from training.attribution import attribute
 from training.distributed import World
 from training.telemetry import Telemetry
 
@@ -39,11 +46,7 @@ LENGTH = 13
 END = 1
 STEPS = 3
 LR = 0.01
-MODEL = (
-    "model.architecture=mistral",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, "
-    "num_key_value_heads: %d, sliding_window: 6, tie_word_embeddings: true}",
-)
+MODEL = ("model.architecture=mistral", "model.config.num_attention_heads=4", "model.config.sliding_window=6")
 OVERRIDES = (f"data.sequence_length={LENGTH}", "parallel.sequence=2", "optimizer.eps=0.01")
 
 
@@ -78,6 +81,11 @@ def mine_of(world: World, batch: Batch, *, micro: int) -> Batch:
     return slice_of(dataclasses.replace(batch, **given), rank=rank, ranks=ranks)
 
 
+def part_of(world: World, micro: int, *, seed: int, apart: bool = False, length: int = LENGTH) -> Batch:
+    """This rank's slices of its sequences of the global batch of a seed."""
+    return mine_of(world, whole_batch(seed, apart=apart, length=length), micro=micro)
+
+
 def against_one_rank(
     world: World,
     *,
@@ -90,26 +98,23 @@ def against_one_rank(
 ) -> dict[str, float]:
     """Errors of losses, norms, the evaluation and the masters after three steps; heads: of keys and values."""
     world, micro = world.sharing_sequences(ranks, timeout_minutes=2), GLOBAL // 4
-    given = [MODEL[0], MODEL[1] % heads, *OVERRIDES, f"parallel.sequence={ranks}"]
+    given = [*MODEL, f"model.config.num_key_value_heads={heads}", *OVERRIDES, f"parallel.sequence={ranks}"]
     given += [f"data.document_masking={str(apart).lower()}", *overrides]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
     known = set(ALL_ATTENTION_FUNCTIONS)
-
-    def batch_of(seed: int) -> Batch:
-        return mine_of(world, whole_batch(seed, apart=apart), micro=micro)
-
+    batch = partial(part_of, world, micro, apart=apart)
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
         plain = plain_model(resolved, start)
-        found = trained(engine, batch_of, steps=STEPS, lr=LR)
-        found.append(engine.evaluate([batch_of(EVALUATED)]).loss)
+        found = trained(engine, batch, steps=STEPS, lr=LR)
+        found.append(engine.evaluate([batch(seed=EVALUATED)]).loss)
         masters = masters_of(engine)
     assert set(ALL_ATTENTION_FUNCTIONS) == known, "a closed engine leaves nothing"
 
     def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
         return mean_loss(model, whole_batch(seed, apart=apart))
 
-    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR, loss_of=loss_of)
+    expected = plain_steps.plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR, loss_of=loss_of)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     return {
         "numbers": farthest(found, expected),
@@ -118,39 +123,21 @@ def against_one_rank(
     }
 
 
-SPOILED = (
-    (1, "nan_activation", "model.layers.0.mlp"),
-    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
-    (1, "nan_activation", "model.layers.1.mlp.down_proj"),
-    (1, "nan_loss", None),
-)
-"""Rank, kind and module of the fault of each step; the first three reach the other rank through attention."""
-
-
 def blamed(world: World) -> list[list[tuple[int, str]]]:
     """Ranks and modules that are blamed for each of the steps of SPOILED."""
     world = world.sharing_sequences(2, timeout_minutes=2)
-    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, faults_of(SPOILED)]
-    found = []
+    given = [*MODEL, *OVERRIDES, faults_of(SPOILED)]
     with engine_of(world, resolve(world, stage=2, compute="fp32", micro=GLOBAL // 2, overrides=given)) as engine:
-        for step in range(1, len(SPOILED) + 1):
-            batch = mine_of(world, whole_batch(step, apart=False), micro=GLOBAL // 2)
-            outcome = engine.forward_backward(batch, step=step)
-            assert not engine.health(outcome).finite
-            found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
-            engine.discard_gradients()
-    return found
+        return plain_steps.blamed(engine, partial(part_of, world, GLOBAL // 2))
 
 
 def references(world: World, *, stage: int) -> dict[str, float]:
     """Errors of the parity gate's FP32 reference against plain torch, and the telemetry probe's smallest cosine."""
     world = world.sharing_sequences(2, timeout_minutes=2)
     probe = ["telemetry.probe=true"] if stage < 3 else []
-    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES, "data.document_masking=true", *probe]
-    resolved, whole = (
-        resolve(world, stage=stage, compute="fp32", micro=GLOBAL // 4, overrides=given),
-        whole_batch(1, apart=True),
-    )
+    given = [*MODEL, *OVERRIDES, "data.document_masking=true", *probe]
+    resolved = resolve(world, stage=stage, compute="fp32", micro=GLOBAL // 4, overrides=given)
+    whole = whole_batch(1, apart=True)
     batch, cosine = mine_of(world, whole, micro=GLOBAL // 4), 1.0
     with engine_of(world, resolved) as engine:
         masters = masters_of(engine)
@@ -187,8 +174,7 @@ def references(world: World, *, stage: int) -> dict[str, float]:
 
 def saved_model(world: World, *, folder: str) -> None:
     """Save a model of MODEL with weights from the seed."""
-    given = [MODEL[0], MODEL[1] % 2, *OVERRIDES[:1]]
-    with engine_of(world, resolve(world, stage=2, compute="fp32", overrides=given)) as engine:
+    with engine_of(world, resolve(world, stage=2, compute="fp32", overrides=[*MODEL, OVERRIDES[0]])) as engine:
         if world.rank == 0:
             engine.model.save_pretrained(folder)
     world.wait_for_all()
@@ -200,21 +186,11 @@ def against_no_sharing(world: World, *, overrides: Sequence[str], length: int = 
     for ranks in (1, 2):
         there = world.sharing_sequences(ranks, timeout_minutes=2)
         more = [*OVERRIDES, *overrides, f"data.sequence_length={length}", f"parallel.sequence={ranks}"]
-        numbers: list[float] = []
+        batch = partial(part_of, there, GLOBAL // 4, length=length)
         with engine_of(there, resolve(there, stage=2, compute="fp32", micro=GLOBAL // 4, overrides=more)) as engine:
-            start = masters_of(engine)
-            for step in range(1, STEPS + 1):
-                batch = mine_of(there, whole_batch(step, apart=False, length=length), micro=GLOBAL // 4)
-                health, _ = take(engine, batch, step=step, lr=LR / step)
-                numbers += [health.loss, health.grad_norm, *health.metrics.values()]
-            moved = {name: master - start[name] for name, master in masters_of(engine).items()}
-        runs.append((numbers, moved))
+            runs.append(numbers_and_moves(engine, batch, steps=STEPS, lr=LR))
     (one, expected), (two, found) = runs
-    return {
-        "numbers": max(abs(a / b - 1) for a, b in zip(two, one, strict=True)),
-        "masters": distance(found, expected),
-        "count": len(one) // STEPS,
-    }
+    return {"numbers": farthest(two, one), "masters": distance(found, expected), "count": len(one) // STEPS}
 
 
 def mean_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

@@ -86,13 +86,6 @@ def written_wrong(world: World) -> tuple[str, dict[str, Any]]:
         return text, {"same": all(torch.equal(after[name], before[name]) for name in before)}
 
 
-def started_from(world: World, *, stage: int, masters: str, folder: str) -> dict[str, torch.Tensor]:
-    """The masters of an engine whose model was loaded from a folder in FP32."""
-    more = [f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
-    with engine_of(world, _resolved(world, stage, masters, more)) as engine:
-        return masters_of(engine)
-
-
 def _resolved(world: World, stage: int, masters: str, more: Sequence[str] = ()) -> Any:
     settings = [f"precision.masters={masters}", "optimizer.gradient_clipping=0.5", "guard.max_update_ratio=10", FAULT]
     return resolve(world, stage=stage, compute="bf16", micro=2, overrides=[*settings, *more])

@@ -17,7 +17,7 @@ from training.engine.expert_slices import forget_groups
 from training.engine.ledger import PrecisionError, read_start
 from training.engine.masters import local_masters
 from training.engine.tensors import trainable_parameters, whole_weight
-from training.engine.weights import StaleMaster
+from training.engine.weights import StaleMaster, require_fresh_masters
 
 Cell = tuple[str, list[str]]
 """Name of a way to start, and its overrides."""
@@ -45,16 +45,19 @@ def start(world: World, *, stage: int, compute: str, cells: list[Cell], variant:
     return found
 
 
-def changed(world: World, *, stage: int) -> str:
-    """The ledger's complaint when one rank's master was changed between its start and the first step."""
-    with engine_of(world, resolve(world, stage=stage, compute="bf16")) as engine:
-        if world.rank == 1:
-            local_masters(engine.deepspeed.optimizer)[0].data[5] += 1e-6
-        try:
-            read_start(engine)
-        except PrecisionError as error:
-            return str(error)
-    return ""
+def changed(world: World, *, stage: int, compute: str) -> list[str]:
+    """The ledger's complaint when one rank's master changed a little before the first step, the check's when it did so
+    by more than a weight's rounding."""
+    found = []
+    with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
+        for change, check in ((1e-6, read_start), (0.5, require_fresh_masters)):
+            if world.rank == 1:
+                local_masters(engine.deepspeed.optimizer)[0].data[5] += change
+            try:
+                check(engine)
+            except (StaleMaster, PrecisionError) as error:
+                found.append(str(error))
+    return found
 
 
 def misread(world: World, *, stage: int, overrides: list[str]) -> str:

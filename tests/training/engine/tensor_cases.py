@@ -6,17 +6,18 @@ The oracle is plain torch on one rank: whole matrices, the whole global batch, t
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from lab.matrix.run import fp32_model
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps
+from tests.support.models import plain_steps
+from tests.support.models.plain_steps import EVALUATED, SPOILED, distance_of_updates, farthest, numbers_and_moves
 from tests.support.models.small_models import distance
 from tests.support.models.small_run import (
     VOCABULARY,
@@ -27,15 +28,12 @@ from tests.support.models.small_run import (
     plain_model,
     refusal,
     resolve,
-    take,
 )
-from training.attribution import attribute
 from training.distributed import World
 from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.health import RanksDisagree
 from training.engine.tensor_slices import replicas
-from training.engine.tensors import momentum_norm
 from training.progress import START
 from training.session import seed_everything
 
@@ -111,7 +109,7 @@ def against_one_rank(
     drawn = fp32_model(resolved.config.model, seed=resolved.config.run.seed)
     plain = plain_model(resolved, start, attention="eager" if kind == "gemma2" else "sdpa")
     under = Regions(plain, load_manifest(Path(manifest))).dtypes if manifest is not None else {}
-    expected = plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
+    expected = plain_steps.plain_steps(plain, resolved.config.optimizer, steps=STEPS, lr=LR)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
     return {
         "start": max(float((start[name] - value).abs().max()) for name, value in drawn.named_parameters()),
@@ -155,29 +153,12 @@ def with_dropout(world: World, *, stage: int, by_rank: bool) -> dict[str, str]:
     return {"found": found, **bits}
 
 
-SPOILED = (
-    (1, "nan_activation", "model.layers.0.mlp"),
-    (0, "nan_activation", "model.layers.1.self_attn.q_proj"),
-    (1, "nan_activation", "model.layers.1.mlp.up_proj"),
-    (1, "nan_loss", None),
-)
-"""Rank, kind and module of the fault of each step; the first three reach the other rank where sums are made."""
-
-
 def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, str]]]:
-    """Ranks and modules that are blamed for each of the steps of SPOILED; a discarded step changes no master."""
-    world = world.sharing_tensors(2, timeout_minutes=2)
-    given, found = [*OVERRIDES, faults_of(SPOILED)], []
+    """Ranks and modules that are blamed for each of the steps of SPOILED."""
+    world, alone = world.sharing_tensors(2, timeout_minutes=2), World(0, 1, 0, world.device)
+    given = [*OVERRIDES, faults_of(SPOILED)]
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=8, overrides=given)) as engine:
-        start = masters_of(engine)
-        for step in range(1, len(SPOILED) + 1):
-            batch = batch_of(World(0, 1, 0, world.device), 8, seed=step)
-            outcome = engine.forward_backward(batch, step=step)
-            assert not engine.health(outcome).finite
-            found.append([(rank, finding.module) for rank, finding in attribute(engine, batch, outcome, step=step)])
-            assert not take(engine, batch, step=step, lr=LR)[1].applied
-        assert all(torch.equal(master, start[name]) for name, master in masters_of(engine).items())
-    return found
+        return plain_steps.blamed(engine, partial(batch_of, alone, 8))
 
 
 def with_a_changed_replica(world: World, *, stage: int) -> str:
@@ -210,20 +191,9 @@ def against_data_ranks(world: World, *, overrides: Sequence[str]) -> dict[str, f
     runs = []
     for ranks in (2, 1):  # what follows an engine with shared matrices is as if there had been none
         there = world.sharing_tensors(ranks, timeout_minutes=2)
-        alone = World(there.zero_rank, there.zero_ranks, 0, world.device)
         given = ["telemetry.every_steps=0", *overrides, f"parallel.tensor={ranks}"]
-        numbers: list[float] = []
+        batch = partial(batch_of, World(there.zero_rank, there.zero_ranks, 0, world.device), 4)
         with engine_of(there, resolve(there, stage=2, compute="fp32", overrides=given)) as engine:
-            start = masters_of(engine)
-            for step in range(1, STEPS + 1):
-                batch = batch_of(alone, 4, seed=step)
-                health = engine.health(engine.forward_backward(batch, step=step))
-                numbers += [health.loss, health.grad_norm, momentum_norm(engine) or 0.0]
-                engine.step(health, LR / step)
-            moved = {name: master - start[name] for name, master in masters_of(engine).items()}
-        runs.append((numbers, moved))
+            runs.append(numbers_and_moves(engine, batch, steps=STEPS, lr=LR))
     (two, found), (one, expected) = runs
-    return {
-        "numbers": max(abs(a - b) / max(abs(b), 1e-12) for a, b in zip(two, one, strict=True)),
-        "masters": distance(found, expected),
-    }
+    return {"numbers": farthest(two, one), "masters": distance(found, expected)}

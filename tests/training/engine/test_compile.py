@@ -59,12 +59,6 @@ def test_compiled_blocks_train_as_the_blocks_do(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(pair: ProcessGroup, tmp_path: Path) -> None:
-    for found in pair.run(cases.resume, seconds=300, folder=str(tmp_path), overrides=[]):
-        assert found["losses"][0] == found["losses"][1] and found["same"]
-
-
-@pytest.mark.slow
 def test_a_compiled_bf16_job_replays_to_the_bit(tmp_path: Path) -> None:
     half = ["deepspeed.config=ds_configs/zero2_bf16.json", "precision.compute=bf16"]
     settings = ["model.compile=true", "model.activation_checkpointing=none", *half]

@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
+from tests.support.models import small_run
 from tests.training.engine import document_cases
 
 
@@ -32,7 +33,7 @@ def test_packed_documents_train_as_each_one_alone(
 
 
 def test_an_architecture_that_attends_across_documents_is_refused_before_training(pair: ProcessGroup) -> None:
-    opt = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 2}
-    opt["num_attention_heads"] = 2
-    for refused in pair.run(document_cases.of_an_architecture, name="opt", config=opt):
-        assert refused.startswith("data.document_masking = true: opt does not keep packed documents apart")
+    opt = "{hidden_size: 32, ffn_dim: 48, word_embed_proj_dim: 32, num_hidden_layers: 2, num_attention_heads: 2}"
+    given = ["data.document_masking=true", "model.architecture=opt", f"model.config={opt}"]
+    for said in pair.run(small_run.refused, stage=3, compute="bf16", overrides=given):
+        assert said.startswith("data.document_masking = true: opt does not keep packed documents apart")

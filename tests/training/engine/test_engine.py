@@ -1,7 +1,5 @@
 """The engine against plain torch, at every ZeRO stage and precision, on one and on two real processes."""
 
-import math
-
 import pytest
 import torch
 
@@ -21,7 +19,16 @@ def difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) ->
 @pytest.fixture(scope="module")
 def references(solo):
     """Plain torch FP32 steps by mask."""
-    return {mask: solo.run(engine_cases.reference_step, mask=mask, clipping=1.0)[0] for mask in ("uneven", "sequences")}
+    return {mask: solo.run(engine_cases.reference_step, mask=mask)[0] for mask in ("uneven", "sequences")}
+
+
+def require_step(results, expected):
+    """Every rank has applied the step of plain torch."""
+    for result in results:
+        assert result["applied"]
+        assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+        assert difference(result["after"], expected["after"]) < 1e-5
 
 
 @pytest.mark.one_in(3)
@@ -31,21 +38,16 @@ def test_loss_norm_and_masters_do_not_depend_on_the_layout(pair, solo, reference
     """(micro 8, accumulation 1) and (micro 2, accumulation 4 or 2), one rank or two: the step of plain torch."""
     expected = references[mask]
     for group, micro in ((solo, 8), (solo, 2), (pair, 4), (pair, 2)):
-        for result in group.run(engine_cases.one_step, stage=stage, compute="fp32", micro=micro, mask=mask):
-            assert result["applied"]
-            assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-            assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-            assert result["clip"] == pytest.approx(min(1.0, 1.0 / expected["grad_norm"]), rel=1e-4)
-            assert difference(result["after"], expected["after"]) < 1e-5
+        results = group.run(engine_cases.one_step, stage=stage, compute="fp32", micro=micro, mask=mask)
+        require_step(results, expected)
+        assert results[0]["clip"] == pytest.approx(min(1.0, 1.0 / expected["grad_norm"]), rel=1e-4)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("micro", [2, 4])
 def test_offload_changes_nothing(pair, references, stage, micro):
     options = {"compute": "fp32", "micro": micro, "mask": "uneven", "variant": "_offload"}
-    for result in pair.run(engine_cases.one_step, stage=stage, **options):
-        assert result["grad_norm"] == pytest.approx(references["uneven"]["grad_norm"], rel=1e-5)
-        assert difference(result["after"], references["uneven"]["after"]) < 1e-5
+    require_step(pair.run(engine_cases.one_step, stage=stage, **options), references["uneven"])
 
 
 @pytest.mark.one_in(3)
@@ -70,13 +72,6 @@ def test_a_batch_without_labels_neither_hangs_nor_makes_nan(pair, stage):
         assert result["loss"] == 0.0
         assert result["grad_norm"] == 0.0
         assert all(torch.isfinite(value).all() for value in result["after"].values())
-
-
-def test_weights_drawn_from_a_seed_are_the_same_at_every_stage_and_world_size(pair, solo):
-    expected = solo.once(engine_cases.one_step, stage=0, compute="fp32", micro=8, mask="uneven")[0]["before"]
-    for stage in (1, 2, 3):
-        for result in pair.run(engine_cases.one_step, stage=stage, compute="fp32", micro=4, mask="uneven"):
-            assert difference(result["before"], expected) == 0.0
 
 
 def test_zero_3_builds_the_model_partitioned(pair):
@@ -111,20 +106,6 @@ def test_offloaded_gradients_of_a_skipped_step_are_forgotten(pair, stage, comput
         assert first == second > 0
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), *SHARDED])
-@pytest.mark.parametrize(("kind", "rank"), [("inf_gradient", 1), ("nan_gradient", 0)])
-def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute, kind, rank):
-    for result in pair.run(engine_cases.struck_step, stage=stage, compute=compute, kind=kind, rank=rank):
-        assert result["applied"] == [True, True, False, True]
-        assert difference(result["masters"][1], result["masters"][2]) == 0.0
-        assert difference(result["masters"][2], result["masters"][3]) > 0.0
-        assert result["momenta"][1] == result["momenta"][2]
-        assert all(math.isfinite(norm) for norm in result["momenta"])
-        if compute == "fp16":
-            assert result["changes"][2] == "overflow"
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -132,16 +113,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(pair, stage, compute,
 def test_recomputed_activations_change_nothing(pair, references, stage, mode, reentrant):
     overrides = [f"model.activation_checkpointing={mode}", f"model.checkpointing_reentrant={reentrant}"]
     options = {"compute": "fp32", "micro": 2, "mask": "uneven", "overrides": overrides}
-    for result in pair.run(engine_cases.one_step, stage=stage, **options):
-        assert result["grad_norm"] == pytest.approx(references["uneven"]["grad_norm"], rel=1e-5)
-        assert difference(result["after"], references["uneven"]["after"]) < 1e-5
-
-
-def test_saved_weights_become_the_masters_at_every_stage(pair, solo, tmp_path):
-    expected = solo.run(engine_cases.save_weights, folder=str(tmp_path))[0]
-    for stage in STAGES:
-        for masters in pair.run(engine_cases.load_weights, stage=stage, folder=str(tmp_path)):
-            assert difference(masters, expected) == 0.0
+    require_step(pair.run(engine_cases.one_step, stage=stage, **options), references["uneven"])
 
 
 @pytest.mark.one_in(4)

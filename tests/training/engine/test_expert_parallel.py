@@ -1,6 +1,5 @@
 """Experts that ranks share: the steps of one rank that has all of them, at ZeRO-1, 2 and 3."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from lab.matrix.cells import RULE_BOUNDS
 from modeling.expert_parallel import MEASURED
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.support.models.small_run import gathered
+from tests.support.models.small_run import gathered, manifest_of
 from tests.training.engine import expert_cases
 
 KEPT = ("selective", "attention", "ops")
@@ -77,9 +76,9 @@ def test_masters_in_host_memory_are_those_of_one_rank(
 def under_a_manifest(folder: Path, stage: int, *, experts: str, rest: str) -> list[str]:
     """Overrides of a run whose manifest has no rule for routers."""
     rules = [{"match": "*.experts", "compute": experts, "reason": "a test"}]
-    (folder / "manifest.json").write_text(json.dumps({"default": rest, "rules": rules}), encoding="utf-8")
-    given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "precision.path=manifest", "precision.compute=auto"]
-    return [*given, f"precision.manifest={folder}/manifest.json", "model.config.num_experts_per_tok=4"]
+    given = [f"deepspeed.config=ds_configs/zero{stage}_fp32.json", "precision.compute=auto"]
+    given += manifest_of(folder, {"default": rest, "rules": rules})
+    return [*given, "model.config.num_experts_per_tok=4"]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +113,8 @@ def test_a_manifest_names_the_dtype_of_experts(
 
 
 def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup, tmp_path: Path) -> None:
-    given = under_a_manifest(tmp_path, 2, experts="bf16", rest="bf16")
     rules = [{"match": "*.q_proj", "compute": "fp8", "reason": "a test"}]
-    (tmp_path / "manifest.json").write_text(json.dumps({"default": "bf16", "rules": rules}), encoding="utf-8")
+    given = ["precision.compute=auto", *manifest_of(tmp_path, {"default": "bf16", "rules": rules})]
     for said in pair.run(expert_cases.refused, overrides=given):
         assert said.endswith("FP8 is not verified with parallel.expert = 2; remove one of them"), said
 
@@ -184,35 +182,26 @@ def test_four_ranks_share_by_two_and_by_four(four: ProcessGroup, tmp_path: Path,
         assert (found["held"] == 0) == (stage == 3), "at ZeRO-3, none is whole between its uses"
 
 
-@pytest.mark.parametrize("stage", [*(slow(stage) for stage in (1, 2)), 3])
-def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(four: ProcessGroup, tmp_path: Path, stage: int) -> None:
-    overrides = [gathered(tmp_path, "fp16")] if stage == 3 else []
-    for found in four.run(expert_cases.skipped, stage=stage, overrides=overrides):
-        assert [math.isfinite(norm) for norm in found["norms"]] == found["applied"] == [True, False, True]
-        assert found["same"] == [True, False], "masters and moments are bit for bit those of before"
-
-
 @pytest.mark.parametrize(
-    ("stage", "override"),
+    ("ranks", "stage", "how"),
     [
-        (2, "optimizer.name=muon"),
-        slow(2, "optimizer.name=lamb"),
-        *(slow(stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json") for stage in (1, 2, 3)),
+        *(*(slow("four", stage, "") for stage in (1, 2)), ("four", 3, "gathered")),
+        *(("pair", 2, "optimizer.name=muon"), slow("pair", 2, "optimizer.name=lamb")),
+        *(slow("pair", stage, f"deepspeed.config=ds_configs/zero{stage}_fp16_offload.json") for stage in (1, 2, 3)),
+        *(slow("pair", stage, "FP16 experts") for stage in (1, 3)),
     ],
 )
-def test_a_skipped_step_changes_no_state(pair: ProcessGroup, stage: int, override: str) -> None:
-    for found in pair.run(expert_cases.skipped, stage=stage, overrides=[override]):
-        assert found["applied"] == [True, False, True]
-        assert found["same"] == [True, False]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_skipped_step_of_fp16_experts_changes_no_state(pair: ProcessGroup, tmp_path: Path, stage: int) -> None:
-    overrides = under_a_manifest(tmp_path, stage, experts="fp16", rest="fp32")
-    for found in pair.run(expert_cases.skipped, stage=stage, overrides=overrides):
-        assert found["applied"] == [True, False, True]
-        assert found["same"] == [True, False]
+def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(
+    request: pytest.FixtureRequest, tmp_path: Path, ranks: str, stage: int, how: str
+) -> None:
+    overrides = [how] if "=" in how else []
+    if how == "gathered":
+        overrides = [gathered(tmp_path, "fp16")]
+    elif how == "FP16 experts":
+        overrides = under_a_manifest(tmp_path, stage, experts="fp16", rest="fp32")
+    for found in request.getfixturevalue(ranks).run(expert_cases.skipped, stage=stage, overrides=overrides):
+        assert [math.isfinite(norm) for norm in found["norms"]] == found["applied"] == [True, False, True]
+        assert found["same"] == [True, False], "masters and moments are bit for bit those of before"
 
 
 def test_all_ranks_gather_in_the_same_order(four: ProcessGroup, tmp_path: Path) -> None:

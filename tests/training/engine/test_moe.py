@@ -7,8 +7,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.schema import ModelSection
 from modeling.router_balance import RouterBalance, untrained_balance
 from tests.support.marks import slow
+from tests.support.models import small_run
 from tests.training.engine import moe_cases as cases
-from tests.training.engine.test_engine import difference
+from tests.training.engine.engine_cases import one_step
+from tests.training.engine.expert_cases import model_of
+from tests.training.engine.test_engine import require_step
 
 FIRST = "mixtral"
 
@@ -23,36 +26,27 @@ def expected(solo, family):
     return solo.run(cases.plain_step, family=family)[0]
 
 
-def same(result, expected):
-    assert result["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
-    assert difference(result["after"], expected["after"]) < 1e-5
-    assert result["metrics"]["router/balance_loss"] == pytest.approx(expected["balance"], rel=1e-5)
-    assert result["metrics"]["router/z_loss"] == pytest.approx(expected["z"], rel=1e-5)
+CHUNKED = ("model.activation_checkpointing=full", "model.loss=chunked", "model.loss_chunk_tokens=16")
 
 
-@pytest.mark.parametrize(("stage", "micro"), [(0, 4), (1, 2), (2, 1), (3, 4), (3, 2)])
-def test_a_step_does_not_depend_on_its_cut(pair, family, expected, stage, micro):
-    for result in pair.run(cases.one_step, family=family, stage=stage, micro=micro):
-        same(result, expected)
-
-
-def test_four_ranks_balance_over_all_their_sequences(four, family, expected):
-    for result in four.run(cases.one_step, family=family, stage=2, micro=1):
-        same(result, expected)
-
-
-def test_one_rank_in_micro_batches_is_the_same(solo, family, expected):
-    [result] = solo.run(cases.one_step, family=family, stage=2, micro=2)
-    same(result, expected)
-    assert 1.0 <= result["metrics"]["router/busiest"] <= 4 / 2
-    assert 0.0 < result["metrics"]["router/entropy"] <= 1.0
-
-
-def test_recomputed_activations_and_a_chunked_loss_are_the_same(pair, family, expected):
-    more = ("model.activation_checkpointing=full", "model.loss=chunked", "model.loss_chunk_tokens=16")
-    for result in pair.run(cases.one_step, family=family, stage=2, micro=2, overrides=(*cases.ON, *more)):
-        same(result, expected)
+@pytest.mark.parametrize(
+    ("ranks", "stage", "micro", "more"),
+    [
+        *(("pair", stage, micro, ()) for stage, micro in ((0, 4), (1, 2), (2, 1), (3, 4), (3, 2))),
+        ("pair", 2, 2, CHUNKED),
+        ("four", 2, 1, ()),
+        ("solo", 2, 2, ()),
+    ],
+)
+def test_a_step_does_not_depend_on_its_cut(request, family, expected, ranks, stage, micro, more):
+    options = {"compute": "fp32", "mask": "uneven", "overrides": [model_of(family), *cases.ON, *more]}
+    results = request.getfixturevalue(ranks).run(one_step, stage=stage, micro=micro, **options)
+    require_step(results, expected)
+    for metrics in (result["metrics"] for result in results):
+        assert metrics["router/balance_loss"] == pytest.approx(expected["balance"], rel=1e-5)
+        assert metrics["router/z_loss"] == pytest.approx(expected["z"], rel=1e-5)
+        assert 1.0 <= metrics["router/busiest"] <= 4 / 2
+        assert 0.0 < metrics["router/entropy"] <= 1.0
 
 
 def test_the_reference_of_parity_has_it_too(pair, family, expected):
@@ -61,33 +55,32 @@ def test_the_reference_of_parity_has_it_too(pair, family, expected):
 
 
 def test_that_a_models_own_loss_is_not_trained_is_said(solo):
-    [result] = solo.run(cases.one_step, family=FIRST, stage=1, micro=8, overrides=())
+    [result] = solo.run(one_step, stage=1, compute="fp32", micro=8, mask="uneven", overrides=[model_of(FIRST)])
     assert [line for line in result["notes"] if "router_aux_loss_coef = 0.001" in line]
     assert result["metrics"] == {}
 
 
-def test_that_a_loss_under_another_name_is_not_trained_is_said():
+def jetmoe():
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8}
-    config = AutoConfig.for_model("jetmoe", vocab_size=16, num_hidden_layers=1, **shape)
-    model = AutoModelForCausalLM.from_config(config)
-    [note] = untrained_balance(model, ModelSection(architecture="jetmoe"))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", vocab_size=16, num_hidden_layers=1, **shape))
+
+
+def test_that_a_loss_under_another_name_is_not_trained_is_said():
+    [note] = untrained_balance(jetmoe(), ModelSection(architecture="jetmoe"))
     assert "(aux_loss_coef = 0.01) is not trained" in note and "set model.balance_loss to train one" in note
 
 
 def test_a_router_counts_once():
     """transformers lists the logits of JetMoe's attention twice."""
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_key_value_heads": 1, "kv_channels": 8}
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("jetmoe", vocab_size=16, num_hidden_layers=1, **shape)
-    )
+    model = jetmoe()
     router = RouterBalance(model, balance=1.0, z=0.0)
     router.watching(model)(input_ids=torch.arange(4)[None])
     assert len(router.routed) == sum("Gating" in type(module).__name__ for module in model.modules()) == 2
 
 
 def test_a_model_without_routers_is_refused(solo):
-    message = solo.run(cases.refused)[0]
-    assert message.startswith("model.balance_loss = 0.5: not supported for model llama: no router")
+    [said] = solo.run(small_run.refused, stage=1, compute="fp32", overrides=cases.ON)
+    assert said.startswith("model.balance_loss = 0.5: not supported for model llama: no router")
 
 
 @pytest.mark.parametrize(("stage", "compute"), [(3, "bf16"), slow(2, "fp16"), slow(1, "bf16")])

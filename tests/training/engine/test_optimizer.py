@@ -240,9 +240,9 @@ def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(
     assert sum(sum(result["sent"]) for result in results) == 2 * values
 
 
-@pytest.mark.one_in(4 * len(OPTIMIZERS))
-@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (0, "fp32"), (3, "fp16"), (1, "fp32")])
-@pytest.mark.parametrize("name", ["muon", *(name for name in OPTIMIZERS if name != "muon")])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("stage", "compute"), [(3, "fp16"), (2, "bf16"), (0, "fp32"), (1, "fp32")])
+@pytest.mark.parametrize("name", ["adamw", *(slow(name) for name in OPTIMIZERS if name != "adamw")])
 def test_a_gradient_that_is_not_finite_reaches_no_state(pair: Any, name: str, stage: int, compute: str) -> None:
     fault = f"faults=[{{kind: inf_gradient, step: {optimizer_cases.SKIPPED}, rank: 1}}]"
     overrides = (fault, "precision.loss_scale.hysteresis=1")

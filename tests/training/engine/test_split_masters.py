@@ -8,7 +8,7 @@ import torch
 from config.cli import REPOSITORY
 from precision.split_masters import SPLIT_BYTES, SPLIT_PIECE
 from tests.support.marks import slow
-from tests.training.engine import engine_cases, split_cases
+from tests.training.engine import split_cases
 from training.engine.split_masters import SplitAdamW, SplitMaster
 
 STEPS = 16
@@ -145,12 +145,3 @@ def test_masters_that_are_written_wrong_are_an_error_on_every_rank(pair) -> None
     for text, after in pair.run(split_cases.written_wrong):
         assert text == "precision.masters = split: 1 weights differ from their rounded FP32 masters"
         assert after["same"]
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_fp32_folder_gives_unrounded_masters(pair, solo, tmp_path, stage: int) -> None:
-    expected = solo.run(engine_cases.save_weights, folder=str(tmp_path))[0]
-    for found in pair.run(split_cases.started_from, stage=stage, masters="split", folder=str(tmp_path)):
-        for name, master in found.items():
-            assert torch.equal(master, expected[name])

@@ -9,6 +9,7 @@ import pytest
 from modeling.tensor_parallel import MEASURED
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
+from tests.support.models import plain_steps
 from tests.training.engine import tensor_cases
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
@@ -164,4 +165,4 @@ def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(
     pair: ProcessGroup, stage: int, compute: str
 ) -> None:
     for found in pair.run(tensor_cases.blamed, stage=stage, compute=compute):
-        assert found == [[(rank, module or "loss")] for rank, _, module in tensor_cases.SPOILED]
+        assert found == [[(rank, module or "loss")] for rank, _, module in plain_steps.SPOILED]

@@ -173,14 +173,6 @@ def known_and_asked_label_tokens(world: World) -> list[dict[str, float]]:
     return found
 
 
-def layers_of(layers: int) -> str:
-    """The small model with so many blocks, as an override."""
-    return (
-        "model.config={hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2, "
-        f"num_hidden_layers: {layers}}}"
-    )
-
-
 @contextmanager
 def lines_of_python() -> Iterator[Counter[str]]:
     """Counts the lines of Mantissa's own Python that run inside, by file."""
@@ -203,7 +195,7 @@ def lines_of_python() -> Iterator[Counter[str]]:
 
 def lines_of_a_step(world: World, *, layers: int, stage: int, before: int) -> int:
     """Lines of Mantissa's own Python of the guarded step after `before` others; the guard looks back 16 steps."""
-    overrides = (layers_of(layers), "guard.spike_window=16")
+    overrides = (f"model.config.num_hidden_layers={layers}", "guard.spike_window=16")
     with (
         tempfile.TemporaryDirectory() as folder,
         parts_of(world, Path(folder), overrides=overrides, stage=stage, compute="bf16") as parts,

@@ -4,12 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from tests.support.jobs.launches import command, events, finish, replay
-from tools.export_hf.command import main as export
-from training.checkpoint.partitions import open_saved_model
 
 LAYER = "model.layers.1.mlp.up_proj"
 pytestmark = pytest.mark.slow
@@ -47,14 +43,3 @@ def test_a_layer_that_breaks_is_named_and_goes_to_bf16_and_then_to_fp32(folder: 
 def test_a_step_after_the_promotion_is_replayed_as_recorded(folder: Path) -> None:
     output = replay(folder, "fp8", 7)
     assert output.count("as recorded") >= 1 and "recorded:" not in output
-
-
-def test_the_export_has_the_masters(folder: Path, tmp_path: Path) -> None:
-    checkpoint, out = folder / "runs/fp8/checkpoints/step-8", tmp_path / "out"
-    assert export([str(checkpoint), str(out), "--dtype", "fp32"]) == 0
-    masters = {
-        name: tensor.read().clone() for name, tensor in open_saved_model(checkpoint / "deepspeed").tensors.items()
-    }
-    weights = dict(AutoModelForCausalLM.from_pretrained(out).named_parameters())
-    assert all(torch.equal(weights[name], master) for name, master in masters.items() if name in weights)
-    assert f"{LAYER}.weight" in weights

@@ -106,16 +106,6 @@ def test_recorded_steps_of_ranks_that_share_are_tried_under_another_precision(ke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", KEYS)
-def test_the_oracle_recomputes_runs_of_ranks_that_share(key, tmp_path):
-    """It shares nothing, with no rank."""
-    given = [*OF.get(key, []), "optimizer.eps=1e-4", "run.steps=3", "batch.micro_size=4", f"parallel.{key}=2"]
-    finish(command("python", tmp_path, "it", *given, "generate.tokens=0"), ranks=2)
-    said = finish(["python", "-m", "tools.parity", "--oracle", str(tmp_path / "runs/it")])
-    assert "3 steps as the oracle computed them" in said
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3)])
 @pytest.mark.parametrize("key", ["sequence", "expert"])
 def test_the_gate_takes_ranks_that_share(key, compute, stage, tmp_path):

@@ -10,14 +10,17 @@ import pytest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.training.jobs import step_cost_cases
 
-STAGES = [(1, "bf16"), (2, "fp16"), (3, "bf16")]
+CORRUPTION = ("guard.replica_checks=1", "guard.update_checks=100000", "guard.reexecute=every 1000")
 
 
-@pytest.mark.parametrize(("stage", "compute"), STAGES)
+@pytest.mark.parametrize(
+    ("stage", "compute", "checks"), [(1, "bf16", ()), (2, "fp16", ()), (3, "bf16", ()), (2, "bf16", CORRUPTION)]
+)
 def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(
-    pair: ProcessGroup, stage: int, compute: str
+    pair: ProcessGroup, stage: int, compute: str, checks: tuple[str, ...]
 ) -> None:
-    for counted in pair.run(step_cost_cases.waits_and_collectives, stage=stage, compute=compute):
+    """Also where the machine is checked for silent corruption."""
+    for counted in pair.run(step_cost_cases.waits_and_collectives, stage=stage, compute=compute, further=checks):
         assert counted["ours"] == ["health.py:__init__"]
         bare, guarded = map(Counter, counted["upstream"])
         assert not guarded - bare, "upstream waits no more often than in a bare step"

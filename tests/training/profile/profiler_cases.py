@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as hooks
 
-from tests.support.models.small_run import VOCABULARY, batch_of, engine_of, masters_of, resolve
+from tests.support.models.small_run import VOCABULARY, batch_of, engine_of, manifest_of, masters_of, resolve
 from training.distributed import World
 from training.engine import Engine
 from training.profile.profiler import Profiling
@@ -59,9 +59,7 @@ def profiled(
     """
     given = [MODEL % f", vocab_size: {vocabulary}", *overrides]
     if manifest is not None:
-        path = Path(folder) / f"manifest-{world.rank}.json"
-        path.write_text(json.dumps(manifest))
-        given += ["precision.path=manifest", f"precision.manifest={path}"]
+        given += manifest_of(folder, manifest)
     resolved = resolve(world, stage=stage, compute=compute, micro=2, overrides=given)
     notes: list[str] = []
     with engine_of(world, resolved) as engine:

@@ -1,7 +1,6 @@
 """Code run inside the processes of test_classify.py, and the oracle in plain torch."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ def resolve(folder: Path, *, kind: str = "sequence", overrides: tuple[str, ...] 
     given = ("task=classify", f"classify.kind={kind}", f"data.path={folder}/{kind}.jsonl")
     given = (*given, f"model.name_or_path={folder}/bert", f"data.sequence_length={LENGTH}")
     return sft_cases.resolve(folder, overrides=(*given, *overrides), **options)
-
-
-parity_steps, telemetry, causes, regions = (
-    partial(case, resolve=resolve)
-    for case in (sft_cases.parity_steps, sft_cases.telemetry, sft_cases.causes, sft_cases.regions)
-)
 
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs.task_jobs import write_all
 from tests.support.rows import seq2seq
-from tests.support.rows.chats import write_base, write_chats
+from tests.support.rows.chats import write_folder
 from tests.support.rows.labelled import FAMILIES, write_encoder, write_rows
 from tests.training.tasks import classify_cases, mlm_cases
 from training.tasks.task import prepare
@@ -13,11 +14,14 @@ from training.tasks.task import prepare
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model and 60 chats."""
-    made = tmp_path_factory.mktemp("chats")
-    write_base(made / "base")
-    write_chats(made / "chats.jsonl", 60)
-    return made
+    """A base model, 60 chats and 40 pairs."""
+    return write_folder(tmp_path_factory.mktemp("chats"))
+
+
+@pytest.fixture(scope="session")
+def every_task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models and rows of all jobs of `task_jobs`."""
+    return write_all(tmp_path_factory.mktemp("tasks"))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from training.session import session
 
 def oracle(
     folder: Path,
-    rows_of_steps: list[list[int]],
+    found: dict[str, Any],
     *,
     kind: str,
     temperature: float,
@@ -25,7 +25,7 @@ def oracle(
     top_k: int,
     eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, divergences from probabilities in FP64.
+    """The steps of `found` in plain torch: one row at a time, unpadded, divergences from probabilities in FP64.
 
     eps: of AdamW.
     """
@@ -62,7 +62,7 @@ def oracle(
         tokens = sum(len(ids) - 1 for ids, _ in rows)
         return {"tokens": tokens} | {name: value / count for name, value in values.items()}
 
-    return trained_plainly(model, rows_of_steps, backward, eps=eps)
+    return trained_plainly(model, [step["rows"] for step in found["steps"]], backward, eps=eps)
 
 
 NAMES = ("base", "teacher")

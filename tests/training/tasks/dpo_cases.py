@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from contextlib import ExitStack, redirect_stdout
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config.resolved import Resolved
 from data.corpora.row_shards import RowShards
 from tests.training.tasks import sft_cases
-from tests.training.tasks.sft_cases import labelled, taken, trained_plainly
+from tests.training.tasks.sft_cases import labelled, model_of, taken, trained_plainly
 from training.distributed import World
 from training.session import Session, session
 from training.tasks.task import prepare
@@ -48,9 +47,6 @@ def _step(opened: Session) -> dict[str, Any]:
     }
 
 
-telemetry, causes = (partial(case, resolve=resolve) for case in (sft_cases.telemetry, sft_cases.causes))
-
-
 def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
     """Loss, metrics and notes of the first step, and of the validation set before it; what was said of references."""
     printed = io.StringIO()
@@ -68,17 +64,20 @@ def first_step(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
 
 def oracle(
     folder: Path,
-    pairs_of_steps: list[list[int]],
-    model: Any = None,
+    found: dict[str, Any],
     *,
+    adapter: dict[str, Any] | None = None,
     preference: dict[str, Any] | None = None,
     eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one answer at a time, unpadded, the loss written out in FP64. eps: of AdamW."""
+    """The steps of `found` in plain torch: one answer at a time, unpadded, the loss written out in FP64.
+
+    adapter: arguments of a `LoraConfig`, for plain `peft`. eps: of AdamW.
+    """
     given = {"loss": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "sft_weight": 0.0} | (preference or {})
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32) if model is None else model
+    model = model_of(folder, found, adapter)
     rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
 
     def backward(numbers: list[int]) -> dict[str, Any]:
@@ -103,7 +102,7 @@ def oracle(
         means = {name: sum(values) / len(values) for name, values in estimates.items()}
         return {"loss": total / len(numbers), "tokens": tokens, "accuracy": preferred / len(numbers)} | means
 
-    return trained_plainly(model, pairs_of_steps, backward, eps=eps)
+    return trained_plainly(model, [step["pairs"] for step in found["steps"]], backward, eps=eps)
 
 
 def token_log_probs(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -137,14 +136,3 @@ def killed_while_writing(world: World, *, folder: Path, **options: Any) -> None:
     Path.replace = die  # type: ignore[assignment,method-assign]
     with session(resolved, world=world):
         pass
-
-
-def by_source(world: World, *, folder: Path, **options: Any) -> dict[str, float]:
-    """The loss of the first step, whole and by source, and before it that of each source's held-out pairs."""
-    with session(resolve(folder, **options), world=world) as opened:
-        engine = opened.engine
-        found = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
-        health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
-        engine.discard_gradients()
-        of_step = {f"step, {name}": loss for name, loss in health.loss_by_source.items()}
-        return found | of_step | {"step": health.loss}

@@ -128,22 +128,22 @@ def trained_plainly(
 
 def oracle(
     folder: Path,
-    rows_of_steps: list[list[int]],
+    found: dict[str, Any],
     model: Any = None,
     *,
+    adapter: dict[str, Any] | None = None,
     by_row: bool = False,
     noise: Any = None,
     eps: float = 1e-8,
 ) -> dict[str, Any]:
-    """The same steps in plain torch: one row at a time, unpadded, its labels derived from the shape's description.
+    """The steps of `found` in plain torch: one row at a time, unpadded, labels derived from the shape's description.
 
-    by_row: the mean over rows of each row's mean, in place of the mean over labels. noise: called with the numbers of a
-    step and of one of its rows and the shape of its embeddings, which it is added to. eps: of AdamW.
+    adapter: arguments of a `LoraConfig`, for plain `peft`. by_row: the mean over rows of each row's mean, in place of
+    the mean over labels. noise: called with the numbers of a step and of one of its rows and the shape of its
+    embeddings, which it is added to. eps: of AdamW.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    if model is None:
-        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    model.train()
+    model = model_of(folder, found, adapter) if model is None else model.train()
     chats = [json.loads(line)["messages"] for line in (folder / "chats.jsonl").read_text().splitlines()]
 
     def backward(step: tuple[int, list[int]]) -> dict[str, Any]:
@@ -162,6 +162,7 @@ def oracle(
             of_labels += float(loss.detach()) / sum(counts)
         return {"loss": total, "tokens": sum(len(ids) - 1 for ids, _ in rows), "token_loss": of_labels}
 
+    rows_of_steps = [step["rows"] for step in found["steps"]]
     return trained_plainly(model, enumerate(rows_of_steps), backward, eps=eps)
 
 
@@ -192,51 +193,10 @@ def trained_from(model: Any, before: dict[str, torch.Tensor], adapter: dict[str,
     return model.train()
 
 
-def base_of(folder: Path, adapter: dict[str, Any], before: dict[str, torch.Tensor]) -> Any:
-    """The base under plain `peft`, its adapter at the values `before`, by Mantissa's names."""
-    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
-    return trained_from(model, before, {"task_type": "CAUSAL_LM", **adapter})
-
-
-Resolve = Callable[..., Resolved]
-"""A task's `resolve`."""
-
-
-def parity_steps(
-    world: World, *, resolve: Resolve = resolve, folder: Path, steps: int = 1, **options: Any
-) -> list[dict[str, Any]]:
-    """The first steps, each compared with FP32 module by module, under the same teacher if there is one."""
-    from tools.parity.reference import Reference
-    from tools.parity.steps import StepParity
-
-    with session(resolve(folder, **options), world=world) as opened:
-        reference = Reference(opened.resolved, opened.model_config, world, opened.engine.teacher)
-        parity = StepParity(opened.engine, reference, opened.resolved)
-        return [parity.step(opened.batches.next_step(), applied=step) for step in range(steps)]
-
-
-def telemetry(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
-    """The telemetry of the first step, with the probe."""
-    from training.telemetry import Telemetry
-
-    with session(resolve(folder, **options), world=world) as opened:
-        meter, batch = Telemetry(opened.engine, probe=True), opened.batches.next_step()
-        with meter.watching(batch):
-            outcome = opened.engine.forward_backward(batch, step=1)
-        opened.engine.health(outcome)
-        meter.measure()
-        return meter.finish(applied=False)
-
-
-def causes(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> list[tuple[int, Any]]:
-    """The causes of a first step that is not finite."""
-    from training.attribution import attribute
-
-    with session(resolve(folder, **options), world=world) as opened:
-        batch = opened.batches.next_step()
-        outcome = opened.engine.forward_backward(batch, step=1)
-        assert not opened.engine.health(outcome).finite
-        return attribute(opened.engine, batch, outcome, step=1)
+def model_of(folder: Path, found: dict[str, Any], adapter: dict[str, Any] | None) -> Any:
+    """The base; with an adapter under plain `peft`, at the values that `found` began with, by Mantissa's names."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32).train()
+    return model if adapter is None else trained_from(model, found["before"], {"task_type": "CAUSAL_LM", **adapter})
 
 
 def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
@@ -262,7 +222,7 @@ def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str
     return ""
 
 
-def regions(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
+def regions(world: World, *, resolve: Any = resolve, folder: Path, **options: Any) -> dict[str, Any]:
     """The dtype of each region under a manifest, and the losses of some steps."""
     with session(resolve(folder, compute="auto", **options), world=world) as opened:
         losses = [step(opened)["loss"] for _ in range(STEPS)]
@@ -336,7 +296,7 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
         return {"said": meter.finish(applied=True)["lost_updates"], "before": before, "after": masters(opened)}
 
 
-def sets(world: World, *, resolve: Resolve = resolve, folder: Path, **options: Any) -> dict[str, Any]:
+def sets(world: World, *, resolve: Any = resolve, folder: Path, **options: Any) -> dict[str, Any]:
     """Loss and metrics of each validation set, the loss of all, the first step, and how many rows are trained on."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
@@ -346,6 +306,6 @@ def sets(world: World, *, resolve: Resolve = resolve, folder: Path, **options: A
         whole, batch = engine.evaluate(opened.validation()).loss, opened.batches.next_step()
         health = engine.health(engine.forward_backward(batch, step=1))
         engine.discard_gradients()
-        rows = opened.corpus.train_documents
         found = {"sets": found, "metrics": metrics, "whole": whole, "step": health.loss, "of step": health.metrics}
-        return found | {"ids": batch.sample_ids.tolist(), "rows": rows}
+        found["of source"] = health.loss_by_source
+        return found | {"ids": batch.sample_ids.tolist(), "rows": opened.corpus.train_documents}

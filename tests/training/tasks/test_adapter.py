@@ -1,6 +1,5 @@
 """Adapters through the engine equal plain torch with plain peft; the base stays as it is and has no state."""
 
-import json
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -11,7 +10,8 @@ import torch
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base, write_chats
+from tests.support.models.small_run import manifest_of
+from tests.support.rows.chats import write_folder
 from tests.training.tasks import sft_cases as cases
 from training.checkpoint.reader import PLAIN
 
@@ -36,9 +36,7 @@ def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGro
     for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
         for stage in stages:
             found, *_ = group.run(cases.steps, folder=folder, stage=stage, overrides=tuple(overrides))
-            if exact is None:
-                model = cases.base_of(folder, given, found["before"])
-                exact = cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
+            exact = exact or cases.oracle(folder, found, adapter=given)
             require_equal(found, exact)
 
 
@@ -65,41 +63,10 @@ def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: 
     )
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_single_steps_are_compared_with_fp32(pair: ProcessGroup, folder: Path, stage: int) -> None:
-    dropping = LORA[:-1] + ", dropout: 0.5}"  # which single steps are compared without
-    noisy = (dropping, "sft={neftune_alpha: 5, loss: row}")  # the reference has the same noise
-    [exact], _ = pair.run(cases.parity_steps, folder=folder, stage=stage, overrides=noisy)
-    assert exact["loss"] == pytest.approx(exact["reference_loss"], rel=1e-6)
-    assert exact["grad_norm"] == pytest.approx(exact["reference_grad_norm"], rel=1e-5)
-    assert max(exact["update_error"].values()) < 1e-4
-    [half], _ = pair.run(cases.parity_steps, folder=folder, stage=stage, compute="bf16", overrides=(LORA,))
-    assert half["loss"] == pytest.approx(half["reference_loss"], rel=0.01)
-    assert max(half["drift"].values()) == 0
-    assert all(".lora_" in name for name in half["parameters"])
-
-
-def test_telemetry_and_its_probe_are_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
-    found = pair.run(cases.telemetry, folder=folder, compute="bf16", overrides=(LORA,))[0]
-    assert found["drift"]["maximum"] == 0
-    assert found["probe"]
-    assert all(".lora_" in name for name in found["probe"])
-    assert all(agreement["cosine"] > 0.99 for name, agreement in found["probe"].items() if ".lora_B." in name)
-
-
-def test_a_step_that_is_not_finite_is_attributed_to_the_adapters_module(pair: ProcessGroup, folder: Path) -> None:
-    module = "model.layers.1.self_attn.q_proj.lora_B.default"
-    fault = f"faults=[{{kind: nan_gradient, step: 1, rank: 1, module: {module}}}]"
-    (rank, finding), *_ = pair.run(cases.causes, folder=folder, compute="bf16", overrides=(LORA, fault))[0]
-    assert (rank, finding.module) == (1, f"{module}.weight")
-
-
 def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "manifest.json"
     rule = {"match": "*.q_proj", "compute": "fp32", "reason": "a test"}
-    path.write_text(json.dumps({"default": "bf16", "rules": [rule]}))
-    regions = pair.run(cases.regions, folder=folder, overrides=(LORA, f"precision.manifest={path}"))[0]["dtypes"]
+    given = (LORA, *manifest_of(tmp_path, {"default": "bf16", "rules": [rule]}))
+    regions = pair.run(cases.regions, folder=folder, overrides=given)[0]["dtypes"]
     own = {name: dtype for name, dtype in regions.items() if "q_proj" in name}
     assert {name.rpartition("q_proj.")[2] for name in own} == {"base_layer", "lora_A.default", "lora_B.default"}
     assert set(own.values()) == {"fp32"}
@@ -123,8 +90,7 @@ def test_a_checkpoint_has_no_tensor_of_the_base(pair: ProcessGroup, tmp_path: Pa
     if "nf4" in kind:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    write_base(tmp_path / "base", **sizes, vocab_size=2000, tie_word_embeddings=tied)
-    write_chats(tmp_path / "chats.jsonl", 60)
+    write_folder(tmp_path, **sizes, vocab_size=2000, tie_word_embeddings=tied)
     options = {"stage": stage, "compute": "bf16" if stage else "fp32", "overrides": (f"adapter={adapter}",)}
     trained = pair.run(cases.saved, folder=tmp_path, to=tmp_path / "saved", **options)[0]
     held = 0

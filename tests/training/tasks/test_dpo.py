@@ -9,20 +9,10 @@ import pytest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models import plain_steps
 from tests.support.rows.chats import write_base, write_pairs
-from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases as cases
-from tests.training.tasks.sft_cases import base_of
+from tests.training.tasks.sft_cases import sets
 
 STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base model and 40 pairs."""
-    made = tmp_path_factory.mktemp("dpo")
-    write_base(made / "base")
-    write_pairs(made / "pairs.jsonl", 40)
-    return made
 
 
 def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
@@ -38,8 +28,7 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
     for group, stages in ((pair, (0, 1, 2, 3)), (solo, (2,))):
         for stage in stages:
             found, *_ = group.run(cases.steps, folder=folder, stage=stage)
-            if exact is None:
-                exact = cases.oracle(folder, [step["pairs"] for step in found["steps"]])
+            exact = exact or cases.oracle(folder, found)
             require_equal(found, exact)
             assert found["steps"][0]["metrics"] | STARTED == found["steps"][0]["metrics"]
             later = zip(found["steps"][1:], exact["steps"][1:], strict=True)
@@ -96,7 +85,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: str) -> None:
     given = [f"preference.{key}={value}" for key, value in LOSSES[name].items()]
     [found] = solo.run(cases.steps, folder=folder, overrides=tuple(given))
-    exact = cases.oracle(folder, [step["pairs"] for step in found["steps"]], preference=LOSSES[name])
+    exact = cases.oracle(folder, found, preference=LOSSES[name])
     require_equal(found, exact)
 
 
@@ -104,22 +93,8 @@ def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: st
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_equals_plain_peft(pair: ProcessGroup, folder: Path, stage: int) -> None:
     found, _ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(cases.LORA,))
-    model = base_of(folder, {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, found["before"])
-    require_equal(found, cases.oracle(folder, [step["pairs"] for step in found["steps"]], model))
-
-
-def test_the_probe_and_the_meters_see_pairs(pair: ProcessGroup, folder: Path) -> None:
-    for overrides in ((), (cases.LORA,)):
-        found, _ = pair.run(cases.telemetry, folder=folder, stage=2, compute="bf16", overrides=overrides)
-        assert min(entry["cosine"] for entry in found["probe"].values() if entry["cosine"]) > 0.95
-
-
-def test_a_step_that_is_not_finite_is_attributed(pair: ProcessGroup, folder: Path) -> None:
-    module = "model.layers.1.self_attn.v_proj"
-    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
-    for overrides in ((), (cases.LORA,)):
-        found, _ = pair.run(cases.causes, folder=folder, overrides=(*overrides, fault))
-        assert (found[0][0], found[0][1].module) == (1, module)
+    given = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+    require_equal(found, cases.oracle(folder, found, adapter=given))
 
 
 def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
@@ -162,37 +137,11 @@ def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(
     assert found["metrics"] | STARTED == found["metrics"]
 
 
-JOBS = {
-    "precomputed, BF16, ZeRO-2": ["precision.compute=bf16", "deepspeed.stage=2", "preference.sft_weight=0.1"],
-    "LoRA, FP16, ZeRO-3, an overflow": [
-        *(*resume_cases.FP16, *resume_cases.OVERFLOW, "deepspeed.stage=3", "adapter={kind: lora, r: 4, dropout: 0.1}")
-    ],
-}
-
-
-def job(folder: Path, *overrides: str) -> list[str]:
-    return resume_cases.task_job(folder, *overrides, task="dpo", rows="pairs")
-
-
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("what", JOBS)
-def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, folder: Path, what: str) -> None:
-    """40 pairs are half of 10 steps: the jobs go through them twice, and break in the middle of a step."""
-    resume_cases.ends_as_whole(pair, folder, what, job(folder, *JOBS[what]), breaks=(9, 11))
-
-
-def test_another_base_is_refused(pair: ProcessGroup, folder: Path) -> None:
-    overrides = job(folder, "deepspeed.stage=2")
-    pair.run(resume_cases.job, folder=str(folder), name="based", overrides=overrides, passes=9)
-    write_base(folder / "second", seed=1)
-    other = [item.replace(f"{folder}/base", f"{folder}/second") for item in overrides]
-    with pytest.raises(AssertionError, match="the base model is sha256:.* there and sha256:.* in this run"):
-        pair.run(resume_cases.job, folder=str(folder), name="based", overrides=other, passes=1)
-
-
 def test_each_source_of_a_mixture_has_its_reference(pair: ProcessGroup, folder: Path) -> None:
     write_pairs(folder / "more.jsonl", 20, seed=1)
     sources = f"[{{path: {folder}/pairs.jsonl, name: a}}, {{path: {folder}/more.jsonl, name: b}}]"
     overrides = (f"data.sources={sources}", "data.path=null", "data.validation_fraction=0.2")
-    losses, _ = pair.run(cases.by_source, folder=folder, compute="bf16", overrides=overrides)
-    assert losses == pytest.approx(dict.fromkeys(("a", "b", "step", "step, a", "step, b"), math.log(2)), abs=1e-7)
+    found, _ = pair.run(sets, resolve=cases.resolve, folder=folder, compute="bf16", overrides=overrides)
+    assert found["sets"].keys() == found["of source"].keys() == {"a", "b"}
+    losses = [found["step"], *found["sets"].values(), *found["of source"].values()]
+    assert losses == pytest.approx([math.log(2)] * 5, abs=1e-7)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.jobs.task_jobs import overrides_of
 from tests.support.models import plain_steps
 from tests.support.rows.labelled import LABELS, tokenizer
 from tests.support.runs.exports import exported_adapter
@@ -14,7 +15,6 @@ from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases
 from tests.training.tasks.test_classify import require_equal
-from tests.training.tasks.test_encoders import job
 from tools.generate import main as generate
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
@@ -73,32 +73,29 @@ def test_a_head_that_would_stay_as_drawn_is_refused_or_trained(solo: ProcessGrou
 
 
 JOBS = {
-    "sequence": "sequence, LoRA, BF16, ZeRO-3",
-    "mlm": "mlm, LoRA, FP16, ZeRO-2, an overflow",
-    "regression": "regression, DoRA, BF16, ZeRO-2",
+    "classify, LoRA": [],
+    "mlm, LoRA": [],
+    "classify, regression": ["deepspeed.stage=2", "adapter={kind: dora, r: 4}"],
 }
-HEADS = {"sequence": 3, "regression": 1}
-"""Labels of each."""
+"""Jobs of `task_jobs`, and what is other here."""
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("what", JOBS)
 def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(
-    pair: ProcessGroup, encoders: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+    pair: ProcessGroup, every_task: Path, tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The masters of adapter and head are exported: equal logits in plain `peft` and in plain transformers."""
-    overrides, name = job(encoders, JOBS[kind])
-    overrides += ["run.steps=3", "optimizer.learning_rate=0.05", "guard.spike_sigmas=0", "faults=[]"]
-    overrides += ["schedule={name: constant, warmup_steps: 0}", "checkpoint.every_steps=0"]
-    pair.run(resume_cases.job, folder=str(encoders), name=f"{name}-export", overrides=overrides, passes=None)
-    checkpoint = encoders / "runs" / f"{name}-export" / "checkpoints" / "step-3"
-    given = {"dtype": torch.float16} if kind == "mlm" else {"dtype": torch.bfloat16, "num_labels": HEADS[kind]}
+    overrides = [*overrides_of(every_task, what), *JOBS[what]]
+    checkpoint = resume_cases.checkpoint_of(pair, every_task, f"{resume_cases.name_of(what)}-export", overrides)
+    labels = 1 if "regression" in what else len(LABELS)
+    given = {"dtype": torch.float16} if "mlm" in what else {"dtype": torch.bfloat16, "num_labels": labels}
     inputs = tokenizer()(["a model lossing", "a rank"], padding=True, return_tensors="pt")
     facts, saved, merged, _ = exported_adapter(
-        checkpoint, tmp_path, lambda auto: auto.from_pretrained(encoders / "bert", **given), inputs
+        checkpoint, tmp_path, lambda auto: auto.from_pretrained(every_task / "encoder", **given), inputs
     )
-    assert ("classifier.modules_to_save.default.weight" in saved) == (kind != "mlm")
-    if kind == "sequence":
+    assert ("classifier.modules_to_save.default.weight" in saved) == ("mlm" not in what)
+    if what == "classify, LoRA":
         assert merged.config.id2label == facts["adapter"]["labels"] == dict(enumerate(sorted(LABELS)))
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert (

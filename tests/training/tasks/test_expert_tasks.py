@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.support.models.plain_steps import distance_of_updates, require_equal
-from tests.support.rows.chats import write_base, write_chats, write_pairs
+from tests.support.rows.chats import write_folder
 from tests.training.checkpoint import resume_cases
 from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import dpo_cases, sft_cases
@@ -25,11 +25,7 @@ EPS = 1e-5
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture that chooses two of four experts, chats and pairs."""
-    made = tmp_path_factory.mktemp("mixtures")
-    write_base(made / "base", "mixtral", initializer_range=0.2)
-    write_chats(made / "chats.jsonl", 60)
-    write_pairs(made / "pairs.jsonl", 40)
-    return made
+    return write_folder(tmp_path_factory.mktemp("mixtures"), "mixtral", initializer_range=0.2)
 
 
 def off(found: dict[str, Any], exact: dict[str, Any]) -> float:
@@ -55,7 +51,7 @@ def off(found: dict[str, Any], exact: dict[str, Any]) -> float:
 def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more: tuple[str, ...]) -> None:
     given = (SHARED, f"data.packing={packing}", f"optimizer.eps={EPS}", *more)
     found, other = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
-    exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], by_row="sft.loss=row" in more, eps=EPS)
+    exact = sft_cases.oracle(folder, found, by_row="sft.loss=row" in more, eps=EPS)
     require_equal(found, exact)
     assert off(found, exact) < 1e-5
     assert found["steps"] == other["steps"]
@@ -65,7 +61,7 @@ def test_chats(pair: ProcessGroup, folder: Path, stage: int, packing: str, more:
 def test_pairs(pair: ProcessGroup, folder: Path, stage: int) -> None:
     given = (SHARED, f"optimizer.eps={EPS}")
     found, _ = pair.run(dpo_cases.steps, folder=folder, stage=stage, overrides=given)
-    exact = dpo_cases.oracle(folder, [step["pairs"] for step in found["steps"]], eps=EPS)
+    exact = dpo_cases.oracle(folder, found, eps=EPS)
     require_equal_pairs(found, exact)
     assert off(found, exact) < 1e-5
     assert found["steps"][0]["metrics"] | STARTED == found["steps"][0]["metrics"]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base, write_chats, write_pairs
+from tests.support.rows.chats import write_folder
 from tests.training.tasks import sft_cases
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -25,11 +25,7 @@ GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base of one family, chats and pairs."""
-    made = tmp_path_factory.mktemp(request.param)
-    write_base(made / "base", request.param, **FAMILIES[request.param])
-    write_chats(made / "chats.jsonl", 60)
-    write_pairs(made / "pairs.jsonl", 40)
-    return made
+    return write_folder(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])
 
 
 @pytest.mark.one_in(20)
@@ -39,7 +35,5 @@ def test_chats(pair: ProcessGroup, folder: Path, packing: str, stages: tuple[int
     exact, given = None, (f"data.packing={packing}", *((LORA,) if adapter else ()))
     for stage in stages:
         found, _ = pair.run(sft_cases.steps, folder=folder, stage=stage, overrides=given)
-        if exact is None:
-            model = sft_cases.base_of(folder, GIVEN, found["before"]) if adapter else None
-            exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
+        exact = exact or sft_cases.oracle(folder, found, adapter=GIVEN if adapter else None)
         require_equal(found, exact)

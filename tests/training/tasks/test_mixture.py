@@ -49,10 +49,7 @@ def test_a_job_on_a_mixture_records_each_source(pair: ProcessGroup, folder: Path
     sources = f"[{{path: {folder}/chats.jsonl, name: a}}, {{path: {folder}/more.jsonl, epochs: 2, name: b}}]"
     overrides = resume_cases.task_job(folder, f"data.sources={sources}", "data.source=stdlib", "data.path=null")
     overrides += ["data.validation_fraction=0.2", "evaluate.every_steps=5"]
-    whole = pair.run(resume_cases.job, folder=str(folder), name="mixed", overrides=overrides, passes=None)
-    pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=13)
-    broken = pair.run(resume_cases.job, folder=str(folder), name="mixed-broken", overrides=overrides, passes=None)
-    assert broken == whole
+    resume_cases.ends_as_whole(pair, folder, "mixed", overrides, breaks=(13,))
     events = list(read_events(folder / "runs" / "mixed" / "events.jsonl"))
     steps = [event for event in events if event["event"] == "step"]
     assert all(step["labels_by_source"].keys() == {"a", "b"} for step in steps)

@@ -49,10 +49,9 @@ def test_every_layout_trains_on_the_noise_of_the_paper(
         found = group.run(cases.steps, folder=folder, stage=stage, overrides=(*given, *further))[0]
         if group is solo:
             names += [step["noise_names"] for step in found["steps"]]
-            rows = [step["rows"] for step in found["steps"]]
-            oracle = cases.oracle(folder, rows, noise=noise)
+            oracle = cases.oracle(folder, found, noise=noise)
         require_equal(found, oracle)
-    plain = cases.oracle(folder, rows)
+    plain = cases.oracle(folder, found)
     assert abs(plain["steps"][0]["loss"] - oracle["steps"][0]["loss"]) > 1e-3, "the noise is large enough to be seen"
 
 

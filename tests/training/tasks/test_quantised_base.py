@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from tests.modeling.test_quantised_base import nearest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.chats import write_base, write_chats, write_pairs
+from tests.support.rows.chats import write_folder
 from tests.support.runs.exports import exported
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import dpo_cases, sft_cases
@@ -43,10 +43,7 @@ STAGES = (0, 1, 2, 3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base and chats; bitsandbytes itself computes right on a CPU where rows are whole blocks of 64."""
-    made = tmp_path_factory.mktemp("quantised")
-    write_base(made / "base", hidden_size=64, intermediate_size=128)
-    write_chats(made / "chats.jsonl", 60)
-    return made
+    return write_folder(tmp_path_factory.mktemp("quantised"), hidden_size=64, intermediate_size=128)
 
 
 @pytest.mark.one_in(6)
@@ -55,8 +52,7 @@ def test_two_ranks_equal_plain_peft(pair: ProcessGroup, folder: Path, kind: str,
     found, *_ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(BASES[kind],))
     base = cases.loaded(folder, kind.partition(",")[0], double="double" in kind)
     model = sft_cases.trained_from(base, found["before"], GIVEN)
-    exact = sft_cases.oracle(folder, [step["rows"] for step in found["steps"]], model)
-    require_equal(found, exact)
+    require_equal(found, sft_cases.oracle(folder, found, model))
     first, last = found["codes"]
     assert first == last, "an evaluation and steps leave the base as it is"
 
@@ -76,8 +72,7 @@ def test_layers_that_hold_inputs_first_equal_plain_torch(
     pair: ProcessGroup, tmp_path: Path, kind: str, stage: int
 ) -> None:
     """GPT-2's: quantised as (outputs, inputs), here as its own layers in floats, without bitsandbytes."""
-    write_base(tmp_path / "base", "gpt2")
-    write_chats(tmp_path / "chats.jsonl", 60)
+    write_folder(tmp_path, "gpt2")
     found, *_ = pair.run(cases.steps, folder=tmp_path, stage=stage, overrides=(BASES[kind],))
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     layers = [module for module in base.modules() if isinstance(module, Conv1D)]
@@ -85,7 +80,7 @@ def test_layers_that_hold_inputs_first_equal_plain_torch(
         layer.weight.data = of_the_definition(layer.weight.data.T, kind).T.contiguous()
     assert len(found["codes"][0]) == len(layers) == 8
     model = sft_cases.trained_from(base, found["before"], {**GIVEN, "fan_in_fan_out": True})
-    require_equal(found, sft_cases.oracle(tmp_path, [step["rows"] for step in found["steps"]], model))
+    require_equal(found, sft_cases.oracle(tmp_path, found, model))
     first, last = found["codes"]
     assert first == last
 
@@ -103,38 +98,24 @@ def test_the_ledger_says_what_the_base_takes(pair: ProcessGroup, folder: Path, s
     assert entry["of these frozen"].dtype == entry["parameters"].dtype == "bfloat16"
 
 
-def test_probe_attribution_and_meter_are_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
-    found = pair.run(sft_cases.telemetry, folder=folder, compute="bf16", overrides=(BASES["nf4"],))[0]
-    assert found["drift"]["maximum"] == 0
-    assert found["probe"] and all(".lora_" in name for name in found["probe"])
-    assert all(agreement["cosine"] > 0.99 for name, agreement in found["probe"].items() if ".lora_B." in name)
-    module = "model.layers.1.self_attn.q_proj.base_layer"
-    fault = f"faults=[{{kind: nan_activation, step: 1, rank: 1, module: {module}}}]"
-    overrides = (BASES["nf4"], fault)
-    (rank, finding), *_ = pair.run(sft_cases.causes, folder=folder, compute="bf16", overrides=overrides)[0]
-    assert (rank, finding.module) == (1, module)
-    lost = pair.run(
-        sft_cases.lost_updates, folder=folder, stage=2, compute="bf16", rate=1e-5, overrides=(BASES["nf4"],)
-    )
-    assert lost[0]["said"] == lost[1]["said"] and max(lost[0]["said"].values()) > 0.5
+def test_the_meter_of_lost_updates_is_of_the_adapter(pair: ProcessGroup, folder: Path) -> None:
+    given = {"folder": folder, "stage": 2, "compute": "bf16", "rate": 1e-5, "overrides": (BASES["nf4"],)}
+    one, other = pair.run(sft_cases.lost_updates, **given)
+    assert one["said"] == other["said"] and max(one["said"].values()) > 0.5
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_preferences_start_from_margins_of_exactly_0(pair: ProcessGroup, folder: Path, stage: int) -> None:
     """The base under the adapter that is off, in the same codes."""
-    write_pairs(folder / "pairs.jsonl", 40)
     found = pair.run(dpo_cases.first_step, folder=folder, stage=stage, compute="bf16", overrides=(BASES["nf4"],))[0]
     assert STARTED.items() <= found["metrics"].items()
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-7)
 
 
-def test_a_job_resumes_bit_for_bit_and_its_adapter_loads_with_plain_peft(
-    pair: ProcessGroup, folder: Path, tmp_path: Path
-) -> None:
-    overrides = ["adapter={kind: lora, r: 4, base: nf4}", "precision.compute=bf16", "deepspeed.stage=2"]
-    resume_cases.ends_as_whole(pair, folder, "nf4", resume_cases.task_job(folder, *overrides), breaks=(6,))
-    checkpoint = folder / "runs/nf4/checkpoints/step-10"
+def test_an_exported_adapter_loads_with_plain_peft(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
+    overrides = resume_cases.task_job(folder, BASES["nf4"], "precision.compute=bf16", "deepspeed.stage=2")
+    checkpoint = resume_cases.checkpoint_of(pair, folder, "nf4", overrides)
     saved = open_saved_model(checkpoint / "deepspeed")
     assert all(".lora_" in name for name in saved.tensors)
 

@@ -9,15 +9,14 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.jobs.task_jobs import overrides_of
 from tests.support.marks import slow
 from tests.support.models.plain_steps import require_equal
-from tests.support.rows.seq2seq import FAMILIES, SOURCE, TARGET, write_rows
+from tests.support.rows.seq2seq import FAMILIES, write_rows
 from tests.support.runs import exports
 from tests.training.checkpoint import resume_cases
-from tests.training.checkpoint.resume_cases import FP16, OVERFLOW
 from tests.training.tasks import seq2seq_cases as cases
 from tools.generate import main as generate
-from tracking.compare.surviving import read_events
 from training.checkpoint.partitions import open_saved_model
 
 CELLS = [
@@ -83,56 +82,28 @@ def mean(sums: dict[str, torch.Tensor]) -> float:
     return float(total / count)
 
 
-JOB = (
-    *("task=seq2seq", "model.architecture=null", "data.source=auto", "data.tokenizer=model"),
-    *("data.path={sides}/rows.jsonl", "model.name_or_path={sides}/{family}"),
-    *(f"data.sequence_length={SOURCE}", f"data.target_length={TARGET}", "data.validation_fraction=0.2"),
-    "evaluate={every_steps: 5, batches: 1}",
-)
-JOBS = {
-    "t5-v1.1, BF16, ZeRO-2": ("precision.compute=bf16", "deepspeed.stage=2", "model.config={dropout_rate: 0.1}"),
-    "bart, FP16, ZeRO-3, an overflow": (*(*FP16, *OVERFLOW, "deepspeed.stage=3", "model.config={dropout: 0.1}"),),
-    "t5, FP32, ZeRO-0": ("precision.compute=fp32", "deepspeed.stage=0", "model.config={}"),
-}
-
-
-def job(sides: Path, what: str, jobs: dict[str, tuple[str, ...]] = JOBS) -> tuple[list[str], str]:
-    """Overrides of `resume_cases.resolve`, and a name."""
-    family = what.partition(",")[0]
-    overrides = [item.replace("{sides}", str(sides)).replace("{family}", family) for item in (*JOB, *jobs[what])]
-    return overrides, resume_cases.name_of(what)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", JOBS)
-def test_a_job_that_breaks_off_ends_as_one_that_does_not(pair: ProcessGroup, sides: Path, what: str) -> None:
-    overrides, name = job(sides, what)
-    resume_cases.ends_as_whole(pair, sides, what, overrides, breaks=(14,))
-    events = list(read_events(sides / "runs" / name / "events.jsonl"))
-    evaluated = [row for row in events if row["event"] == "eval"]
-    assert all(row["perplexity"] > 1 for row in evaluated) and len(evaluated) == 2
-    notes = [row["text"] for row in events if row["event"] == "note" and "evaluate.batches" in row["text"]]
-    assert len(notes) == 1 and "evaluate.batches = 1: an evaluation uses 8 of the 9 held-out sequences" in notes[0]
-
-
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("what", JOBS)
+@pytest.mark.parametrize("family", ["t5-v1.1", "bart", "t5"])
 def test_an_export_loads_in_transformers_with_equal_logits(
-    pair: ProcessGroup, sides: Path, what: str, capsys: pytest.CaptureFixture[str]
+    pair: ProcessGroup, sides: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (overrides, name), family = job(sides, what), what.partition(",")[0]
-    overrides += ["run.steps=2", "optimizer.learning_rate=0.01", "guard.spike_sigmas=0", "faults=[]"]
-    name = f"{name}-export"
-    pair.run(resume_cases.job, folder=str(sides), name=name, overrides=overrides, passes=None)
-    exported(sides, name, family)
-    answer_of_the_export(sides / name, capsys)
+    overrides = job(sides, family, "precision.compute=bf16", "deepspeed.stage=2")
+    checkpoint = resume_cases.checkpoint_of(pair, sides, f"{family}-export", overrides)
+    exported(sides, checkpoint, family)
+    answer_of_the_export(sides / f"{family}-export", capsys)
 
 
-def exported(sides: Path, name: str, family: str) -> None:
+def job(sides: Path, family: str, *overrides: str) -> list[str]:
+    """Overrides of `resume_cases.resolve`."""
+    given = [*overrides_of(sides, "seq2seq"), f"model.name_or_path={sides}/{family}", f"data.path={sides}/rows.jsonl"]
+    return [*given, *overrides]
+
+
+def exported(sides: Path, checkpoint: Path, family: str) -> None:
     """The export has the masters, loads in transformers, and its logits are those of plain transformers with them."""
-    checkpoint = sides / "runs" / name / "checkpoints" / "step-2"
-    exports.exported(checkpoint, sides / name)
-    loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / name)
+    out = sides / f"{family}-export"
+    exports.exported(checkpoint, out)
+    loaded: Any = AutoModelForSeq2SeqLM.from_pretrained(out)
     saved = open_saved_model(checkpoint / "deepspeed")
     plain: Any = AutoModelForSeq2SeqLM.from_pretrained(sides / family)
     first = plain(**asked(sides, family)).logits
@@ -142,7 +113,7 @@ def exported(sides: Path, name: str, family: str) -> None:
         assert not torch.allclose(first, plain(**asked(sides, family)).logits, atol=0.01)
     assert (loaded.lm_head.weight is loaded.get_input_embeddings().weight) == (family != "t5-v1.1")
     assert loaded.config.decoder_start_token_id == loaded.generation_config.decoder_start_token_id is not None
-    assert "AutoModelForSeq2SeqLM.from_pretrained(FOLDER" in (sides / name / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM.from_pretrained(FOLDER" in (out / "README.md").read_text()
 
 
 def asked(sides: Path, family: str) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from config.cli import REPOSITORY
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chat_templates import SHAPES
-from tests.support.rows.chats import LENGTH, WORDS, write_base, write_chats, write_pairs
+from tests.support.rows.chats import LENGTH, WORDS, write_folder
 from tests.training.tasks import dpo_cases
 from tests.training.tasks import sft_cases as cases
 
@@ -53,11 +53,8 @@ def write_equal_chats(path: Path, base: Path, rows: int) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base model, chats of any and of one length, and pairs."""
-    made = tmp_path_factory.mktemp("trl")
-    write_base(made / "base")
-    write_chats(made / "chats.jsonl", 60)
+    made = write_folder(tmp_path_factory.mktemp("trl"))
     write_equal_chats(made / "equal.jsonl", made / "base", 90)
-    write_pairs(made / "pairs.jsonl", 40)
     (made / "ends.jinja").write_text(ENDS_WITH_THE_TURN, encoding="utf-8")
     return made
 

@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_in_the_end_that_another_one_writes(folder, lost,
     (end,) = events(folder, name, "run_end")
     assert (end["status"], end["exit_code"], end["step"], end["written_by_rank"]) == ("crashed", LOST, 3, left)
     assert re.match(rf"rank {lost} \(pid \d+ on .*\) was killed by SIGKILL, seen at ", end["reason"])
-    assert f"error: {end['reason']}; rank {left} stops, exit code {LOST}" in output
+    assert f"error: {end['reason']}; rank {left} stops, exit code {LOST}" in output and "Traceback" not in output
     status = run_status(folder / "runs" / name)
     assert (status.state, status.cause, status.exit_code, status.step) == ("crashed", end["reason"], LOST, 3)
 

@@ -79,15 +79,6 @@ def test_memory_is_blamed_when_the_kernel_counted_a_kill():
     assert MemoryKills(None, None).since(now) == "most often the machine ran out of memory"
 
 
-def test_a_killed_rank_is_named_with_its_signal(ranks):
-    codes, logs, seconds = ranks.run("killed")
-    assert codes == [LOST, -signal.SIGKILL]
-    line, *more = logs[0].splitlines()
-    assert not more, "one line, and no traceback"
-    assert line.startswith("error: rank 1 (pid ") and " was killed by SIGKILL, seen at " in line
-    assert "rank 0 stops, exit code 69; start the run again" in line
-
-
 def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
     """Nobody else is there: what the small process beside it says is all that tells."""
     codes, logs, seconds = ranks.run("killed_beside_its_witness", elsewhere=True)
@@ -95,14 +86,6 @@ def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
     (line,) = logs[0].splitlines()
     assert line.startswith("error: rank 1 (pid ") and " was killed by SIGKILL, seen at " in line
     assert "person or the batch system); rank 0 stops, exit code 69" in line
-
-
-def test_a_rank_that_stands_still_on_another_machine_is_spoken_of_and_waited_for(ranks):
-    codes, logs, _ = ranks.run("stopped", elsewhere=True, timeout=10)
-    assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
-    told, named = logs[0].splitlines()
-    assert "has been silent for 1 s, stopped or too busy to run Python; rank 0 waits for it" in told
-    assert named.startswith("error: rank 1 (pid ") and "has been silent for " in named
 
 
 def test_a_rank_that_comes_to_no_collective_is_ended_all_the_same(ranks):
@@ -137,12 +120,19 @@ def test_a_mistake_that_every_rank_meets_is_printed_by_one(ranks, scenario):
     assert told == [f"error: no such folder{' (rank 1)' * (scenario == 'rank_0_late')}"]
 
 
-def test_a_rank_that_stands_still_is_spoken_of_and_named_at_the_time_out(ranks):
-    codes, logs, seconds = ranks.run("stopped", timeout=6)
+@pytest.mark.parametrize(
+    ("elsewhere", "timeout", "state", "waits"),
+    [
+        (False, 6, "has been stopped by a signal for ", "1 s; rank 0 waits for it"),
+        (True, 10, "has been silent for ", "1 s, stopped or too busy to run Python; rank 0 waits for it"),
+    ],
+)
+def test_a_rank_that_stands_still_is_spoken_of_and_named_at_the_time_out(ranks, elsewhere, timeout, state, waits):
+    codes, logs, _ = ranks.run("stopped", elsewhere=elsewhere, timeout=timeout)
     assert codes == [LOST, -signal.SIGKILL]  # stopped until the test killed it
     told, named = logs[0].splitlines()
-    assert "has been stopped by a signal for 1 s; rank 0 waits for it" in told
-    assert named.startswith("error: rank 1 (pid ") and "has been stopped by a signal for " in named
+    assert state + waits in told
+    assert named.startswith("error: rank 1 (pid ") and state in named
 
 
 def test_a_rank_that_did_not_come_is_named_with_the_place_where_it_is(ranks):

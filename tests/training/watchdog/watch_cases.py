@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,6 @@ from training.distributed import World
 from training.watchdog import watch as lost_rank
 
 WORLD = 2
-
-
-def killed(world: World) -> None:
-    """Rank 1 is killed; rank 0 waits for it in a collective."""
-    if world.rank == 1:
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-    world.wait_for_all()
 
 
 def killed_beside_its_witness(world: World) -> None:
@@ -80,19 +73,8 @@ def mistaken(world: World, late: int) -> None:
     raise UserError("no such folder")
 
 
-def rank_1_late(world: World) -> None:
-    """As above."""
-    mistaken(world, 1)
-
-
-def rank_0_late(world: World) -> None:
-    """As above."""
-    mistaken(world, 0)
-
-
-def rank_0_gone(world: World) -> None:
-    """As above, and rank 0 takes the store with it."""
-    mistaken(world, 1)
+rank_0_late, rank_1_late = partial(mistaken, late=0), partial(mistaken, late=1)
+rank_0_gone = rank_1_late  # and rank 0 takes the store with it
 
 
 def stopped(world: World) -> None:

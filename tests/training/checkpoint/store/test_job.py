@@ -79,17 +79,6 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
 
 
-@pytest.mark.slow
-def test_another_key_and_no_key_are_reported(store: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    key = ["checkpoint.encryption_key=env:MANTISSA_KEY"]
-    finish(command("python", tmp_path, "sealed", "run.steps=2", *key))
-    output = finish(command("python", tmp_path, "sealed"), exit_code=2)
-    assert "is encrypted with the key" in output.splitlines()[-1]
-    monkeypatch.setenv("MANTISSA_KEY", "11" * 32)
-    output = finish(command("python", tmp_path, "sealed", *key), exit_code=2)
-    assert "is encrypted with the key" in output.splitlines()[-1] and "Traceback" not in output
-
-
 def check_encryption(path: Path) -> None:
     """Every .pt file begins as an encrypted one, and all are for their owner alone."""
     manifest = json.loads((path / "manifest.json").read_text())
