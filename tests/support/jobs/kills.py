@@ -12,6 +12,7 @@ was not as it should be; the figures say what.
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -108,10 +109,6 @@ class Supervised:
     def ended(self) -> bool:
         """Whether the supervisor has ended."""
         return self._process is None or self._process.poll() is not None
-
-    @property
-    def exit_code(self) -> int | None:
-        return None if self._process is None else self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
         """All that run, wherever they hang in the tree."""
@@ -211,8 +208,7 @@ def disturb(run: Supervised, target: str, delay: float, figures: Figures) -> Non
 def prepare_anew(run: Supervised) -> None:
     """End the job, and start it without prepared data, so that there are tokenizing processes."""
     end(run)
-    for path in (run.folder / "cache").glob("*"):
-        subprocess.run(["rm", "-rf", str(path)], check=True)
+    shutil.rmtree(run.folder / "cache", ignore_errors=True)
     run.start()
 
 
