@@ -469,10 +469,7 @@ OTHER_RATES = {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "opti
 @pytest.mark.parametrize(
     ("other", "caveat"),
     [
-        (
-            {"config": {"data.tokenizer": "bytes"}, "environment": {"data.vocab_size": 257}},
-            "different tokenizer: a loss is in nats per token",
-        ),
+        ({"config": {"data.tokenizer": "bytes"}, "environment": {"data.vocab_size": 257}}, "different tokenizer"),
         ({"environment": {"data.fingerprint": "bb"}}, "different data"),
         ({"config": {"data.sequence_length": 1024}}, "different sequence length"),
         ({"config": {"batch.global_size": 16}}, "different batch"),
@@ -481,10 +478,7 @@ OTHER_RATES = {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "opti
         ({"environment": {"accelerator.device": "NVIDIA A100"}}, "different hardware"),
         ({"change": _from(9, lr=1e-5)}, "different learning rate: run differs from base from step 9"),
         ({"after": {9: [_incident("CUT_LR")]}}, "different learning rate: that of run was cut after step 9"),
-        (
-            {"config": {"schedule.final_ratio": 0.5}},
-            "different schedule: at equal tokens the learning rates differ",
-        ),
+        ({"config": {"schedule.final_ratio": 0.5}}, "different schedule: at equal tokens the learning rates differ"),
         ({"config": OTHER_RATES}, "different learning"),
         ({"change": lambda step, _: {"loss": 4.0 if step < 20 else 90.0}}, "run went wrong: diverged since step "),
     ],
