@@ -134,15 +134,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function of a command and its arguments, which it must not take: the one line that it says."""
+    """A function of a command and its arguments, which it must not take: the one line that it says.
 
-    def refused(main: Callable[..., Any], arguments: list[str]) -> str:
+    quiet: nothing else may be printed before.
+    """
+
+    def refused(main: Callable[..., Any], arguments: list[str], *, quiet: bool = False) -> str:
         try:
             code = main(arguments)
         except SystemExit as ended:
             code = ended.code
         printed, said = capsys.readouterr()
-        assert (code, printed) == (2, "") and said.startswith("error: ") and said.count("\n") == 1, said
+        assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        assert not (quiet and printed), printed
         return said
 
     return refused

@@ -63,7 +63,7 @@ def test_every_tool_ends_through_the_entry_point(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(tools().keys() - LOAD_DEEPSPEED))
 def test_a_mistyped_option_is_one_line_and_exit_code_2(name: str, refusal: Any) -> None:
-    refusal(importlib.import_module(module_of(tools()[name])).main, ["--no-such-option"])
+    refusal(importlib.import_module(module_of(tools()[name])).main, ["--no-such-option"], quiet=True)
 
 
 def test_the_tools_of_launch_and_tracking_start_without_torch() -> None:

@@ -123,7 +123,7 @@ MISTAKES = [
 def test_a_mistake_is_one_line_and_exit_code_2(run_config, arguments, expected, refusal, monkeypatch):
     monkeypatch.chdir(run_config.parent)
     names = {"config": run_config, "repository": REPOSITORY}
-    said = refusal(read_command_line, [item.format(**names) for item in arguments])
+    said = refusal(read_command_line, [item.format(**names) for item in arguments], quiet=True)
     assert said.startswith("error: " + expected.format(**names))
 
 

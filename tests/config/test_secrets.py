@@ -32,7 +32,7 @@ def config(tmp_path: Path) -> Path:
 )
 @pytest.mark.parametrize("shown", [[], ["--show-config"]])
 def test_it_ends_in_one_line_without_the_secret(config: Path, refusal, settings, said, shown) -> None:
-    line = refusal(read_command_line, ["--config", str(config), *settings, *shown])
+    line = refusal(read_command_line, ["--config", str(config), *settings, *shown], quiet=True)
     assert said in line and "hush" not in line and KEY not in line
 
 

@@ -74,7 +74,7 @@ def test_whole_words_of_wordpiece() -> None:
 
 
 def test_whole_words_of_a_byte_level_tokenizer() -> None:
-    """Of so few merges that words are in pieces."""
+    """It has so few merges that words are in pieces."""
     settings = {"eos_token": "</s>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(290, (), TEXT), **settings)
     ids = np.array(tokenizer(TEXT).input_ids)

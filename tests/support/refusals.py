@@ -9,7 +9,7 @@ from config.errors import UserError
 
 
 def refused(function: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """What the UserError of a call says, in one line."""
+    """The one line of the UserError that a call ends with."""
     with pytest.raises(UserError) as caught:
         function(*arguments, **options)
     said = str(caught.value)

@@ -181,4 +181,4 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
 
 
 def test_a_mistake_in_the_config_is_one_line(refusal):
-    refusal(main, ["begin", "--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), "run.nam=x"])
+    refusal(main, ["begin", "--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), "run.nam=x"], quiet=True)

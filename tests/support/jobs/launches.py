@@ -103,7 +103,7 @@ def on_a_terminal(arguments: Sequence[str], **how: Any) -> tuple[int, str]:
 
 
 def wait_until(condition: Callable[[], Any], *, seconds: float = 30.0, why: Callable[[], object] = lambda: "") -> Any:
-    """What the condition returns once it holds; fails with what `why` says when it does not within `seconds`."""
+    """The value of the condition once it holds; fails with what `why` says when it does not within `seconds`."""
     ends = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < ends, why()
