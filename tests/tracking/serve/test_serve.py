@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from config.cli import CONFIG_ERROR, REPOSITORY
+from config.cli import REPOSITORY
 from tests.support.jobs.launches import wait_until
 from tests.support.page import Page
 from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
@@ -302,9 +302,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
             server.kill()
 
 
-def test_a_mistake_is_one_line(tmp_path, capsys):
-    assert main([str(tmp_path / "none")]) == CONFIG_ERROR
-    assert "there is no such folder" in capsys.readouterr().err
-    assert main([str(tmp_path), "--port", "99999999"]) == CONFIG_ERROR
-    assert main([str(tmp_path), "--host", "no.such.host.test"]) == CONFIG_ERROR
-    assert "choose another" in capsys.readouterr().err
+def test_a_mistake_is_one_line(tmp_path, refusal):
+    assert "there is no such folder" in refusal(main, [str(tmp_path / "none")])
+    refusal(main, [str(tmp_path), "--port", "99999999"])
+    assert "choose another" in refusal(main, [str(tmp_path), "--host", "no.such.host.test"])
