@@ -33,7 +33,7 @@ STARTS = (
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")  # a busy machine fails no test
 
-_STARTS_JOBS = re.compile(r"launches|strange|subprocess|preparation_kills")
+_STARTS_JOBS = re.compile(r"launches|strange|subprocess")
 
 
 @pytest.fixture(autouse=True)
@@ -134,15 +134,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A function of a command and its arguments, which it must not take: the one line that it says."""
+    """A function of a command and its arguments, which it must not take: the one line that it says.
 
-    def refused(main: Callable[..., Any], arguments: list[str]) -> str:
+    quiet: nothing else may be printed before.
+    """
+
+    def refused(main: Callable[..., Any], arguments: list[str], *, quiet: bool = False) -> str:
         try:
             code = main(arguments)
         except SystemExit as ended:
             code = ended.code
-        said = capsys.readouterr().err
+        printed, said = capsys.readouterr()
         assert code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+        assert not (quiet and printed), printed
         return said
 
     return refused

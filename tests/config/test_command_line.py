@@ -120,16 +120,11 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("arguments", "expected"), MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(run_config, arguments, expected, capsys, monkeypatch):
+def test_a_mistake_is_one_line_and_exit_code_2(run_config, arguments, expected, refusal, monkeypatch):
     monkeypatch.chdir(run_config.parent)
     names = {"config": run_config, "repository": REPOSITORY}
-    with pytest.raises(SystemExit) as caught:
-        read_command_line([item.format(**names) for item in arguments])
-    printed = capsys.readouterr()
-    assert caught.value.code == 2
-    assert printed.out == ""
-    assert printed.err.startswith("error: " + expected.format(**names))
-    assert printed.err.count("\n") == 1
+    said = refusal(read_command_line, [item.format(**names) for item in arguments], quiet=True)
+    assert said.startswith("error: " + expected.format(**names))
 
 
 def test_only_rank_0_speaks(run_config: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

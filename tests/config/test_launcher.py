@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from config.errors import UserError
 from config.launcher import RankEnv, launch_command, read_rank_env
 from config.machine.processes import Launcher
+from tests.support.refusals import refused
 
 SECOND_OF_TWO = {"LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "MASTER_ADDR": "a", "MASTER_PORT": 5}
 NODES = "deepspeed --hostfile launch/deepspeed/hostfile --num_nodes"
@@ -61,15 +61,12 @@ def test_a_whole_environment(variables: dict[str, int], option: int | None, expe
     ],
 )
 def test_a_partial_or_contradictory_environment(variables: dict[str, int], option: int | None, expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        read_rank_env(environment(**variables), option)
-    assert str(caught.value).startswith(expected)
-    assert "\n" not in str(caught.value)
+    assert refused(read_rank_env, environment(**variables), option).startswith(expected)
 
 
 def test_tasks_of_slurm_without_ranks_do_not_train_alone_side_by_side() -> None:
-    with pytest.raises(UserError, match="Slurm started 2 tasks and RANK is not set"):
-        read_rank_env(environment(SLURM_STEP_NUM_TASKS=2), None)
+    said = refused(read_rank_env, environment(SLURM_STEP_NUM_TASKS=2), None)
+    assert "Slurm started 2 tasks and RANK is not set" in said
     ranked = environment(SLURM_STEP_NUM_TASKS=2, **ranks(1, 2, 0))
     assert read_rank_env(ranked, None) == RankEnv(1, 2, 0)
     assert read_rank_env(environment(SLURM_STEP_NUM_TASKS=1), None) == RankEnv(0, 1, 0)

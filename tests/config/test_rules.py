@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from config.errors import UserError
 from config.load import load_config
 from config.task import settle_task
+from tests.support.refusals import refused
 
 
 @pytest.fixture
@@ -19,6 +19,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+MESSAGES = "{path: a.jsonl, format: messages}"
+SPLIT = "precision.masters=split"
 OF_A_MODEL = ["model.architecture=null", "model.name_or_path=gpt2"]
 GRPO = ["task=grpo", "grpo.rewards=[exact_match]", "data.source=jsonl", "data.path=a.txt"]
 REFUSED = [
@@ -43,14 +45,8 @@ REFUSED = [
     ([*GRPO, "grpo.max_new_tokens=512"], "grpo.max_new_tokens = 512 leaves a prompt no token of data.sequence_length"),
     ([*GRPO, "batch.global_size=12"], "batch.global_size = 12 counts answers; make it a multiple of grpo.group_size"),
     ([*GRPO, "grpo={algorithm: gspo, surrogate: cispo}"], "grpo.ratio = sequence has no weight for a token"),
-    (
-        [*GRPO, "grpo={engine: vllm, urls: [a]}", "guard.reactions=[promote]"],
-        "guard.reactions = promote cannot change the head of a server of grpo.engine = vllm; remove promote",
-    ),
-    (
-        [*GRPO, "grpo.correction=mask", "guard.reactions=[correct]"],
-        "guard.reactions = correct sets grpo.correction to mask, which it is already; remove correct",
-    ),
+    ([*GRPO, "grpo={engine: vllm, urls: [a]}", "guard.reactions=[promote]"], "guard.reactions = promote … = vllm"),
+    ([*GRPO, "grpo.correction=mask", "guard.reactions=[correct]"], "guard.reactions = correct … to mask"),
     ([*GRPO, "grpo={engine: vllm, urls: [a]}", "adapter.kind=dora"], "grpo.engine = vllm merges what adapter.kind"),
     ([*GRPO, "parallel.tensor=2"], "task = grpo is not verified with parallel.tensor = 2; set parallel.tensor to 1"),
     ([*GRPO, "data.format=preference"], "data.format = preference"),
@@ -62,17 +58,11 @@ REFUSED = [
     (["data.validation=[{name: held out}]"], "data.validation names a set 'held out', the name of the data's own"),
     (["data.validation=[{name: a}, {name: a}]"], "data.validation has a name that another set or source has; give"),
     (["data.validation=[{path: a.jsonl, format: preference}]", "task=sft"], "data.format = preference … task = sft"),
-    (
-        ["task=distill", "distill.teacher=a", "data.validation=[{path: a.jsonl, format: messages}]"],
-        "data.validation[0].format = messages: one of it and the data are documents; name a format here",
-    ),
+    (["task=distill", "distill.teacher=a", f"data.validation=[{MESSAGES}]"], "data.validation[0].format = messages"),
     (["data.name=en"], "data.name = 'en' is only read by data.source = hub"),
     (["data.document_separator=ab"], 'data.document_separator = "ab" is only read by data.source = text; remove it'),
     (["data.source=text", "data.path=a.txt", 'data.document_separator=""'], "data.document_separator is empty … null"),
-    (
-        ["data={source: jsonl, path: a.txt, tokenizer: bytes, input_ids_field: ids}", "task=sft"],
-        "data.input_ids_field = 'ids' is for documents, and task = sft trains on rows; remove it, or set",
-    ),
+    (["data={source: jsonl, path: a.txt, input_ids_field: ids}", "task=sft"], "data.input_ids_field = 'ids' … = sft"),
     (["data.input_ids_field=ids"], "data.input_ids_field = 'ids' is only read by data.source = jsonl, parquet and hub"),
     (["data={source: jsonl, path: a.txt, input_ids_field: ids}"], "data.tokenizer = bpe:4096 … tokens already; name"),
     (["data={source: megatron, path: corpus}"], "data.tokenizer = bpe:4096 is trained on text"),
@@ -81,7 +71,7 @@ REFUSED = [
     (["data={source: text, path: 's3://me:hush@b/x'}"], "data.path holds what looks like a credential, which would be"),
     (
         ["data={source: text, path: 'https://h/x?X-Amz-Signature=abcdef0123456789abcdef0123456789'}"],
-        "data.path holds what looks like a credential, which would be recorded; take it out",
+        "data.path holds what looks like a credential",
     ),
     (["data={source: auto, path: 's3://b/x'}"], "data.path = 's3://b/x' is a URL, which source = hub does not"),
     (["data={source: megatron, path: 's3://b/x', tokenizer: bytes}"], "data.path = 's3://b/x' is a URL, and files of"),
@@ -106,16 +96,10 @@ REFUSED = [
     (["task=distill", "distill={teacher: gpt2, loss: kl}"], "distill.loss = 'kl' is not one of forward_kl"),
     (["task=distill", "distill.teacher=gpt2", "data.train_on=all"], "data.train_on = 'all' … distill … data.format"),
     (["task=distill", "distill={teacher: gpt2, top_k: 8}", "model.compile=true"], "model.compile … distill.top_k = 8"),
-    (
-        ["task=classify", "data={source: auto, sources: [{path: a.jsonl, format: tagged}]}"],
-        "data.sources[0].format = tagged contradicts classify.kind = sequence; remove it, for labelled",
-    ),
+    (["task=classify", "data.sources=[{path: a.jsonl, format: tagged}]"], "data.sources[0].format = tagged … kind"),
     (["adapter={kind: lora, init: pissa}"], "adapter.init = 'pissa' is not offered: it changes the base"),
     (["precision.path=manifest"], "precision.manifest is missing for precision.path = manifest"),
-    (
-        ["precision.path=manifest", "precision.manifest=m.json", "precision.compute=bf16"],
-        "precision.compute = bf16 cannot be combined with precision.path = manifest",
-    ),
+    (["precision={path: manifest, manifest: m.json, compute: bf16}"], "precision.compute = bf16 … path = manifest"),
     (["precision.path=cast", "precision.manifest=m.json"], "precision.manifest is only read by precision.path = manif"),
     (["precision.compute=bf16", "precision.manifest=m.json"], "precision.compute = bf16 … path = manifest … 'm.json'"),
     (["deepspeed={stage: 0, offload: cpu}"], "deepspeed.offload = cpu needs deepspeed.stage 1 or more, not 0"),
@@ -131,10 +115,7 @@ REFUSED = [
     (["precision.loss_scale={policy: adaptive, minimum: 3}"], "precision.loss_scale.minimum = 3 is not a power of two"),
     (["precision.loss_scale.escalate_after=5"], "precision.loss_scale.escalate_after = 5 is only read by policy"),
     (["precision.loss_scale.escalate_within=5"], "precision.loss_scale.escalate_within = 5 is only read by policy"),
-    (
-        ["precision.loss_scale={policy: adaptive, escalate_after: 9, escalate_within: 8}"],
-        "precision.loss_scale.escalate_after = 9 is more than precision.loss_scale.escalate_within = 8 steps",
-    ),
+    (["precision.loss_scale={policy: adaptive, escalate_after: 9, escalate_within: 8}"], "precision … after = 9"),
     (["evaluate.every_steps=5", "data.validation_fraction=0"], "evaluate.every_steps = 5 needs held-out text"),
     (["faults=[{kind: inf_gradient, step: 101}]"], "faults[0].step = 101 is after the last step"),
     (["faults=[{kind: nan_loss, step: 1, module: a}]"], "faults[0].module = a is not read by kind: nan_loss"),
@@ -142,39 +123,26 @@ REFUSED = [
     (["faults=[{kind: lost_update, step: 1, rank: 1}]"], "faults[0].rank = 1 is not read by kind: lost_update"),
     (["faults=[{kind: nan_loss, step: 1, factor: 3}]"], "faults[0].factor = 3.0 is not read by kind: nan_loss"),
     (["guard.reactions=[skip, cut_lr, skip]"], "guard.reactions names skip twice; name it once and set guard.skip_bud"),
-    (
-        ["guard.warnings=[adam_rms, self_chek]"],
-        "guard.warnings[1] = 'self_chek' is not one of attention_logit, … check;",
-    ),
+    (["guard.warnings=[adam_rms, self_chek]"], "guard.warnings[1] = 'self_chek' is not one of attention_logit, …"),
     (["guard.reactions=[abort, skip]"], "guard.reactions never reaches skip after abort; move abort to the end"),
     (["guard={min_update_ratio: 0.1, max_update_ratio: 0.1}"], "guard.min_update_ratio = 0.1 is not below guard.max"),
     (["parallel.sequence=4", "data.sequence_length=3"], "parallel.sequence = 4 exceeds the tokens of data.seq"),
-    (
-        ["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"],
-        "parallel.sequence = 2: routers would count the padding of data.sequence_length = 33; make it a multiple of 2",
-    ),
+    (["parallel.sequence=2", "data.sequence_length=33", "model.balance_loss=0.01"], "parallel.sequence = 2 … = 33"),
     (["guard={spike_sigmas: 6, spike_window: 200}"], "guard.spike_window = 200 never takes effect in run.steps"),
     (["precision={masters: split, compute: fp32}"], "precision.masters = split holds an FP32 master … in FP32 there"),
     (["precision={masters: split, compute: fp16}"], "precision.masters = split holds an FP32 master as its 16-bit wei"),
     (["precision={masters: split, path: manifest, manifest: m.json}"], "precision.masters = split … the manifest path"),
     (["precision.masters=split", "optimizer.name=lion"], "precision.masters = split … for adamw and not for lion"),
-    (
-        ["precision.masters=split", "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"],
-        "faults[0].place = master changes an FP32 master, and precision.masters = split keeps none in memory",
-    ),
+    ([SPLIT, "faults=[{kind: flipped_bit, step: 1, module: a, place: master}]"], "faults[0].place = master … split"),
 ]
-
 """Overrides, and how what is said of them begins: keys, values and remedy, with … for any words between."""
 
 
 @pytest.mark.parametrize(("overrides", "expected"), REFUSED)
 def test_refused(folder: Path, overrides: list[str], expected: str) -> None:
-    with pytest.raises(UserError) as caught:
-        load_config(folder / "demo.yaml", overrides, None)
-    where, _, text = str(caught.value).partition(": ")
+    where, _, text = refused(load_config, folder / "demo.yaml", overrides, None).partition(": ")
     assert re.match(".*".join(map(re.escape, re.split(" ?… ?", expected))), text), text
     assert where in ("command line", str(folder / "demo.yaml"))
-    assert "\n" not in text
 
 
 BUDGET = "model={activation_checkpointing: budget, activation_memory_gib: 1}"
@@ -198,11 +166,10 @@ def test_what_is_not_verified_together_is_refused(folder: Path, setting: str) ->
     for other in BESIDE[setting].split():
         task = ["task=sft"] if other.startswith("sft.") else []
         task += [*OF_A_MODEL, "adapter.kind=lora"] if "adapter." in setting + other else []
-        with pytest.raises(UserError) as caught:
-            load_config(folder / "demo.yaml", [*task, setting, BUDGET if other == "BUDGET" else other], None)
+        given = [*task, setting, BUDGET if other == "BUDGET" else other]
         one, two = (item.partition("=")[0] for item in (setting, other.replace("BUDGET", "model.activation_check")))
-        said, text = str(caught.value), rf"{one} = \S+ .*{two}.* = \S+; set {two}\w* to .*, or remove {one}$"
-        assert re.search(text, said), said
+        said = refused(load_config, folder / "demo.yaml", given, None)
+        assert re.search(rf"{one} = \S+ .*{two}.* = \S+; set {two}\w* to .*, or remove {one}$", said), said
 
 
 ALLOWED = [
@@ -269,5 +236,5 @@ def test_a_setting_of_another_optimizer_is_refused(folder: Path) -> None:
         ("optimizer.orthogonalization=bf16", "sgd", "muon"),
     ):
         key = override.partition("=")[0]
-        with pytest.raises(UserError, match=f"{key} is only read by optimizer.name = {readers}; remove it"):
-            load_config(folder / "demo.yaml", [f"optimizer.name={name}", override], None)
+        said = refused(load_config, folder / "demo.yaml", [f"optimizer.name={name}", override], None)
+        assert f"{key} is only read by optimizer.name = {readers}; remove it" in said

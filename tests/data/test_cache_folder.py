@@ -10,6 +10,7 @@ from config.errors import UserError
 from config.schema import DataSection
 from data.corpora.corpus import INDEX
 from data.text.cache_folder import cache_folder
+from tests.support.refusals import refused
 
 
 @pytest.fixture
@@ -55,12 +56,10 @@ def test_nobody_elses_folder_is_taken(temporary: Path, tmp_path: Path, monkeypat
     monkeypatch.setenv("HOME", "/proc/none")
     (tmp_path / "theirs").mkdir()
     (temporary / f"mantissa-{os.getuid()}").symlink_to(tmp_path / "theirs")
-    with pytest.raises(UserError, match="not a folder of this user's"):
-        cache_folder(DataSection(), "f", say=True)
+    assert "not a folder of this user's" in refused(cache_folder, DataSection(), "f", say=True)
 
 
 def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/proc/none")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
-    with pytest.raises(UserError, match="No such file or directory: '/proc/none/mantissa-"):
-        cache_folder(DataSection(), "f", say=True)
+    assert "No such file or directory: '/proc/none/mantissa-" in refused(cache_folder, DataSection(), "f", say=True)

@@ -132,11 +132,7 @@ BAD: list[tuple[str, str, str]] = [
     (row(tokens=["a", ""], tags=["x", "y"]), TOKEN, "rows.jsonl:1: tokens[1]: is empty"),
     (row(tokens=["a", 3], tags=["x", "y"]), TOKEN, "rows.jsonl:1: tokens[1]: is not a word"),
     (row(tokens=["a"], tags=[None]), TOKEN, "rows.jsonl:1: tags[0]: is None, not a label"),
-    (
-        TAGS,
-        f"{TOKEN} data.tags_field=ner",
-        "rows.jsonl:1: ner: is missing or null, not a list; the row's fields are tags,",
-    ),
+    (TAGS, f"{TOKEN} data.tags_field=ner", "rows.jsonl:1: ner: is missing or null, not a list; the row's fields are"),
     (TAGS, f"{TOKEN} data.text_pair_field=x", "data.text_pair_field = 'x' is not read by classify.kind = token"),
     (row(text="a", label="x"), NUMBER, "rows.jsonl:1: label: is 'x', not a finite number"),
     (row(text="a", label=True), NUMBER, "rows.jsonl:1: label: is True, not a finite number"),

@@ -4,26 +4,14 @@ import random
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from data.batches.loader import IGNORED_LABEL
 from data.batches.masking import Masking
 from tests.support.rows import labelled
+from tests.support.rows.chats import byte_level
 
 TEXT = "def add(first_one, second): return first_one + second2  # naïve, 日本 text\n"
-
-
-def byte_level() -> PreTrainedTokenizerFast:
-    """As bpe: makes it, of so few merges that words are in pieces."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=290, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    made.train_from_iterator([TEXT] * 2, trainer=trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", mask_token="[MASK]", pad_token="[PAD]")
 
 
 def pieces() -> tuple[PreTrainedTokenizerFast, np.ndarray]:
@@ -86,7 +74,9 @@ def test_whole_words_of_wordpiece() -> None:
 
 
 def test_whole_words_of_a_byte_level_tokenizer() -> None:
-    tokenizer = byte_level()
+    """It has so few merges that words are in pieces."""
+    settings = {"eos_token": "</s>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(290, (), TEXT), **settings)
     ids = np.array(tokenizer(TEXT).input_ids)
     found = Masking.of(tokenizer, probability=0.15, whole_word=True).words(ids)
     texts: dict[int, list[int]] = {}

@@ -1,6 +1,5 @@
 """Prompts: what an answer is sampled after, of every form of rows, and the whole row beside it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,12 +7,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from config.errors import UserError
 from config.schema import DataSection
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.rows.prepare_prompts import prepare_prompts, row_of
+from tests.support.refusals import refused
 from tests.support.rows.chats import write_base
+from tests.support.rows.jsonl import write_jsonl
 
 ASKED = [{"role": "system", "content": "the mask"}, {"role": "user", "content": "step a"}]
 SAID = [*ASKED, {"role": "assistant", "content": "save"}]
@@ -37,8 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepared(folder: Path, rows: list[dict[str, Any]], name: str, **given: Any) -> Corpus:
-    path = folder / f"{name}.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    path = write_jsonl(folder / f"{name}.jsonl", rows)
     data = DataSection(source="jsonl", path=str(path), tokenizer=f"{folder}/base", cache_dir=f"{folder}/cache")
     data = replace(data, validation_fraction=0.0, sequence_length=64, target_length=8, packing="none")
     return prepare_prompts(replace(data, **given), progress=False)
@@ -72,6 +71,5 @@ def test_long_prompts_leave_room_for_the_answer(folder: Path) -> None:
     ],
 )
 def test_a_row_without_a_prompt_is_named(folder: Path, row: dict[str, Any], problem: str) -> None:
-    with pytest.raises(UserError, match="bad.jsonl:2: ") as error:
-        prepared(folder, [{"prompt": "a"}, row], "bad", on_bad_row="error")
-    assert problem in str(error.value)
+    said = refused(prepared, folder, [{"prompt": "a"}, row], "bad", on_bad_row="error")
+    assert "bad.jsonl:2: " in said and problem in said

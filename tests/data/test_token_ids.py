@@ -1,7 +1,6 @@
 """Documents that are token ids already make the shards of the text that they are the ids of."""
 
 import hashlib
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from data.text.prepare import prepare
 from data.text.tokenizer import load_tokenizer
 from tests.data.test_prepare import tokens
 from tests.support.rows import indexed_dataset
+from tests.support.rows.jsonl import write_jsonl
 
 WORDS = ["alpha", "beta", "γάμμα", "delta\n", "<|endoftext|>"]
 
@@ -37,17 +37,12 @@ def section(tmp_path: Path) -> DataSection:
     return DataSection(**given, tokenizer="bpe:300", validation_fraction=0.0, workers=1)
 
 
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def forms(folder: Path, documents: list[list[int]], end: int) -> dict[str, DataSection]:
     """The same documents as every source has them; every second one with its end, and empty ones between them."""
     ended = [ids + [end] * (number % 2) for number, ids in enumerate(documents)]
     ended = [*ended[:7], [], [end], *ended[7:]]
     rows = [{"n": number, "ids": ids} for number, ids in enumerate(ended)]
-    jsonl(folder / "ids.jsonl", [*rows, {"n": -1, "ids": None}])
+    write_jsonl(folder / "ids.jsonl", [*rows, {"n": -1, "ids": None}])
     (folder / "parquet").mkdir()
     for name, kind, part in (
         ("0", pa.list_(pa.int32()), ended[:20]),
@@ -104,7 +99,7 @@ def test_a_large_vocabulary_another_field_and_lists_of_one_length(tmp_path: Path
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "tokenizer")
     rows = [{"ids": [1, 69_999, 3], "other": [70_000]}, {"ids": [5, 6, 0], "other": [1]}]
     given = {"cache_dir": str(tmp_path), "validation_fraction": 0.0, "tokenizer": str(tmp_path / "tokenizer")}
-    data = DataSection(source="jsonl", path=jsonl(tmp_path / "a.jsonl", rows), **given)  # type: ignore[arg-type]
+    data = DataSection(source="jsonl", path=str(write_jsonl(tmp_path / "a.jsonl", rows)), **given)  # type: ignore[arg-type]
     column = pa.array([row["ids"] for row in rows], type=pa.list_(pa.int32(), 3))
     pq.write_table(pa.table({"ids": column}), tmp_path / "a.parquet")
     fixed = replace(data, source="parquet", path=str(tmp_path / "a.parquet"))
@@ -136,7 +131,7 @@ JSON_ROWS = [
 @pytest.mark.parametrize(("row", "problem"), [*ROWS, *JSON_ROWS])
 def test_what_does_not_fit_is_named_by_file_row_and_id(tmp_path: Path, row: Any, problem: str) -> None:
     data = DataSection(tokenizer="bytes", cache_dir=str(tmp_path), input_ids_field="ids")
-    path = jsonl(tmp_path / "a.jsonl", [{"ids": [0, 256]}, row])
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"ids": [0, 256]}, row]))
     cases = [(replace(data, source="jsonl", path=path), f"{path}:2")]
     if (row, problem) in ROWS:
         for name, part in (("a", [0, 256]), ("b", row["ids"])):
@@ -179,7 +174,7 @@ def test_nothing_but_empty_documents(tmp_path: Path) -> None:
 
 def test_tokenized_and_other_sources_are_mixed(section: DataSection, tmp_path: Path) -> None:
     indexed_dataset.write(tmp_path / "a", [[[number % 256 for number in range(3000)]]])
-    path = jsonl(tmp_path / "a.jsonl", [{"ids": [7] * 2000}])
+    path = str(write_jsonl(tmp_path / "a.jsonl", [{"ids": [7] * 2000}]))
     sources = tuple(
         SourceSection(source=kind, path=path, name=kind, weight=1.0)  # type: ignore[arg-type]
         for kind, path in (("megatron", str(tmp_path / "a")), ("jsonl", path), ("text", section.path))

@@ -10,7 +10,7 @@ import pytest
 
 from data.text.workers import WorkerDied, Workers
 from tests.data.workers_cases import multiplier
-from tests.support.jobs.launches import wait_until
+from tests.support.jobs.launches import children, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -20,10 +20,8 @@ def _with_processes(request: pytest.FixtureRequest) -> None:
         pytest.skip("starts a process")
 
 
-def children() -> list[int]:
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = [int(word) for path in tasks for word in path.read_text().split()]
-    return [pid for pid in pids if b"spawn_main" in _command(pid)]
+def workers_of_this_process() -> set[int]:
+    return {pid for pid in children(os.getpid()) if b"spawn_main" in _command(pid)}
 
 
 def semaphores() -> list[str]:
@@ -39,33 +37,33 @@ def _command(pid: int) -> bytes:
 
 
 def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() -> None:
-    before = set(children())
+    before = workers_of_this_process()
     named = semaphores()
     with Workers(3, multiplier, 7) as workers:
         assert workers.submit(2).result() == 14
-        assert len(set(children()) - before) == 1
+        assert len(workers_of_this_process() - before) == 1
         futures = [workers.submit(factor) for factor in range(20)]
         assert [future.result() for future in futures] == [7 * factor for factor in range(20)]
         with pytest.raises(ValueError, match="negative"):
             workers.submit(-1).result()
         assert workers.submit(1).result() == 7, "it goes on after an error"
-        assert 1 <= len(set(children()) - before) <= 3
+        assert 1 <= len(workers_of_this_process() - before) <= 3
         assert semaphores() == named, "they would stay after a kill of the whole job"
         workers.submit(2000)
         started = time.monotonic()
     assert time.monotonic() - started < 5
-    assert set(children()) <= before
+    assert workers_of_this_process() <= before
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_killed_process_is_an_error_within_seconds(seconds: float) -> None:
     """Also at its start, with more for it to read than a pipe holds."""
-    before = set(children())
+    before = workers_of_this_process()
     with Workers(2, multiplier, 1, "x" * (4 << 20)) as workers:
         results = [workers.submit(2000) for _ in range(2)]
-        wait_until(lambda: set(children()) - before)
+        wait_until(lambda: workers_of_this_process() - before)
         time.sleep(seconds)
-        os.kill(min(set(children()) - before), signal.SIGKILL)
+        os.kill(min(workers_of_this_process() - before), signal.SIGKILL)
         done, _ = wait(results, timeout=10, return_when=FIRST_COMPLETED)
         (first,) = done
         with pytest.raises(WorkerDied, match="a worker process was killed by SIGKILL"):

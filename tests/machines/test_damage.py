@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.jobs.launches import command, events, finish
 from tests.support.runs import damages as d
-from tests.test_damage import CHECKPOINTS
+from tests.test_damage import CHECKPOINTS, SHARD
 
 pytestmark = pytest.mark.machines
 
@@ -54,7 +54,7 @@ def last_error(output: str) -> str:
     return last
 
 
-@pytest.mark.parametrize("what", ["a flipped bit in a shard", "a nested manifest", "a manifest of another run"])
+@pytest.mark.parametrize("what", [f"{SHARD}: a flipped bit", "manifest.json: nested", "a manifest of another run"])
 def test_two_ranks_go_on_from_the_checkpoint_before_a_damaged_one(job: Path, what: str) -> None:
     name, act = CHECKPOINTS[what]
     act(job / "runs/it/checkpoints/step-6" / name)

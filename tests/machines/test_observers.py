@@ -5,14 +5,13 @@ import resource
 import signal
 import statistics
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from config.machine.processes import free_port
 from tests.support.jobs.forked import Job
-from tests.support.jobs.launches import command, events, start, trace
+from tests.support.jobs.launches import children, command, events, start, trace, wait_until
 from tests.support.models import bad_observers
 from tests.support.models.bad_observers import Seen
 from tests.support.servers.store_server import CREDENTIALS, s3_server
@@ -78,20 +77,14 @@ def test_a_thousand_steps_under_bad_observers_are_those_of_an_unobserved_run(tmp
 
 
 def wait_for_step(job: Job, path: Path, step: int) -> None:
-    ends = time.monotonic() + 600
-    while newest_step(path) < step:
-        assert job.poll() is None and time.monotonic() < ends, job.communicate(timeout=1)[0]
-        time.sleep(0.1)
+    wait_until(lambda: job.poll() is not None or newest_step(path) >= step, seconds=600)
+    assert job.poll() is None, job.communicate(timeout=1)[0]
 
 
 def newest_step(path: Path) -> int:
     if not path.exists():
         return 0
     return max((event["step"] for event in read_events(path) if event["event"] == "step"), default=0)
-
-
-def children(pid: int) -> list[int]:
-    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
 
 
 def command_line(pid: int) -> bytes:

@@ -1,8 +1,6 @@
 """Effects of the environment: locale, terminal, threads, other modules, wandb, hubs, proxies, secrets."""
 
 import json
-import os
-import pty
 import shutil
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs.launches import on_a_terminal
 from tests.support.machines.strange import STEPS, Place, demo, lives, look_at, programs, same_names, start
 from tracking.run_dir import RunDir
 
@@ -76,19 +75,9 @@ def test_a_terminal_of_40_columns(ground: Path, losses) -> None:
     """A real one, with the live line."""
     place = Place(ground / "terminal", variables={"COLUMNS": "40", "TERM": "xterm"})
     place.folder.mkdir()
-    ours, theirs = pty.openpty()
-    command = place.command(f"run.steps={STEPS}")
-    job = subprocess.Popen(command, env=place.environment, cwd=place.code, stdout=theirs, stderr=theirs, stdin=theirs)
-    os.close(theirs)
-    output = b""
-    while True:
-        try:
-            read = os.read(ours, 65536)
-        except OSError:  # nobody has it open any more
-            break
-        output += read
-    assert job.wait(60) == 0, output.decode()
-    look_at(place.run, output.decode(errors="replace"), losses[:STEPS])
+    code, output = on_a_terminal(place.command(f"run.steps={STEPS}"), env=place.environment, cwd=place.code)
+    assert code == 0, output
+    look_at(place.run, output, losses[:STEPS])
 
 
 def test_nobody_reads_the_output(ground: Path, losses) -> None:

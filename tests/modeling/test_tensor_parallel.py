@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from config.errors import UserError
 from modeling.tensor_parallel import Cut, require_shareable
+from tests.support.refusals import refused
 from training.checkpoint.partitions import Stored
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -33,10 +33,8 @@ def test_a_model_that_cannot_share_is_refused_by_name(
     if problem is None:
         require_shareable(shape, ranks)
         return
-    with pytest.raises(UserError) as caught:
-        require_shareable(shape, ranks)
-    assert str(caught.value).startswith(f"parallel.tensor = {ranks}: not supported for model {kind}: ")
-    assert problem in str(caught.value)
+    said = refused(require_shareable, shape, ranks)
+    assert said.startswith(f"parallel.tensor = {ranks}: not supported for model {kind}: ") and problem in said
 
 
 @pytest.mark.parametrize(

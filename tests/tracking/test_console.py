@@ -3,7 +3,6 @@
 import io
 import math
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
+from tests.support.jobs.launches import on_a_terminal
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.console import ConsoleSink, sparkline
 from tracking.record import Record
@@ -186,6 +186,7 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
 
 PLAYED = """
 import math, sys; sys.path[:0] = sys.argv[1:]
+from tests.support.jobs.launches import on_a_terminal
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.tracking.test_console import BROKEN, INCIDENT
 from tracking.console import ConsoleSink; from tracking.record import Record
@@ -202,18 +203,12 @@ console.print_line('a [bold]line[/bold] above'); raise SystemError('crash')
 
 def _on_a_terminal(columns: int, folder: Path, **variables: str) -> str:
     """The output of PLAYED on a real pseudo-terminal."""
-    master, slave = pty.openpty()
     known = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     known |= {"TERM": "xterm", "COLUMNS": str(columns), **variables}
     command = [sys.executable, "-c", PLAYED, str(REPOSITORY)]
-    child = subprocess.Popen(command, stdout=slave, stderr=subprocess.DEVNULL, env=known, cwd=folder)
-    os.close(slave)
-    output = b""
-    while chunk := _read(master):
-        output += chunk
-    os.close(master)
-    assert child.wait() == 1
-    return output.decode()
+    code, output = on_a_terminal(command, stderr=subprocess.DEVNULL, env=known, cwd=folder)
+    assert code == 1
+    return output
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -235,13 +230,6 @@ def test_on_a_terminal_lines_stay_fit_and_are_coloured_and_the_cursor_comes_back
 def test_no_color_is_obeyed(tmp_path: Path) -> None:
     text = _on_a_terminal(80, tmp_path, NO_COLOR="1")
     assert "step 3: SKIP" in text and not re.search(r"\x1b\[[0-9;]*3[0-9][0-9;]*m", text)
-
-
-def _read(master: int) -> bytes:
-    try:
-        return os.read(master, 65536)
-    except OSError:  # Linux reports the end of a pseudo-terminal this way
-        return b""
 
 
 def test_sparkline_falls_when_the_loss_falls() -> None:

@@ -5,13 +5,10 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from config.errors import UserError
-from tests.support.runs.synthetic_events import start_fields, step_fields
-from tracking.jsonl import JsonlSink
+from tests.support.refusals import refused
+from tests.support.runs.report_runs import session
 from tracking.plots import plot_run
-from tracking.record import Record
 from tracking.report.page import results
 from tracking.run_dir import RunDir
 from tracking.run_facts import read_facts
@@ -43,27 +40,18 @@ def test_an_fp16_run(fp16_run: RunDir) -> None:
 
 
 def test_a_run_of_nothing_but_trouble_can_be_drawn(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields(compute="bf16"))
-    broken = {"loss": math.nan, "grad_norm": math.inf, "clip_coefficient": None, "applied": False}
-    for step in range(1, 300):
-        record.event("step", step=step, tokens=step, **step_fields(step) | broken)
-    record.close()
+    with session(run_dir.path) as run:
+        run.steps(299, loss=math.nan, grad_norm=math.inf, clip_coefficient=None, applied=False)
     assert _size(plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")) == (1560, 975)
 
 
 def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields(compute="bf16"))
-    for step in range(0, 12, 4):
-        for at in range(step + 1, step + 5):
-            metrics = {"rewards/accuracy": 0.5, "kl_k1/chosen": 0.01 * at}
-            record.event("step", step=at, tokens=at, **step_fields(at), metrics=metrics)
-        metrics = {"rewards/accuracy": 0.1 * step, "kl_k1/chosen": None if step else 0.25}
-        record.event(
-            "eval", step=step, tokens=step, loss=0.5, perplexity=None, metrics=metrics, by_source={"chats": step}
-        )
-    record.close()
+    with session(run_dir.path) as run:
+        for step in range(0, 12, 4):
+            for at in range(step + 1, step + 5):
+                run.steps(1, metrics={"rewards/accuracy": 0.5, "kl_k1/chosen": 0.01 * at})
+            metrics = {"rewards/accuracy": 0.1 * step, "kl_k1/chosen": None if step else 0.25}
+            run.event("eval", loss=0.5, perplexity=None, metrics=metrics, by_source={"chats": step})
     png = plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")
     assert _size(png) == (1560, 1430)
     assert {(0x1F, 0x77, 0xB4)} <= _colours(png)
@@ -75,7 +63,7 @@ def test_metrics_of_a_task_are_drawn_and_reported(run_dir: RunDir) -> None:
 
 
 def test_nothing_to_draw_is_a_user_error(run_dir: RunDir) -> None:
-    Record([JsonlSink(run_dir.events)]).event("run_start", step=0, tokens=0, **start_fields())
-    with pytest.raises(UserError, match="nothing to draw"):
-        plot_run(read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")
+    with session(run_dir.path):
+        pass
+    assert "nothing to draw" in refused(plot_run, read_facts(run_dir.events, "demo"), run_dir.plots / "run.png")
     assert not list(run_dir.plots.iterdir())

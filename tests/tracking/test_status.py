@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
+from tests.support.runs.report_runs import session
 from tests.tracking.test_run_lock import holder
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK, SILENT_SECONDS
 from tracking.status import Status, run_status
@@ -27,15 +25,11 @@ def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def record(folder: Path, *, steps: int = 3, age: float = 1.0, **end: object) -> None:
     """A session of so many steps, the last event `age` seconds ago; end: fields of its run_end."""
-    folder.mkdir(exist_ok=True)
-    record = Record([JsonlSink(folder / "events.jsonl")], clock=lambda: time.time() - age)
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    for step in range(1, steps + 1):
-        record.event("step", step=step, tokens=step * TOKENS_PER_STEP, **step_fields(step))
-    if end:
-        record.event("run_end", step=steps, tokens=steps * TOKENS_PER_STEP, **end)
-    record.note("something that came last")
-    record.close()
+    with session(folder, time=time.time() - age, seconds=0.0) as run:
+        run.steps(steps)
+        if end:
+            run.event("run_end", **end)
+        run.event("note", text="something that came last")
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("preempted", 75), ("aborted", 3), ("crashed", 69)])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.runs.report_runs import report_of
+from tests.support.runs.report_runs import report_of, session
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.numbers import loss
@@ -105,12 +105,10 @@ def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:
 
 
 def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    for step, text in ((2, "def aaaa"), (4, "def f(x):")):
-        record.event("step", step=step, tokens=step, **step_fields(step))
-        record.event("eval", step=step, tokens=step, loss=2.0, perplexity=7.4, sample=text)
-    record.close()
+    with session(run_dir.path) as run:
+        for sample in ("def aaaa", "def f(x):"):
+            run.steps(2)
+            run.event("eval", loss=2.0, perplexity=7.4, sample=sample)
     text = report_of(run_dir, sample="def g(y):", resume_command="x")
     places = [
         text.index(part) for part in ("def g(y):", "Samples at evaluations", "At step 2:", "def aaaa", "def f(x):")

@@ -114,13 +114,10 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "document", "arguments", "words"), REFUSED)
-def test_what_disagrees_is_refused_naming_both(write, capsys, text, document, arguments, words):
+def test_what_disagrees_is_refused_naming_both(write, refusal, text, document, arguments, words):
     path = write(text)
     (path.parent / "mine.json").write_text(json.dumps(document))
-    with pytest.raises(SystemExit):
-        resolve(path, *arguments)
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1
+    assert words in refusal(lambda given: resolve(path, *given), arguments)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from config.deepspeed.resolve import resolve_json
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
+from tests.support.refusals import refused
 
 FOLDER = REPOSITORY / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -43,10 +44,7 @@ def document(**changes: Any) -> dict[str, Any]:
 
 
 def error_of(config: Config, given: dict[str, Any], world_size: int = 2) -> str:
-    with pytest.raises(UserError) as caught:
-        resolve_json(config, HERE, given, world_size=world_size)
-    message = str(caught.value)
-    assert "\n" not in message
+    message = refused(resolve_json, config, HERE, given, world_size=world_size)
     assert message.startswith("my.json: ")
     return message.removeprefix("my.json: ")
 
@@ -299,9 +297,7 @@ def test_the_sections_of_the_table_are_described_and_no_key_is_both_taken_and_re
 def test_a_file_that_cannot_be_read(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        read_document(path)
-    assert str(caught.value).startswith(f"{path}: {expected}")
+    assert refused(read_document, path).startswith(f"{path}: {expected}")
 
 
 def test_resolving_a_resolved_document_changes_nothing(make: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.machine.processes import as_written, launchers, runs, start_ticks
+from tests.support.jobs.launches import children
 
 STARTS_A_RANK = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
 RANK = """
@@ -52,7 +53,7 @@ def start_under(program: Path) -> tuple[subprocess.Popen[str], int, list[list[ob
     )
     assert parent.stdout is not None
     found = json.loads(parent.stdout.readline())
-    (child,) = map(int, Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split())
+    (child,) = children(parent.pid)
     return parent, child, found
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from config.errors import UserError
 from config.load import load_config
 from lab.envelope.command import check_data_and_model, main, make_study, model_of_depth, read_arguments, read_rates
 from lab.envelope.page import write_results
 from lab.envelope.trials import TRIALS, read_trials
 from tests.lab.envelope import envelope_cases as cases
+from tests.support.refusals import refused
 
 SMALL_MODEL = "{hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2}"
 
@@ -137,10 +137,8 @@ def test_depth_goes_under_the_architectures_own_key(model, expected):
 def test_an_architecture_without_a_depth_is_refused(tmp_path):
     demo = REPOSITORY / "config/recipes/demo.yaml"
     config = load_config(demo, ["model.architecture=gemma3", "model.config={}"], None)
-    with pytest.raises(UserError, match="gemma3 config has no num_hidden_layers"):
-        model_of_depth(config, 2)
+    assert "gemma3 config has no num_hidden_layers" in refused(model_of_depth, config, 2)
     (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 3, "vocab_size": 300}')
     config = load_config(demo, ["model.architecture=null", "model.config={}", f"model.name_or_path={tmp_path}"], None)
     assert model_of_depth(config, 3) == {}
-    with pytest.raises(UserError, match="has 3 layers, and no other depth"):
-        model_of_depth(config, 2)
+    assert "has 3 layers, and no other depth" in refused(model_of_depth, config, 2)

@@ -86,12 +86,11 @@ def test_a_share_of_the_data_is_a_number_of_the_runs_steps(tmp_path):
     assert said == "25% of the run's, 1,536 tokens" and fields["share_of_epoch"] is None
 
 
-def test_a_run_that_is_there_is_not_taken_over(tmp_path, capsys):
+def test_a_run_that_is_there_is_not_taken_over(tmp_path, refusal):
     run = tmp_path / "runs/it"
     run.mkdir(parents=True)
     (run / "events.jsonl").touch()
-    assert main(["--config", DEMO, *given(tmp_path)]) == 2
-    assert "was started without a canary" in capsys.readouterr().err
+    assert "was started without a canary" in refusal(main, ["--config", DEMO, *given(tmp_path)])
     assert not (tmp_path / "runs/it-canary").exists()
 
 

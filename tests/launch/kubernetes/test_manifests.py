@@ -4,16 +4,15 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN
 from tests.support.machines import kubernetes_image as image
 from tests.support.machines.kubernetes_checks import Manifests, Pod, arguments, pods, problems
-from tests.support.machines.kubernetes_manifests import API_VERSIONS, NEWEST, Document, all_documents, schema_problems
+from tests.support.machines.kubernetes_manifests import API_VERSIONS, Document, all_documents, check_schema
 from tracking.prometheus.sink import PrometheusSink
 
 
@@ -44,17 +43,15 @@ def manifests() -> Manifests:
 def test_the_schemas_allow_every_manifest():
     documents = all_documents()
     assert {document["kind"] for _, document in documents} >= {"Job", "PersistentVolumeClaim", "Secret", *API_VERSIONS}
-    for name, document in documents:
-        assert list(schema_problems(document)) == [], name
-        if document["kind"] not in API_VERSIONS:  # and so does the package's own way to ask, down to the oldest in use
-            kubernetes_validate.validate(document, NEWEST, strict=True)
-            kubernetes_validate.validate(document, "1.31", strict=True)
+    for _, document in documents:
+        check_schema(document)
 
 
-def test_a_key_that_a_custom_kind_does_not_have_is_found():
-    for name, document in all_documents():
+def test_a_key_that_a_kind_does_not_have_is_found():
+    for _, document in all_documents():
         document["spec" if document["kind"] in API_VERSIONS else "metadata"] |= {"suspnd": True}
-        assert list(schema_problems(document)), name
+        with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+            check_schema(document)
 
 
 def test_the_manifests_fit_each_other_the_config_and_the_image():
@@ -68,7 +65,7 @@ def test_a_rollout_server_fits_into_the_pod_of_a_run():
     [server] = patched["spec"]["template"]["spec"]["initContainers"]
     assert "initContainers" not in spec and server["restartPolicy"] == "Always"
     spec["initContainers"] = [server]
-    kubernetes_validate.validate(job, NEWEST, strict=True)
+    check_schema(job)
     assert {mount["name"] for mount in server["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
     assert server["securityContext"] == spec["containers"][0]["securityContext"]
 
@@ -125,11 +122,6 @@ def test_an_operator_that_judges_by_the_exit_code_tries_again_what_may_help(ends
     assert retryable.TRY_AGAIN > 127
 
 
-class _Mute(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        time.sleep(60)
-
-
 def probe(port: int, minutes: float = 60.0) -> int:
     return alive.main(["--port", str(port), "--silent-minutes", str(minutes)])
 
@@ -147,11 +139,9 @@ def test_the_liveness_probe_strikes_only_when_something_is_wrong(capsys, monkeyp
     sink.close()
     assert probe(port) == 0  # closed: another rank's pod, or between two starts
     monkeypatch.setattr(alive, "ANSWER_SECONDS", 0.3)
-    server = HTTPServer(("127.0.0.1", 0), _Mute)
-    threading.Thread(target=server.handle_request, daemon=True).start()
-    assert probe(server.server_port) == 1
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert probe(silent.getsockname()[1]) == 1
     assert "does not answer" in capsys.readouterr().out
-    server.server_close()
 
 
 def scrapes(sink: PrometheusSink) -> int:

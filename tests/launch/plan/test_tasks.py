@@ -289,10 +289,7 @@ def divergence_peak(kind: Any, top_k: int, dtype: torch.dtype, tokens: int, voca
         ([LORA[:-1] + ", target_modules: [q_proj, nope]}"], "adapter.target_modules = q_proj, nope: the model has no"),
         ([LORA[:-1] + ", modules_to_save: [nope]}"], "adapter.modules_to_save = nope: the model has no module nope"),
         ([LORA[:-1] + ", target_modules: [act_fn]}"], "adapter.target_modules = act_fn: Target module"),
-        (
-            ["task=distill", "distill.teacher=BASE", "model.config.vocab_size=600"],
-            "has a vocabulary of 512 tokens, the",
-        ),
+        (["task=distill", "distill.teacher=BASE", "model.config.vocab_size=600"], "has a vocabulary of 512 tokens"),
         (["optimizer.groups=[{match: nope, learning_rate: 1}]"], "match 'nope' is the last match of no trained"),
     ],
 )

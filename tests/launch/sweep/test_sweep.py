@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from config.cli import REPOSITORY
-from config.errors import UserError
 from launch.sweep.events import History
 from launch.sweep.file import as_setting, read_sweep
 from launch.sweep.folder import prepare
@@ -23,7 +22,8 @@ from launch.sweep.rule import Hopeless, Report, hopeless_reason
 from launch.sweep.slots import slot_environments
 from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
 from tests.support.jobs import launches
-from tests.support.jobs.launches import BIN
+from tests.support.jobs.launches import BIN, children
+from tests.support.refusals import refused
 from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.jsonl import encode
 
@@ -159,9 +159,8 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
 )
 def test_a_mistake_names_the_file_the_key_and_what_to_do(tmp_path, keys, message):
     path = sweep_file(tmp_path, **keys)
-    with pytest.raises(UserError) as told:
-        read_sweep(path)
-    assert str(told.value).startswith(f"{path}: ") and message in str(told.value)
+    said = refused(read_sweep, path)
+    assert said.startswith(f"{path}: ") and message in said
 
 
 def test_a_mistake_in_the_last_trial_stops_the_first_from_starting(tmp_path):
@@ -238,8 +237,7 @@ def test_slots_run_side_by_side_each_on_its_own_device_port_and_cores(tmp_path):
 
 def test_slots_that_take_more_gpus_than_there_are_are_refused(tmp_path):
     plan, _ = prepare(read_sweep(sweep_file(tmp_path, slots=2, launcher=["torchrun", "--nproc_per_node", 2])))
-    with pytest.raises(UserError, match="2 slots of 2 processes take 4 GPUs and there are 3"):
-        slot_environments(plan, ["0", "1", "2"])
+    assert "2 slots of 2 processes take 4 GPUs and there are 3" in refused(slot_environments, plan, ["0", "1", "2"])
     devices = [told["CUDA_VISIBLE_DEVICES"] for told in slot_environments(plan, ["5", "3", "1", "0"])]
     assert devices == ["5,3", "1,0"]
 
@@ -280,7 +278,7 @@ def test_what_nobody_is_left_to_end_is_ended_by_the_next_start(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW, FAST], grid=None, fixed={"run.hypothesis": "deaf"})
     sweep = launches.start(command(path))
     launches.wait_until(lambda: saved_once(tmp_path))
-    trial = int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0])
+    trial = children(sweep.pid)[0]
     for pid in (sweep.pid, trial):
         os.kill(pid, signal.SIGKILL)
     sweep.wait(timeout=30)
@@ -296,7 +294,7 @@ def test_a_trials_own_process_that_is_killed_costs_that_trial_only(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW | {"optimizer.eps": 20}, FAST], grid=None)
     sweep = launches.start(command(path))
     launches.wait_until(lambda: starts(tmp_path, 0))
-    os.kill(int(Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()[0]), signal.SIGKILL)
+    os.kill(children(sweep.pid)[0], signal.SIGKILL)
     output, _ = sweep.communicate(timeout=60)
     assert sweep.returncode == 1, output
     assert [record(tmp_path, index)["status"] for index in (0, 1)] == ["crashed", "done"]

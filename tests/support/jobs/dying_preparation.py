@@ -1,8 +1,7 @@
-"""train.py of which a process dies while data are prepared: one argument is WHO:PHASE:GRACE:MARK, the others its own.
+"""train.py of which a process dies while data are prepared: one argument is WHO:PHASE:MARK, the others its own.
 
 WHO is `holder`, the rank that prepares; `other`, one that does not; or `worker`, a tokenizing process of the holder.
 It dies by SIGKILL, a worker as its rank reaches the phase; and leaves the file MARK, where that is not yet there.
-GRACE is how many seconds the others have to stop by themselves.
 """
 
 import functools
@@ -16,7 +15,7 @@ from typing import Any
 
 import train
 from data.text import prepare
-from training.watchdog import watch
+from tests.support.jobs.launches import children
 
 PHASES: dict[str, tuple[str, ...]] = {
     "holder": ("tokenizer", "tokenizing", "writing", "publishing", "validating"),
@@ -31,8 +30,7 @@ _holds = False
 def main(arguments: list[str]) -> int:
     """Run the job."""
     death = next(word for word in arguments if word.partition(":")[0] in PHASES)
-    who, phase, grace, mark = death.split(":", 3)
-    watch.GRACE_SECONDS = float(grace)
+    who, phase, mark = death.split(":", 2)
     prepare.BATCH_CHARACTERS = 2000
     _follow(prepare, "_prepare_locked", _take)
     reached = functools.partial(_reached, who, phase, Path(mark))
@@ -70,7 +68,8 @@ def _reached(who: str, phase: str, mark: Path, role: str, place: str) -> None:
         return
     mark.touch()
     if who == "worker":
-        os.kill(_children()[-1], signal.SIGKILL)
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(os.getpid())}
+        os.kill([pid for pid, command in commands.items() if b"spawn_main" in command][-1], signal.SIGKILL)
     else:
         time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,13 +88,6 @@ def _kill_first_child(mark: Path) -> None:
         return worker
 
     workers.Workers._start = killed  # type: ignore[method-assign]
-
-
-def _children() -> list[int]:
-    """The tokenizing processes of this one."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = [int(word) for path in tasks for word in path.read_text().split()]
-    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 if __name__ == "__main__":

@@ -7,27 +7,19 @@ recorded it, and leaves the file MARK; where the file is, it lives. Without a MA
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import train
+from tests.support.jobs.launches import wait_until
 from tracking.status import newest_session
 from training import loop
 from training.session import run_dir_of
 
-_WAIT_SECONDS = 30.0
 
-
-def _await_record(events: Path, step: int) -> None:
-    """Wait until the step is recorded: ranks end a step together, but only rank 0 writes, a moment later."""
-    ends = time.monotonic() + _WAIT_SECONDS
-    while time.monotonic() < ends:
-        _, newest = newest_session(events)
-        if newest is not None and newest["step"] >= step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"step {step} was not recorded within {_WAIT_SECONDS} s: {events}")
+def _recorded(events: Path, step: int) -> bool:
+    _, newest = newest_session(events)
+    return newest is not None and newest["step"] >= step
 
 
 def main(arguments: list[str]) -> int:
@@ -38,7 +30,8 @@ def main(arguments: list[str]) -> int:
         how, rank, step, mark = parts.resolved.config.run.hypothesis.split(",")
         made = train_step(parts, progress)
         if (parts.engine.world.rank, made[0].step) == (int(rank), int(step)) and not (mark and Path(mark).exists()):
-            _await_record(run_dir_of(parts.resolved).events, int(step))
+            events = run_dir_of(parts.resolved).events  # ranks end a step together, but rank 0 writes a moment later
+            wait_until(lambda: _recorded(events, int(step)), why=lambda: f"step {step} was not recorded: {events}")
             if mark:
                 Path(mark).touch()
             if how == "error":

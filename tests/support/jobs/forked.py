@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from subprocess import TimeoutExpired
 from unittest.mock import patch
 
 from config.cli import REPOSITORY
+from config.machine.processes import free_port
 
 
 def context() -> BaseContext:
@@ -41,9 +41,7 @@ class Job:
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], ranks: int) -> None:
         file, self._log = tempfile.mkstemp(prefix="mantissa-job-")
         os.close(file)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         self._processes = []
         for rank in map(str, range(ranks)):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(ranks), **address} if ranks > 1 else {}

@@ -12,6 +12,7 @@ was not as it should be; the figures say what.
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -109,10 +110,6 @@ class Supervised:
         """Whether the supervisor has ended."""
         return self._process is None or self._process.poll() is not None
 
-    @property
-    def exit_code(self) -> int | None:
-        return None if self._process is None else self._process.poll()
-
     def processes(self) -> list[psutil.Process]:
         """All that run, wherever they hang in the tree."""
         found = []
@@ -143,10 +140,6 @@ class Supervised:
         """Whether the run has made its last step and said so."""
         ends = [e for e in read_events(self.events) if e["event"] == "run_end"] if self.events.exists() else []
         return bool(ends) and ends[-1]["step"] == STEPS and ends[-1]["exit_code"] == 0
-
-    def trace(self) -> list[dict]:
-        """The record of each step; for a repeated step, the later one."""
-        return last_attempts(self.folder, self.name)
 
 
 def kind_of(process: psutil.Process) -> str:
@@ -205,14 +198,16 @@ def disturb(run: Supervised, target: str, delay: float, figures: Figures) -> Non
         end(run)
     seconds = time.monotonic() - killed
     figures.longest = max(figures.longest, seconds)
-    print(f"kill {number}: {target}, step {steps and run.trace()[-1]['step']}, {seconds:.1f} s", flush=True)
+    print(
+        f"kill {number}: {target}, step {steps and last_attempts(run.folder, run.name)[-1]['step']}, {seconds:.1f} s",
+        flush=True,
+    )
 
 
 def prepare_anew(run: Supervised) -> None:
     """End the job, and start it without prepared data, so that there are tokenizing processes."""
     end(run)
-    for path in (run.folder / "cache").glob("*"):
-        subprocess.run(["rm", "-rf", str(path)], check=True)
+    shutil.rmtree(run.folder / "cache", ignore_errors=True)
     run.start()
 
 
@@ -223,10 +218,10 @@ def end(run: Supervised) -> None:
             with suppress(psutil.Error):
                 process.kill()
         time.sleep(0.1)
-    wait_for(run.ended, unless=lambda: False)
+    wait_for(run.ended)
 
 
-def wait_for(found, *, unless, seconds: float = 120.0):
+def wait_for(found, *, unless=lambda: False, seconds: float = 120.0):
     """The first true value of `found`; None once `unless` is true, or after this many seconds."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -256,7 +251,7 @@ def complete(run: Supervised) -> None:
         if run.ended():
             run.start()
         wait_for(lambda: run.finished() and run.ended(), unless=run.ended, seconds=900.0)
-    wait_for(run.ended, unless=lambda: False)
+    wait_for(run.ended)
     end(run)
 
 
@@ -277,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     targets = [target for target in TARGETS if (launcher, target) != ("torchrun", "runner")]
     undisturbed = Supervised(folder, "undisturbed", launcher)
     complete(undisturbed)
-    truth = undisturbed.trace()
+    truth = last_attempts(folder, "undisturbed")
     assert undisturbed.finished() and len(truth) == STEPS, f"see {folder}/undisturbed.log"
     while sum(figures.kills.values()) < options.kills:
         run = Supervised(folder, f"run-{figures.runs}", launcher)
@@ -290,7 +285,7 @@ def main(arguments: Sequence[str]) -> int:
         _, steps = run.steps()
         figures.steps += steps
         figures.repeated += steps - STEPS
-        if run.trace() != truth:
+        if last_attempts(folder, run.name) != truth:
             figures.different.append(run.name)
     left = shared_memory() - before
     time.sleep(5.0)

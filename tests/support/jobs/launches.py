@@ -1,10 +1,12 @@
 """Start real training jobs through real launchers, on a small corpus, and read what they left behind."""
 
 import os
+import pty
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +89,26 @@ def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240
     return output
 
 
-def wait_until(
-    condition: Callable[[], object], *, seconds: float = 30.0, why: Callable[[], object] = lambda: ""
-) -> None:
-    """Return as soon as the condition holds; fail with what `why` says when it does not within `seconds`."""
+def on_a_terminal(arguments: Sequence[str], **how: Any) -> tuple[int, str]:
+    """A program's exit code and what it prints on a real pseudo-terminal. how: as in `subprocess.Popen`."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(arguments, **dict.fromkeys(("stdin", "stdout", "stderr"), theirs) | how)
+    os.close(theirs)
+    output = b""
+    with suppress(OSError):  # Linux reports the end of a pseudo-terminal this way
+        while read := os.read(ours, 65536):
+            output += read
+    os.close(ours)
+    return process.wait(60), output.decode(errors="replace")
+
+
+def wait_until(condition: Callable[[], Any], *, seconds: float = 30.0, why: Callable[[], object] = lambda: "") -> Any:
+    """The value of the condition once it holds; fails with what `why` says when it does not within `seconds`."""
     ends = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < ends, why()
         time.sleep(0.02)
+    return found
 
 
 def replay(folder: Path, name: str, step: int, *, exit_code: int = 0, ranks: int = 1) -> str:
@@ -117,6 +131,11 @@ def last_attempts(folder: Path, name: str) -> list[dict[str, Any]]:
     """The last attempt at each step of a job."""
     latest = {attempt["step"]: attempt for attempt in trace(folder, name)}
     return [latest[step] for step in sorted(latest)]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started, by any of its threads."""
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
 
 
 def runs(pid: int) -> bool:

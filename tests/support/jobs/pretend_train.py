@@ -9,36 +9,30 @@ and write to the file `terminated` how many seconds that took.
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
-from tests.support.jobs.pretend_trial import write
+from tests.support.jobs.pretend_trial import leave, opened, write
 
 
 def main() -> int:
-    settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-    folder = Path(settings["run.dir"]) / settings["run.name"]
-    folder.mkdir(parents=True, exist_ok=True)
+    settings, folder, asked = opened()
     with (folder / "starts").open("a+") as starts:
         starts.write(f"{time.time()} {settings.get('run.resume', 'never')}\n")
         starts.seek(0)
         count = len(starts.readlines())
     plan = json.loads(os.environ["PRETEND"])
     start = plan[min(count, len(plan)) - 1]
-    asked: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
     write(folder, "run_start", 0)
     if start.get("steps"):
         write(folder, "step", start["steps"])
     if start.get("saved"):
         write(folder, "checkpoint", start["saved"])
     if start.get("leave"):
-        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        (folder / "left").write_text(str(left.pid))
+        leave(folder)
     if start.get("helper"):
         subprocess.Popen(["sleep", "1000"], env=os.environ | {"RANK": "0", "LOCAL_RANK": "0"})
     if start.get("terminate"):

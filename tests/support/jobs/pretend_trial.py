@@ -23,11 +23,7 @@ from tracking.events import REQUIRED_FIELDS
 
 def main() -> int:
     """Run the pretended trial; its exit code."""
-    settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
-    folder = Path(settings["run.dir"]) / settings["run.name"]
-    folder.mkdir(parents=True, exist_ok=True)
-    asked: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+    settings, folder, asked = opened()
     saved = folder / "checkpoints" / "step-1"
     first = not saved.exists()
     with (folder / "starts").open("a") as starts:
@@ -41,8 +37,7 @@ def main() -> int:
         raise ValueError("a bug of its own")
     write(folder, "run_start", 0, world_size=1, resumed_from=None if first else "step-1")
     if how == "leave":
-        left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        (folder / "left").write_text(str(left.pid))
+        leave(folder)
     for step in range(1 if first else 2, int(settings["run.steps"]) + 1):
         time.sleep(float(settings.get("optimizer.eps", 0)) if first else 0)
         rate = float(yaml.safe_load(settings["optimizer.learning_rate"]))
@@ -58,6 +53,22 @@ def main() -> int:
     if "evaluate.every_steps" in settings:
         write(folder, "eval", step, loss=loss)
     return end(folder, step, "done", 0, "")
+
+
+def opened() -> tuple[dict[str, str], Path, list[int]]:
+    """The overrides, the run folder, and the signals that have asked the run to stop, so far none."""
+    settings = dict(word.split("=", 1) for word in sys.argv if "=" in word)
+    folder = Path(settings["run.dir"]) / settings["run.name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    asked: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+    return settings, folder, asked
+
+
+def leave(folder: Path) -> None:
+    """Start a process that outlives this one."""
+    left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    (folder / "left").write_text(str(left.pid))
 
 
 def end(folder: Path, step: int, status: str, code: int, reason: str) -> int:

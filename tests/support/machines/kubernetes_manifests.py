@@ -1,24 +1,25 @@
 """The manifests of launch/kubernetes, and whether the schemas of Kubernetes, JobSet and Kubeflow allow them.
 
-Jobs, pods and the other built-in kinds are held against the JSON schemas that kubernetes-validate carries, the kinds
-of JobSet and Kubeflow against their typed clients, with the Jobs and pods inside them against the former again.
+Jobs, pods and the other built-in kinds are held against the JSON schemas of kubernetes-validate, the kinds of JobSet
+and Kubeflow against their typed clients, with the Jobs and pods inside them against the former again.
 """
 
 import json
-from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import yaml
-from kubernetes_validate.utils import latest_version, schema_contents
-from referencing import Registry, Resource
+from kubernetes_validate import utils
 
 from config.cli import REPOSITORY
 
 FOLDER = REPOSITORY / "launch/kubernetes"
-NEWEST = latest_version()
+NEWEST = utils.latest_version()
+OLDEST = "1.31"
+"""Versions of Kubernetes in use."""
+validate = partial(utils.validate, strict=True)
+utils.schema_contents = cache(utils.schema_contents)  # or it would read 2 MB each time
 Document = dict[str, Any]
 
 TYPED = {
@@ -53,43 +54,19 @@ def _all_documents() -> str:
     return json.dumps([(name, document) for name, text in texts.items() for document in yaml.safe_load_all(text)])
 
 
-def schema_problems(document: Document) -> Iterator[str]:
-    """The violations of the schemas; empty when there are none."""
-    kind = document.get("kind")
-    return _custom(document, kind) if kind in API_VERSIONS else _built_in(document)
-
-
-def _built_in(document: Document) -> Iterator[str]:
-    try:
-        validator = _validator(document["kind"], document["apiVersion"])
-    except (KeyError, FileNotFoundError) as error:
-        yield f"no such kind: {error}"
+def check_schema(document: Document) -> None:
+    """Raise ValidationError or AssertionError where a schema does not allow the document."""
+    kind = document["kind"]
+    if kind not in API_VERSIONS:
+        validate(document, NEWEST)
+        validate(document, OLDEST)
         return
-    yield from (f"{error.json_path}: {error.message}" for error in validator.iter_errors(document))
-
-
-@cache
-def _validator(kind: str, api_version: str) -> jsonschema.Draft202012Validator:
-    """As kubernetes_validate.validate makes one, kept: it would read 2 MB each time."""
-    group, _, version = api_version.rpartition("/")
-    name = f"{kind.lower()}-{group.partition('.')[0] + '-' if group else ''}{version}.json"
-    folder = f"kubernetes-json-schema/v{NEWEST}-local-strict"
-    schema = schema_contents(f"{folder}/{name}", NEWEST)
-    definitions = Resource.from_contents(schema_contents(f"{folder}/_definitions.json", NEWEST))
-    registry: Any = definitions @ (Resource.from_contents(schema) @ Registry())
-    return jsonschema.Draft202012Validator(schema, registry=registry)
-
-
-def _custom(document: Document, kind: str) -> Iterator[str]:
-    document = json.loads(json.dumps(document))
-    if document.get("apiVersion") != API_VERSIONS[kind]:
-        yield f"apiVersion: {document.get('apiVersion')} is not {API_VERSIONS[kind]}"
-    yield from _built_in({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata", {})})
-    yield from _wrong_choices(document)
-    yield from _inner(document)
+    assert document["apiVersion"] == API_VERSIONS[kind]
+    validate({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]}, NEWEST)
+    _check_choices(document)
+    _check_inside(document)
     read_back = _through_openapi(document) if kind == "PyTorchJob" else _through_pydantic(document, kind)
-    if read_back != document:
-        yield f"{kind}: its typed client keeps {read_back} of {document}"
+    assert read_back == document, f"the typed client of {kind} keeps another document"
 
 
 def _through_openapi(document: Document) -> Document:
@@ -107,31 +84,24 @@ def _through_pydantic(document: Document, kind: str) -> Document:
     return typed.model_validate(document).model_dump(mode="json", by_alias=True, exclude_none=True)
 
 
-def _inner(value: Any) -> Iterator[str]:
+def _check_inside(value: Any) -> None:
     """Hold the Jobs and pods inside against the built-in schemas, and take them out."""
-    if isinstance(value, list):
-        for item in value:
-            yield from _inner(item)
-    if not isinstance(value, dict):
-        return
-    for key, item in value.items():
-        if key != "template" or not isinstance(item, dict) or "replicatedJobs" in item.get("spec", {}):
-            yield from _inner(item)
-        elif "containers" in item.get("spec", {}):
-            yield from _built_in({"apiVersion": "v1", "kind": "PodTemplate", "template": item})
-            value[key] = {}
+    for item in value if isinstance(value, list) else ():
+        _check_inside(item)
+    for name, item in value.items() if isinstance(value, dict) else ():
+        if name != "template" or "replicatedJobs" in item["spec"]:
+            _check_inside(item)
+            continue
+        if "containers" in item["spec"]:
+            validate({"apiVersion": "v1", "kind": "PodTemplate", "template": item}, NEWEST)
         else:
-            extra = {name: part for name, part in item.items() if name not in ("apiVersion", "kind")}
-            yield from _built_in({"apiVersion": "batch/v1", "kind": "Job", **extra})
-            value[key] = {}
+            validate({**item, "apiVersion": "batch/v1", "kind": "Job"}, NEWEST)
+        value[name] = {}
 
 
-def _wrong_choices(value: Any, key: str = "") -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, item in value.items():
-            yield from _wrong_choices(item, name)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _wrong_choices(item, key)
-    elif key in CHOICES and value not in CHOICES[key]:
-        yield f"{key}: {value} is not one of {', '.join(sorted(CHOICES[key]))}"
+def _check_choices(value: Any, key: str = "") -> None:
+    for item in value if isinstance(value, list) else ():
+        _check_choices(item, key)
+    for name, item in value.items() if isinstance(value, dict) else ():
+        _check_choices(item, name)
+    assert key not in CHOICES or isinstance(value, list) or value in CHOICES[key], f"{key}: {value}"

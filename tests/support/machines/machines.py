@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from config.cli import REPOSITORY
-from tests.support.jobs.launches import wait_until
+from tests.support.jobs.launches import children, wait_until
 
 NAMESPACES = ["unshare", "--net", "--uts", "--mount", "--pid", "--fork"]
 SSHD = shutil.which("sshd", path="/usr/sbin:/usr/bin")
@@ -59,12 +59,9 @@ class Machine:
             [*NAMESPACES, "--kill-child", "--mount-proc", "sh", "-c", start],
             stderr=(self.folder / "sshd.log").open("w"),
         )
-        self.pid = self._inner()
-
-    def _inner(self) -> int:
-        children = Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children")
-        wait_until(children.read_text, seconds=10, why=(self.folder / "sshd.log").read_text)
-        return int(children.read_text().split()[0])
+        [self.pid, *_] = wait_until(
+            lambda: children(self.outer.pid), seconds=10, why=(self.folder / "sshd.log").read_text
+        )
 
     def command(self, *words: str) -> list[str]:
         """The command line that runs `words` on it."""

@@ -1,7 +1,7 @@
 """Small chats, a tokenizer and a base model for them, as a user would have them in files."""
 
-import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.models.small_models import FAMILIES
+from tests.support.rows import prompts
 from tests.support.rows.chat_templates import SHAPES
+from tests.support.rows.jsonl import write_jsonl
 
 SHAPE = SHAPES["chatml"]
-WORDS = [
-    *("the", "a", "model", "loss", "rank", "step", "token", "mask", "weight", "value"),
-    *("gradient", "adam", "half", "precision", "run", "save", "load", "test"),
-]
+WORDS = [*prompts.WORDS, "gradient", "adam", "half", "precision", "run", "save", "load", "test"]
 VOCABULARY = 320
 LENGTH = 96
 """[tokens] Of a sequence; no row is longer."""
@@ -29,12 +28,10 @@ def write_chats(path: Path, rows: int, *, seed: int = 0) -> Path:
     def turn(role: str, longest: int) -> dict[str, str]:
         return {"role": role, "content": " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))}
 
-    lines = []
-    for _ in range(rows):
-        turns = [turn(role, longest) for _ in range(draw.choice([1, 1, 2])) for role, longest in ASKED]
-        lines.append(json.dumps({"messages": turns}))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    def turns() -> list[dict[str, str]]:
+        return [turn(role, longest) for _ in range(draw.choice([1, 1, 2])) for role, longest in ASKED]
+
+    return write_jsonl(path, ({"messages": turns()} for _ in range(rows)))
 
 
 def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
@@ -44,16 +41,28 @@ def write_pairs(path: Path, pairs: int, *, seed: int = 0) -> Path:
     def said(longest: int) -> str:
         return " ".join(draw.choices(WORDS, k=draw.randint(1, longest)))
 
-    lines = []
+    rows = []
     for _ in range(pairs):
         row = {"prompt": [{"role": "user", "content": said(12)}]}
         row |= {side: [{"role": "assistant", "content": f"{side[0]} {said(16)}"}] for side in ("chosen", "rejected")}
-        lines.append(json.dumps(row))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+        rows.append(row)
+    return write_jsonl(path, rows)
 
 
 ASKED = (("user", 5), ("assistant", 8))
+
+
+def byte_level(size: int, special: Sequence[str], text: str) -> Tokenizer:
+    """A byte-level BPE tokenizer of so many tokens, trained on a text."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=[*special], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([text] * 2, trainer=trainer)
+    return made
 
 
 def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
@@ -61,16 +70,7 @@ def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: 
 
     config: further settings of the model.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["</s>", *SHAPE.special],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)] * 2, trainer=trainer)
+    tokenizer = byte_level(VOCABULARY, ["</s>", *SHAPE.special], " ".join(WORDS))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
     fast.chat_template = SHAPE.jinja
     fast.save_pretrained(folder)

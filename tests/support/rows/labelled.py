@@ -1,6 +1,5 @@
 """Small rows with labels, a WordPiece tokenizer and encoders of random weights for them, as a user's files."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoConfig, BertTokenizerFast, PreTrainedTokenizerFast
 
 from tests.support.rows.chats import WORDS
+from tests.support.rows.jsonl import write_jsonl
 
 LABELS = ("good", "bad", "odd")
 LENGTH = 40
@@ -94,6 +94,4 @@ def rows(kind: str, count: int, *, seed: int = 0, pair: bool = False, labels: Se
 
 def write_rows(path: Path, kind: str, count: int, **options: Any) -> Path:
     """The same as a JSONL file."""
-    lines = [json.dumps(row) for row in rows(kind, count, **options)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_jsonl(path, rows(kind, count, **options))

@@ -1,10 +1,11 @@
 """Prompts in a file, and the reward of their answers, which processes of rewards import without torch."""
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.rows.jsonl import write_jsonl
 
 WORDS = ("the", "a", "model", "loss", "rank", "step", "token", "mask", "weight", "value")
 
@@ -23,8 +24,5 @@ def write_prompts(path: Path, rows: int) -> Path:
     """Rows of a conversation to answer, and a column that the reward reads."""
     draw = random.Random(0)
     said = [" ".join(draw.choices(WORDS, k=draw.randint(1, 9))) for _ in range(rows)]
-    lines = [
-        json.dumps({"prompt": [{"role": "user", "content": text}], "scale": 1.0 + n % 3}) for n, text in enumerate(said)
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    asked = [[{"role": "user", "content": text}] for text in said]
+    return write_jsonl(path, ({"prompt": prompt, "scale": 1.0 + n % 3} for n, prompt in enumerate(asked)))

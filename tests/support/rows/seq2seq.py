@@ -1,16 +1,16 @@
 """Small rows of sources and targets, and encoder-decoders of random weights with a tokenizer, as a user's files."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerFast
 
-from tests.support.rows.chats import WORDS
+from tests.support.rows.chats import WORDS, byte_level
+from tests.support.rows.jsonl import write_jsonl
 
 VOCABULARY = 320
 SOURCE, TARGET = 24, 40
@@ -38,16 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tokenizer(family: str = "t5") -> PreTrainedTokenizerFast:
     """T5's kind puts </s> behind a text, BART's also <s> before it."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=["<pad>", "</s>", "<unk>", "<s>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([" ".join(WORDS)] * 2, trainer=trainer)
+    made = byte_level(VOCABULARY, ["<pad>", "</s>", "<unk>", "<s>"], " ".join(WORDS))
     single = "<s> $A </s>" if family == "bart" else "$A </s>"
     special = [("<s>", 3), ("</s>", 1)]
     made.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
@@ -81,5 +72,4 @@ def rows(count: int, *, seed: int = 0) -> list[dict[str, str]]:
 
 def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
     """The same as a JSONL file."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(count, seed=seed)), encoding="utf-8")
-    return path
+    return write_jsonl(path, rows(count, seed=seed))

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
-from tracking.record import Record
+from tracking.record import Record, Sink
 from tracking.report.context import MeasureContext
 from tracking.report.page import write_report
 from tracking.run_dir import RunDir
@@ -47,18 +47,18 @@ class SessionWriter:
         if reason is not None:
             self.scale(reason)
 
-    def scale(self, reason: str) -> None:
-        where = {"step": self.step, "tokens": self.step * TOKENS_PER_STEP}
-        self._record.scale(**where, previous=1024.0, new=512.0, reason=reason, **SCALE)
+    def scale(self, reason: str, previous: float = 1024.0, new: float = 512.0, **fields: Any) -> None:
+        self.event("scale", reason=reason, **SCALE | {"from": previous, "to": new} | fields)
 
     def evaluate(self, loss: float) -> None:
         self.event("eval", loss=loss, perplexity=math.exp(loss))
 
-    def save(self) -> None:
-        self.event("checkpoint", path=f"step-{self.step}", seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
+    def save(self, path: str = "") -> None:
+        path = path or f"step-{self.step}"
+        self.event("checkpoint", path=path, seconds=1.0, stall_seconds=0.1, bytes=10, verified=True)
 
     def incident(self, verdict: str, **fields: Any) -> None:
-        self.event("incident", verdict=verdict, reason="the loss is nan", modules=[], replay="", **fields)
+        self.event("incident", verdict=verdict, **{"reason": "the loss is nan", "modules": [], "replay": ""} | fields)
 
     def end(self, status: str, exit_code: int = 0) -> None:
         self.event("run_end", status=status, exit_code=exit_code, reason="" if exit_code == 0 else "why it ended")
@@ -66,11 +66,11 @@ class SessionWriter:
 
 @contextmanager
 def session(
-    folder: Path, *, step: int = 0, time: float = 1.7e9, seconds: float = 0.5, **start: Any
+    folder: Path, *sinks: Sink, step: int = 0, time: float = 1.7e9, seconds: float = 0.5, **start: Any
 ) -> Iterator[SessionWriter]:
-    """A session of the run in `folder`, from `step` on; times of its events are `seconds` apart."""
+    """A session of the run in `folder`, from `step` on, also for `sinks`; times of its events are `seconds` apart."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = Record([JsonlSink(RunDir(folder).events)], clock=ticking_clock(time, seconds))
+    record = Record([JsonlSink(RunDir(folder).events), *sinks], clock=ticking_clock(time, seconds))
     run = SessionWriter(record, step)
     run.event("run_start", **start_fields(**start))
     yield run

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.jobs.launches import wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -55,10 +56,10 @@ class Tab:
 
     def wait(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until `expression` is true in the page."""
-        ends = time.monotonic() + seconds
-        while not self.value(f"Boolean({expression})"):
-            assert time.monotonic() < ends, f"still not true after {seconds:g} s: {expression}; {self.complaints()}"
-            time.sleep(0.1)
+        said = f"still not true after {seconds:g} s: {expression}; "
+        wait_until(
+            lambda: self.value(f"Boolean({expression})"), seconds=seconds, why=lambda: said + str(self.complaints())
+        )
 
     def value(self, expression: str) -> Any:
         """The value of an expression in the page, as JSON has it; None for an error."""
@@ -109,10 +110,8 @@ def tab(folder: Path) -> Iterator[Tab]:
     command = [chromium(), *options, *offline, f"--user-data-dir={folder}", "--remote-debugging-port=0", "about:blank"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
         try:
-            place, ends = folder / "DevToolsActivePort", time.monotonic() + 60
-            while not (place.is_file() and place.read_text().count("\n")):
-                assert time.monotonic() < ends and browser.poll() is None, "the browser did not start"
-                time.sleep(0.1)
+            place = folder / "DevToolsActivePort"
+            wait_until(lambda: place.is_file() and "\n" in place.read_text(), seconds=60)
             port = place.read_text().split("\n")[0]
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/json") as answer:
                 page = next(found for found in json.load(answer) if found["type"] == "page")

@@ -6,10 +6,9 @@ import json
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from tests.support.servers.threads import answering
+from tests.support.servers import threads
 
 TOKEN = "hf_" + "t0ken" * 6
 USER = "someone"
@@ -24,17 +23,14 @@ class Repo:
     messages: list[str] = field(default_factory=list)
 
 
-class Hub(ThreadingHTTPServer):
+class Hub(threads.Server):
     """Repositories by name. `large` has the content of LFS objects by SHA-256; `refuses` a path that answers 403."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(Handler)
         self.repos: dict[str, Repo] = {}
         self.large: dict[str, bytes] = {}
         self.refuses = "nothing"
-        self.url = f"http://127.0.0.1:{self.server_port}"
 
     def environment(self, **more: str) -> dict[str, str]:
         """For a process that is to use this hub as its user. Xet's own protocol is not spoken here, LFS is."""
@@ -42,24 +38,10 @@ class Hub(ThreadingHTTPServer):
         return clean | {"HF_ENDPOINT": self.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"} | more
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(threads.Handler):
     """https://huggingface.co/docs/hub/api, as far as it is needed."""
 
     server: Hub
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing on stderr."""
-
-    def answer(self, body: Any, status: int = 200, **headers: str) -> None:
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        self.wfile.write(content)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def refused(self) -> bool:
         path = self.path.partition("?")[0]
@@ -115,11 +97,8 @@ class Handler(BaseHTTPRequestHandler):
 
     @staticmethod
     def mode(path: str) -> dict[str, Any]:
-        return {
-            "path": path,
-            "uploadMode": "lfs" if path.endswith(".safetensors") else "regular",
-            "shouldIgnore": False,
-        }
+        mode = "lfs" if path.endswith(".safetensors") else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": False}
 
     def place(self, item: dict[str, Any]) -> dict[str, Any]:
         return {**item, "actions": {"upload": {"href": f"{self.server.url}/large/{item['oid']}"}}}
@@ -143,4 +122,4 @@ class Handler(BaseHTTPRequestHandler):
 
 def running() -> AbstractContextManager[Hub]:
     """A hub that answers."""
-    return answering(Hub())
+    return threads.answering(Hub())

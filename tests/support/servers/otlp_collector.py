@@ -4,20 +4,18 @@ import gzip
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.support.servers.threads import answering
+from tests.support.servers import threads
 
 
 class Collector:
     """The requests that arrived so far."""
 
     def __init__(self, status: int) -> None:
-        self.status = status
-        self.url = ""
+        self.status, self.url = status, ""
         self.spans: list[dict[str, Any]] = []
         """name, trace, id, parent (hex), start and end (ns), failed, attributes, resource."""
         self.headers: list[dict[str, str]] = []
@@ -49,20 +47,15 @@ def collector(status: int = 200, seconds: float = 0.0) -> Iterator[Collector]:
     """
     collected = Collector(status)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(threads.Handler):
         def do_POST(self) -> None:
             headers = {name.lower(): value for name, value in self.headers.items()}
             time.sleep(seconds)
-            collected.take(self.path, headers, self.rfile.read(int(headers["content-length"])))
-            self.send_response(collected.status)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
+            collected.take(self.path, headers, self.body())
+            self.answer({}, collected.status)
 
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
-        collected.url = f"http://127.0.0.1:{server.server_port}"
+    with threads.answering(threads.Server(Handler)) as server:
+        collected.url = server.url
         yield collected
 
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,6 +15,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.machine.processes import free_port
+from tests.support.jobs.launches import wait_until
 
 MONITORING = REPOSITORY / "docs/monitoring"
 
@@ -66,7 +66,7 @@ def prometheus_server(folder: Path, *, scrape_port: int) -> Iterator[PrometheusS
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
     try:
         server = PrometheusServer(f"http://{address}")
-        wait_for(lambda: _ready(server), seconds=60, what="Prometheus")
+        wait_until(lambda: _ready(server), seconds=60)
         yield server
     finally:
         process.terminate()
@@ -78,12 +78,3 @@ def _ready(server: PrometheusServer) -> bool:
         return server.get("/api/v1/query", query="1")["status"] == "success"
     except (urllib.error.URLError, ValueError):
         return False
-
-
-def wait_for(condition: Any, *, seconds: float, what: str) -> float:
-    """Ask until it is true; the seconds that took."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < seconds, f"{what} did not come within {seconds} s"
-        time.sleep(0.1)
-    return time.monotonic() - started

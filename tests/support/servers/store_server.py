@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import boto3
 
 from config.machine.processes import free_port
 from tests.support.jobs.launches import wait_until
-from tests.support.servers.threads import answering
+from tests.support.servers import threads
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "AKIALOOPBACKONLY0000",
@@ -54,21 +53,15 @@ class Fault:
         return True
 
 
-class Proxy(ThreadingHTTPServer):
+class Proxy(threads.Server):
     """Passes requests on to `upstream` unless a fault takes them; `requests` has every one, in order."""
 
-    daemon_threads = True
-
     def __init__(self, upstream: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.upstream = upstream
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def fail(self, pattern: str, kind: int | str, times: int = 1) -> Fault:
         fault = Fault(pattern, kind, times)
@@ -85,16 +78,13 @@ class Proxy(ThreadingHTTPServer):
         with self.lock:
             return sum(bool(re.search(pattern, request)) for request in self.requests)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is what some tests are about."""
 
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(threads.Handler):
     protocol_version = "HTTP/1.1"
     server: Proxy
 
     def handle_one(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.body()
         request = f"{self.command} {self.path}"
         with self.server.lock:
             self.server.requests.append(request)
@@ -148,9 +138,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.connection.shutdown(socket.SHUT_RDWR)
 
-    def log_message(self, *arguments: Any) -> None:
-        """Quiet."""
-
 
 @dataclass
 class S3Server:
@@ -184,7 +171,7 @@ def s3_server() -> Iterator[S3Server]:
 
     try:
         wait_until(answers)
-        with answering(Proxy(port)) as proxy:
+        with threads.answering(Proxy(port)) as proxy:
             yield S3Server(proxy, boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}"))
     finally:
         server.terminate()

@@ -10,25 +10,20 @@ import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
-from tests.support.servers.threads import answering
+from tests.support.jobs.launches import children
+from tests.support.servers import threads
 
 PROJECT = {"id": "p1", "name": "p", "entity": {"id": "e1", "name": "team"}}
 
 
-class StandIn(ThreadingHTTPServer):
+class StandIn(threads.Server):
     """The client's requests so far, as attributes."""
 
-    daemon_threads = True
-
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         self.lock = threading.Lock()
         self.history: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
@@ -40,16 +35,10 @@ class StandIn(ThreadingHTTPServer):
         self.artifacts: list[dict[str, Any]] = []
         self.manifests: list[dict[str, Any]] = []
         self.views: list[dict[str, Any]] = []
-
         self.bodies: list[bytes] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
 
     def answer(self, operation: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The data of a GraphQL response."""
-
         method = getattr(self, f"on_{operation}", None)
         return method(variables) if method else {}
 
@@ -121,69 +110,47 @@ class StandIn(ThreadingHTTPServer):
             self.exit_codes.append(sent["exitcode"])
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(threads.Handler):
     server: StandIn
 
     def do_GET(self) -> None:
-        self._reply({})
+        self.answer({})
 
     def do_PUT(self) -> None:
-        body = self._body()
+        body = self.body()
         if self.path == "/manifest":
             self.server.manifests.append(json.loads(body))
-        self._reply({})
+        self.answer({})
 
     def do_POST(self) -> None:
-        body = self._body()
+        body = self.body()
         with self.server.lock:
-            if not self.path.endswith(("/graphql", "/file_stream")):
-                self._reply({})  # wandb's reports about itself
-                return
-            sent = json.loads(body)
-            if self.path.endswith("/graphql"):
-                named = re.search(r"(?:query|mutation)\s+(\w+)", sent["query"])
-                name = sent.get("operationName") or (named[1] if named else "")
-                self._reply({"data": self.server.answer(name, sent.get("variables") or {})})
-                return
-            self.server.file_stream(sent)
-            self._reply({})
+            self.answer(self._taken(json.loads(body)) if self.path.endswith(("/graphql", "/file_stream")) else {})
 
-    def _body(self) -> bytes:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+    def _taken(self, sent: dict[str, Any]) -> dict[str, Any]:
+        if self.path.endswith("/file_stream"):
+            self.server.file_stream(sent)
+            return {}
+        named = re.search(r"(?:query|mutation)\s+(\w+)", sent["query"])
+        name = sent.get("operationName") or (named[1] if named else "")
+        return {"data": self.server.answer(name, sent.get("variables") or {})}
+
+    def body(self) -> bytes:
+        body = super().body()
         if self.headers.get("Content-Encoding") == "gzip":
             body = gzip.decompress(body)
         self.server.bodies.append(body)
         return body
 
-    def _reply(self, content: dict[str, Any]) -> None:
-        text = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        """Silent."""
-
 
 def stand_in(server: StandIn | None = None) -> AbstractContextManager[Any]:
     """A server that is up for as long as the context lasts."""
-    return answering(server or StandIn())
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
-    end = time.monotonic() + 20
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert condition()
+    return threads.answering(server or StandIn())
 
 
 def end_children(pid: int, how: signal.Signals) -> None:
     """Send a signal to what the process has started: of wandb's worker, wandb's own helper."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for task in tasks for child in task.read_text().split()]
-    assert children
-    for child in children:
+    found = children(pid)
+    assert found
+    for child in found:
         os.kill(child, how)

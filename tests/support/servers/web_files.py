@@ -1,31 +1,22 @@
 """A web server of a folder's files: one that sends them whole, or in the parts that are asked for."""
 
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+
+from tests.support.servers import threads
 
 
-class Web(ThreadingHTTPServer):
+class Web(threads.Server):
     """The files of a folder, whole or in parts."""
 
-    daemon_threads = True
-
     def __init__(self, folder: Path, *, parts: bool) -> None:
-        super().__init__(("127.0.0.1", 0), partial(_Handler, directory=str(folder)))
-        self.parts, self.cut = parts, False
-        self.ranges = 0
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def handle_error(self, *_: Any) -> None:
-        """Whoever reads the beginning of a file hangs up."""
+        super().__init__(partial(_Handler, directory=str(folder)))
+        self.parts, self.cut, self.ranges = parts, False, 0
 
 
-class _Handler(SimpleHTTPRequestHandler):
+class _Handler(threads.Handler, SimpleHTTPRequestHandler):
     server: Web
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing on stderr."""
 
     def do_GET(self) -> None:
         path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")

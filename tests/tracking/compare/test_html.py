@@ -10,11 +10,12 @@ import pytest
 
 from tests.support.page import Page
 from tests.support.runs.compare_runs import write_run
-from tests.support.servers.browser import tab
+from tests.support.servers.browser import Tab
 from tracking.compare.command import main
 from tracking.compare.curves import BUCKETS, band, curve, marks, means
 from tracking.compare.divergence import Tolerance
-from tracking.compare.html import data, page
+from tracking.compare.html import data
+from tracking.compare.html import page as page_of
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import read_runs
 from tracking.pages.render import script_json
@@ -39,7 +40,7 @@ def comparison(tmp_path: Path) -> Comparison:
 
 
 def test_the_page_stands_alone_and_escapes_what_runs_brought(comparison: Comparison) -> None:
-    text = page(comparison)
+    text = page_of(comparison)
     reader = Page(text)
     assert reader.loads == [] and "img" not in dict(reader.tags) and len(reader.scripts) == 4
     assert json.loads(reader.scripts[1])["divergences"] == [{"run": 1, "step": 20, "beyond": 20}]
@@ -96,7 +97,7 @@ def test_repeats_have_a_mean_and_a_band(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1400), (24, 390)])
-def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, width: int) -> None:
+def test_a_real_browser_draws_it_without_an_error(page: Tab, tmp_path: Path, count: int, width: int) -> None:
     """One run on a desktop, 24 on a phone; the first has two steps whose loss is nan. Zoom, search and `only this`."""
 
     def rate(number: int) -> dict[str, Any]:
@@ -111,43 +112,43 @@ def test_a_real_browser_draws_it_without_an_error(tmp_path: Path, count: int, wi
     ]
     html = tmp_path / "page.html"
     assert main([*runs, "--html", str(html)]) == 0
-    with tab(tmp_path / "profile") as shown:
-        shown.size(width, 844)
-        shown.open(html.as_uri(), ready="document.body.dataset.drawn === 'yes'")
-        charts, marked = (
-            "document.querySelectorAll('[class=chart], [class^=\"chart \"]').length",
-            "CHARTS[0].element.dataset.edge",
-        )
-        assert shown.value(charts) == shown.value("drawn.length") == 7 + (count > 1)
-        assert shown.value("drawn[0].series.length") == count + 1 and shown.value(marked) == "2", "both at the edge"
-        assert shown.value("document.querySelector('nav').offsetHeight") < 844 / 4, "the bar leaves room"
-        assert shown.value("document.documentElement.scrollWidth") <= max(width, 500), "nothing is wider than the page"
-        assert shown.value("new Set(data.runs.map((_, run) => colour(run) + dash(run))).size") == count
-        points = shown.value("Number(document.getElementById('points')?.dataset.points ?? 0)")
-        assert points == (count if count > 1 else 0)
-        low, high = shown.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
-        shown.value(
-            """(() => {
-              const left = drawn[0].valToPos(30, "x");
-              drawn[0].setSelect({ left, width: drawn[0].valToPos(40, "x") - left, top: 0, height: 10 });
-            })()"""
-        )
-        shown.wait("drawn.every((u) => Math.round(u.scales.x.min) === 30 && Math.round(u.scales.x.max) === 40)")
-        low_zoomed, high_zoomed = shown.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
-        assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
-        if count > 1:
-            height = "Math.max(...[...document.querySelectorAll('#runs tbody tr')].map((row) => row.offsetHeight))"
-            assert shown.value(height) < 130, "a name takes a few lines, not one of each letter"
-            shown.value("search.value = 'run1'; search.dispatchEvent(new Event('input'))")
-            shown.wait("drawn[0].series.length - 1 === 11")
-            shown.value("document.getElementById('all').click(); table.querySelectorAll('.only')[3].click()")
-            assert shown.value("visible()") == [3]
-        shown.value("smoothing.value = 0.5; smoothing.dispatchEvent(new Event('input'))")
-        shown.wait("document.getElementById('smoothed').textContent === '0.5'")
-        lines = f"CHARTS[0].series.filter((one) => one.run === {3 % count})"
-        shown.wait(f"{lines}.length === 2")
-        raw, smooth = shown.value(f"{lines}.map((one) => one.data[1].slice(0, 3))")
-        first = raw[0]
-        debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
-        assert smooth == pytest.approx(debiased, rel=1e-5)
-        assert shown.complaints() == []
+    page.messages.clear()
+    page.size(width, 844)
+    page.open(html.as_uri(), ready="document.body.dataset.drawn === 'yes'")
+    charts, marked = (
+        "document.querySelectorAll('[class=chart], [class^=\"chart \"]').length",
+        "CHARTS[0].element.dataset.edge",
+    )
+    assert page.value(charts) == page.value("drawn.length") == 7 + (count > 1)
+    assert page.value("drawn[0].series.length") == count + 1 and page.value(marked) == "2", "both at the edge"
+    assert page.value("document.querySelector('nav').offsetHeight") < 844 / 4, "the bar leaves room"
+    assert page.value("document.documentElement.scrollWidth") <= max(width, 500), "nothing is wider than the page"
+    assert page.value("new Set(data.runs.map((_, run) => colour(run) + dash(run))).size") == count
+    points = page.value("Number(document.getElementById('points')?.dataset.points ?? 0)")
+    assert points == (count if count > 1 else 0)
+    low, high = page.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
+    page.value(
+        """(() => {
+          const left = drawn[0].valToPos(30, "x");
+          drawn[0].setSelect({ left, width: drawn[0].valToPos(40, "x") - left, top: 0, height: 10 });
+        })()"""
+    )
+    page.wait("drawn.every((u) => Math.round(u.scales.x.min) === 30 && Math.round(u.scales.x.max) === 40)")
+    low_zoomed, high_zoomed = page.value("[drawn[0].scales.y.min, drawn[0].scales.y.max]")
+    assert high - low > 5 and high_zoomed - low_zoomed < 2.6 + count / 10, "the height is that of what is shown"
+    if count > 1:
+        height = "Math.max(...[...document.querySelectorAll('#runs tbody tr')].map((row) => row.offsetHeight))"
+        assert page.value(height) < 130, "a name takes a few lines, not one of each letter"
+        page.value("search.value = 'run1'; search.dispatchEvent(new Event('input'))")
+        page.wait("drawn[0].series.length - 1 === 11")
+        page.value("document.getElementById('all').click(); table.querySelectorAll('.only')[3].click()")
+        assert page.value("visible()") == [3]
+    page.value("smoothing.value = 0.5; smoothing.dispatchEvent(new Event('input'))")
+    page.wait("document.getElementById('smoothed').textContent === '0.5'")
+    lines = f"CHARTS[0].series.filter((one) => one.run === {3 % count})"
+    page.wait(f"{lines}.length === 2")
+    raw, smooth = page.value(f"{lines}.map((one) => one.data[1].slice(0, 3))")
+    first = raw[0]
+    debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
+    assert smooth == pytest.approx(debiased, rel=1e-5)
+    assert page.complaints() == []

@@ -15,17 +15,15 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from config.errors import UserError
+from tests.support.refusals import refused
 from tests.support.runs.compare_runs import CONFIG as PLAIN_CONFIG
 from tests.support.runs.compare_runs import ENVIRONMENT, merged
-from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
+from tests.support.runs.report_runs import session
 from tests.support.servers import wandb_files
 from tests.support.servers.wandb_server import StandIn, stand_in
 from tracking.compare.command import main
 from tracking.compare.sources import read_runs
 from tracking.compare.wandb_runs import as_events, read_wandb
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector
 from tracking.wandb.sink import WandbSink
@@ -81,17 +79,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
     run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
     config = {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT}
-    sink = WandbSink(run_dir, config, mode="offline")
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    for step in (1, 2, 3, 4, 5, 5, 6):
-        bad = {"applied": False, "grad_norm": math.inf, "loss": math.nan} if step == 3 else {}
-        record.event("step", step=step, tokens=step * 100, **step_fields(step, **bad))
-        if step == 3:
-            record.scale(step=3, tokens=300, previous=2.0, new=1.0, reason="overflow", **SCALE)
-    record.event("eval", step=6, tokens=600, loss=2.5, perplexity=math.exp(2.5))
-    record.event("run_end", step=6, tokens=600, status="done", exit_code=0)
-    record.close()
+    with session(run_dir.path, WandbSink(run_dir, config, mode="offline")) as run:
+        run.steps(2)
+        run.overflow(loss=math.nan)
+        run.steps(2)
+        run.step = 4
+        run.steps(2)
+        run.evaluate(2.5)
+        run.end("done")
     return run_dir
 
 
@@ -107,7 +102,7 @@ def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: R
         assert a == pytest.approx(b, nan_ok=True), name
     assert kept.abandoned == local.abandoned == 1
     assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
-    assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(2.0, 1.0)]
+    assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(1024.0, 512.0)]
 
 
 def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, tmp_path: Path) -> None:
@@ -133,5 +128,4 @@ def test_what_cannot_be_read_is_printed_in_one_line(tmp_path, monkeypatch, capsy
         assert main([source]) == 2
         printed = capsys.readouterr().err.strip().splitlines()
         assert len(printed) == 1 and printed[0].startswith("error: wandb:") and why in printed[0]
-    with pytest.raises(UserError, match="entity/project/run"):
-        read_wandb("me/p", "x")
+    assert "entity/project/run" in refused(read_wandb, "me/p", "x")

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from config.errors import UserError
+from tests.support.refusals import refused
 from tests.support.runs.heat_runs import growing, write_heat_run
-from tests.support.servers.browser import tab
 from tracking.compare.command import main as compare
 from tracking.heatmap.grid import HeatCollector, read_heat
 from tracking.heatmap.page import difference_data, differences_of, panel_data
@@ -38,8 +37,7 @@ def test_a_report_has_the_picture_and_what_stands_out(runs, capsys):
 
 
 def test_nothing_is_drawn_without_telemetry(tmp_path):
-    with pytest.raises(UserError, match="no telemetry has been recorded"):
-        draw_heat(HeatCollector().heat(), tmp_path / "x.png", title="a")
+    assert "no telemetry has been recorded" in refused(draw_heat, HeatCollector().heat(), tmp_path / "x.png", title="a")
 
 
 def test_values_on_a_page_are_those_of_the_run(runs):
@@ -65,20 +63,20 @@ def test_a_difference_is_of_the_same_module_and_step(runs):
     assert difference_data(grows, HeatCollector().heat(), "activation", "kinds") is None
 
 
-def test_report_and_comparison_draw_them_in_a_browser(runs, tmp_path):
+def test_report_and_comparison_draw_them_in_a_browser(page, runs, tmp_path):
     one, two = tmp_path / "report.html", tmp_path / "compare.html"
     assert report([str(runs[1]), "--html", str(one)]) == 0
     assert compare([*map(str, runs), "--html", str(two)]) == 0
-    with tab(tmp_path / "browser") as page:
-        page.size(1400, 900, dark=True)
-        for path, title in ((one, "within their healthy range: Gradient RMS"), (two, "Layers of grows against steady")):
-            page.open(path.as_uri(), ready="document.body.dataset.heat === 'drawn'")
-            page.value("document.querySelector('#healthy').open = true")
-            page.wait("document.querySelectorAll('#heat canvas').length === 4")
-            assert title in page.value("document.querySelector('#heat').textContent")
-            pixels = "document.querySelector('#panels canvas').getContext('2d').getImageData(0, 0, 400, 100).data"
-            assert page.value(f"new Set({pixels}).size") > 10, "something is drawn"
-            page.value("document.querySelector('#fold').value = 'blocks'")
-            page.value("document.querySelector('#fold').dispatchEvent(new Event('change'))")
-            assert "layers.0" in page.value("document.querySelector('#panels .chart').names.join(' ')")
-        assert page.complaints() == []
+    page.messages.clear()
+    page.size(1400, 900, dark=True)
+    for path, title in ((one, "within their healthy range: Gradient RMS"), (two, "Layers of grows against steady")):
+        page.open(path.as_uri(), ready="document.body.dataset.heat === 'drawn'")
+        page.value("document.querySelector('#healthy').open = true")
+        page.wait("document.querySelectorAll('#heat canvas').length === 4")
+        assert title in page.value("document.querySelector('#heat').textContent")
+        pixels = "document.querySelector('#panels canvas').getContext('2d').getImageData(0, 0, 400, 100).data"
+        assert page.value(f"new Set({pixels}).size") > 10, "something is drawn"
+        page.value("document.querySelector('#fold').value = 'blocks'")
+        page.value("document.querySelector('#fold').dispatchEvent(new Event('change'))")
+        assert "layers.0" in page.value("document.querySelector('#panels .chart').names.join(' ')")
+    assert page.complaints() == []

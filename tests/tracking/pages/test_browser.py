@@ -3,12 +3,9 @@
 import math
 from pathlib import Path
 
-import pytest
-
 from config.cli import REPOSITORY
 from tests.support.runs.compare_runs import write_run
 from tests.support.runs.hostile import HOSTILE
-from tests.support.servers.browser import tab
 from tests.tracking.test_numbers import TEXTS
 from tracking.compare.command import main
 from tracking.pages import markdown
@@ -22,12 +19,6 @@ POINT_AT_STEP_20 = """(() => {
   CHARTS[0].element.dispatchEvent(new MouseEvent("mouseenter"));
   chart.over.dispatchEvent(new MouseEvent("mousemove", at));
 })()"""
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with tab(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 def test_the_pages_script_writes_numbers_as_python_does(page, tmp_path: Path) -> None:

@@ -1,10 +1,9 @@
 """Alert rules, dashboards and a live run against the real Prometheus server, promtool and amtool."""
 
 import json
-import os
 import re
+import signal
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from datetime import datetime
@@ -14,11 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from config.cli import REPOSITORY
-from config.launcher import deepspeed_program
 from config.machine.processes import free_port
+from tests.support.jobs.launches import command, start, wait_until
 from tests.support.runs.synthetic_events import SCALE, start_fields, step_fields
-from tests.support.servers.prometheus_server import MONITORING, needs, prometheus_server, wait_for
+from tests.support.servers.prometheus_server import MONITORING, needs, prometheus_server
 from tracking.compare.surviving import read_events
 from tracking.prometheus.metrics import METRICS, VERDICTS
 from tracking.prometheus.sink import PrometheusSink
@@ -111,10 +109,10 @@ def test_every_query_is_answered_from_a_run(tmp_path: Path) -> None:
     try:
         with prometheus_server(tmp_path, scrape_port=int(sink.url.split(":")[2].split("/")[0])) as server:
             record_everything(Record([sink]))
-            wait_for(lambda: server.values("mantissa_exit_code"), seconds=60, what="a scrape")
+            wait_until(lambda: server.values("mantissa_exit_code"), seconds=60)
             record_everything(Record([sink]))
-            wait_for(lambda: server.values("changes(mantissa_tokens_total[1m]) > 0"), seconds=60, what="the next one")
-            wait_for(lambda: server.values("run:mantissa_tokens:rate10m"), seconds=60, what="the recording rules")
+            wait_until(lambda: server.values("changes(mantissa_tokens_total[1m]) > 0"), seconds=60)
+            wait_until(lambda: server.values("run:mantissa_tokens:rate10m"), seconds=60)
             for path in DASHBOARDS:
                 for title, expression in expressions(path):
                     found = server.values(expression)
@@ -152,29 +150,19 @@ def record_everything(record: Record) -> None:
 @pytest.mark.timeout(400)
 def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
     """Two real processes under Prometheus; an activation of rank 1 becomes nan and no reaction is allowed."""
-    port, rendezvous = free_port(), free_port()
-    command = [
-        *(*deepspeed_program(), "--num_gpus", "2", "--master_port", str(rendezvous), str(REPOSITORY / "train.py")),
-        *("--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}/runs", "run.name=faulty"),
-        *("run.steps=4000", "schedule.warmup_steps=2", "data.source=text", f"data.path={REPOSITORY}/data"),
-        *(f"data.cache_dir={tmp_path}/cache", "data.tokenizer=bytes", "data.sequence_length=32"),
-        "data.validation_fraction=0.2",
-        "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
-        *("deepspeed.config=ds_configs/zero2_fp32.json", "precision.compute=fp32", "batch.micro_size=2"),
-        *("evaluate.every_steps=20", "checkpoint.every_steps=20", "tracking.wandb=disabled", "guard.reactions=[abort]"),
-        *(f"tracking.prometheus_port={port}", "faults=[{kind: nan_activation, step: 120, rank: 1}]"),
-    ]
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    with prometheus_server(tmp_path, scrape_port=port) as server, (tmp_path / "log").open("w") as log:
-        job = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    port = free_port()
+    overrides = ["run.steps=4000", "evaluate.every_steps=20", "checkpoint.every_steps=20", "guard.reactions=[abort]"]
+    overrides += [f"tracking.prometheus_port={port}", "faults=[{kind: nan_activation, step: 120, rank: 1}]"]
+    with prometheus_server(tmp_path, scrape_port=port) as server:
+        job = start(command("deepspeed", tmp_path, "faulty", *overrides))
         try:
-            wait_for(lambda: server.values("mantissa_step > 20") or job.poll(), seconds=200, what="step 20")
-            assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+            wait_until(lambda: server.values("mantissa_step > 20") or job.poll(), seconds=200)
+            assert job.poll() is None, job.communicate(timeout=1)[0]
             assert not server.firing(), "all is well so far"
             assert server.values("mantissa_info")[0][0]["world_size"] == "2"
             assert {labels["rank"] for labels, _ in server.values("mantissa_rank_work_seconds")} == {"0", "1"}
-            wait_for(server.firing, seconds=100, what="an alert")
-            job.wait(60)
+            wait_until(server.firing, seconds=100)
+            job.communicate(timeout=60)
             alerts = server.firing()
             assert [(alert["alertname"], alert["run"], alert["severity"]) for alert in alerts] == [
                 ("MantissaHaltedByNumerics", "faulty", "page")
@@ -187,8 +175,8 @@ def test_a_fault_in_a_live_run_fires_the_right_alert(tmp_path: Path) -> None:
             assert server.values("last_over_time(mantissa_exit_code[5m])")[0][1] == 3
             assert server.values("last_over_time(mantissa_nonfinite_by_rank_total{rank='1'}[5m])")[0][1] > 0
         finally:
-            job.terminate()
-            job.wait(60)
+            job.send_signal(signal.SIGTERM)
+            job.communicate(timeout=60)
 
 
 def test_the_page_names_every_metric_and_every_alert() -> None:

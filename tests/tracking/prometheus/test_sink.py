@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.runs.report_runs import session
 from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
 from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
@@ -166,11 +167,8 @@ def test_a_port_that_cannot_be_had_costs_one_note(address, sink, run_dir, capsys
     taken = port_of(sink)
     second = PrometheusSink(RUN, planned_steps=1, port=taken, address=address)
     assert second.url is None
-    record = Record([JsonlSink(run_dir.events), second])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    for step in (1, 2, 3):
-        record.event("step", step=step, tokens=step, **step_fields(step))
-    record.close()
+    with session(run_dir.path, second) as run:
+        run.steps(3)
     events = list(read_events(run_dir.events))
     assert [event["event"] for event in events] == ["run_start", "note", "step", "step", "step"]
     assert f"{address}:{taken}" in events[1]["text"] and "tracking.prometheus_port" in events[1]["text"]

@@ -13,7 +13,6 @@ import pytest
 
 from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
-from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 from tracking.run_dir import RunDir
 from tracking.serve.notes import NOTES
@@ -23,12 +22,6 @@ SIZES = {"light": (1280, 900, False), "dark": (1280, 900, True), "phone": (390, 
 RUN_DRAWN = "document.body.dataset.sections === 'drawn'"
 TABLE = "document.querySelector('.runs tbody tr')"
 OVERFLOWING = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with tab(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

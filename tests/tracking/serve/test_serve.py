@@ -6,14 +6,14 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from config.cli import CONFIG_ERROR, REPOSITORY
+from config.cli import REPOSITORY
+from tests.support.jobs.launches import wait_until
 from tests.support.page import Page
 from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
@@ -283,11 +283,8 @@ def test_a_long_run_is_sketched_while_it_is_read(tmp_path, monkeypatch):
         [run] = first["drawn"]["runs"]
         assert first["sketch"] and 500 < first["steps"] <= 1001
         assert run["curve"]["step"][0] == 1 and run["curve"]["step"][-1] == 2500
-        ends = time.monotonic() + 60
-        while (found := client.data("/run/curves", key="a"))["sketch"]:
-            assert time.monotonic() < ends
-            time.sleep(0.05)
-        assert found["steps"] == 2500
+        wait_until(lambda: not client.data("/run/curves", key="a")["sketch"], seconds=60)
+        assert client.data("/run/curves", key="a")["steps"] == 2500
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path):
@@ -305,9 +302,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path):
             server.kill()
 
 
-def test_a_mistake_is_one_line(tmp_path, capsys):
-    assert main([str(tmp_path / "none")]) == CONFIG_ERROR
-    assert "there is no such folder" in capsys.readouterr().err
-    assert main([str(tmp_path), "--port", "99999999"]) == CONFIG_ERROR
-    assert main([str(tmp_path), "--host", "no.such.host.test"]) == CONFIG_ERROR
-    assert "choose another" in capsys.readouterr().err
+def test_a_mistake_is_one_line(tmp_path, refusal):
+    assert "there is no such folder" in refusal(main, [str(tmp_path / "none")])
+    refusal(main, [str(tmp_path), "--port", "99999999"])
+    assert "choose another" in refusal(main, [str(tmp_path), "--host", "no.such.host.test"])

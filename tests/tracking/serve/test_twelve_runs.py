@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.servers.browser import tab
 from tests.support.servers.serving import served
 from tests.tracking.test_verdict import CONFIG, folder_of
 from tracking.report.context import MeasureContext
@@ -91,12 +90,6 @@ def test_the_baseline_of_a_group_and_a_run_without_one_say_so(client, tmp_path) 
     assert re.findall(r"<code>(.*?)</code></th><td>(.*?)</td>", page) == [("model.config.hidden_size", "128")]
     context = MeasureContext(read_run(tmp_path / "stopped"), baseline=read_run(tmp_path / "seed_0"))
     assert "What changed against seed_0" in printed(context)
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    with tab(tmp_path_factory.mktemp("browser")) as found:
-        yield found
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.runs.heat_runs import modules, telemetry
-from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
+from tests.support.runs.report_runs import session
+from tests.support.runs.synthetic_events import step_fields
 from tracking.run_dir import RunDir
 from tracking.trackers.sink import TrackerSink
 
@@ -30,21 +29,15 @@ def loss(step: int) -> float:
     return math.nan if step == 3 else 5.0 - step / 10
 
 
-def session(
-    run_dir: RunDir, tracker: str, first: int, last: int, *, status: str | None = "done", every: int = 1
-) -> None:
+def track(run_dir: RunDir, tracker: str, first: int, last: int, *, status: str | None = "done", every: int = 1) -> None:
     """Steps first to last through a real record; status: None leaves the session without an end."""
     sink = TrackerSink(tracker, run_dir, CONFIG | {"tracking": CONFIG["tracking"] | {"log_every_steps": every}})
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=first - 1, tokens=0, **start_fields())
-    for step in range(first, last + 1):
-        fields = step_fields(step, loss=loss(step), applied=step != 3, skipped_total=int(step >= 3))
-        record.event("step", step=step, tokens=step * TOKENS_PER_STEP, **fields)
-    record.event("eval", step=last, tokens=last * TOKENS_PER_STEP, loss=4.0, perplexity=math.exp(4.0))
-    if status:
-        code = {"done": 0, "preempted": 75, "crashed": 69}[status]
-        record.event("run_end", step=last, tokens=last * TOKENS_PER_STEP, status=status, exit_code=code)
-    record.close()
+    with session(run_dir.path, sink, step=first - 1) as run:
+        for step in range(first, last + 1):
+            run.steps(1, loss=loss(step), applied=step != 3, skipped_total=int(step >= 3))
+        run.evaluate(4.0)
+        if status:
+            run.end(status, {"done": 0, "preempted": 75, "crashed": 69}[status])
     assert "is switched off" not in run_dir.events.read_text()
 
 
@@ -58,8 +51,8 @@ def test_tensorboard_reads_back_every_step_of_two_sessions(run_dir: RunDir) -> N
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.util.tensor_util import make_ndarray
 
-    session(run_dir, "tensorboard", 1, 4, status="preempted")
-    session(run_dir, "tensorboard", 5, 8)
+    track(run_dir, "tensorboard", 1, 4, status="preempted")
+    track(run_dir, "tensorboard", 5, 8)
     found = EventAccumulator(str(run_dir.path / "tensorboard"))
     found.Reload()
 
@@ -81,16 +74,13 @@ def test_tensorboard_opens_on_what_matters_with_text_settings_histograms_and_the
     from tensorboard.plugins.hparams import plugin_data_pb2
     from tensorboard.util.tensor_util import make_ndarray
 
-    record = Record([JsonlSink(run_dir.events), TrackerSink("tensorboard", run_dir, CONFIG)])
-    at = {"step": 1, "tokens": 1}
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    record.event("step", **at, **step_fields(1))
-    record.event("telemetry", **at, **telemetry(1, 2))
     skip = {"verdict": "SKIP", "reason": "loss nan", "modules": [], "replay": "python -m tools.replay r --step 1"}
-    record.event("incident", **at, **skip)
     end = {"verdict": "diverged", "verdict_text": "diverged since step 1: it rose", "next_command": "python train.py"}
-    record.event("run_end", **at, status="done", exit_code=0, **end)
-    record.close()
+    with session(run_dir.path, TrackerSink("tensorboard", run_dir, CONFIG)) as run:
+        run.steps(1)
+        run.event("telemetry", **telemetry(1, 2))
+        run.event("incident", **skip)
+        run.event("run_end", status="done", exit_code=0, **end)
     found = EventAccumulator(str(run_dir.path / "tensorboard"))
     found.Reload()
     tags = found.Tags()["tensors"]
@@ -126,10 +116,10 @@ def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
-    session(run_dir, "mlflow", 1, 4, status="crashed")
+    track(run_dir, "mlflow", 1, 4, status="crashed")
     (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
     assert run.info.status == "FAILED"
-    session(run_dir, "mlflow", 5, 8)
+    track(run_dir, "mlflow", 5, 8)
     (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")
     assert run.data.params["run.steps"] == "8" and run.data.params["optimizer.learning_rate"] == "0.0003"
@@ -145,9 +135,9 @@ def test_trackio_reads_back_each_run_folder_as_a_run_of_its_own(tmp_path: Path, 
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for folder in ("first", "second"):
         found = RunDir.create(tmp_path / folder, "demo", fresh=False)
-        session(found, "trackio", 1, 4, status="preempted" if folder == "first" else "done")
+        track(found, "trackio", 1, 4, status="preempted" if folder == "first" else "done")
         if folder == "first":
-            session(found, "trackio", 5, 8)
+            track(found, "trackio", 5, 8)
     read = (
         "import json; from trackio import Api; from trackio.sqlite_storage import SQLiteStorage as store\n"
         "runs = [(run.config, store.get_logs('papers', run.name, run_id=run.id)) for run in Api().runs('papers')]\n"
@@ -165,11 +155,11 @@ def test_trackio_reads_back_each_run_folder_as_a_run_of_its_own(tmp_path: Path, 
 
 
 def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_dir: RunDir) -> None:
-    session(run_dir, "csv", 1, 4, status=None, every=2)
+    track(run_dir, "csv", 1, 4, status=None, every=2)
     path = run_dir.path / "metrics.csv"
     with path.open("ab") as file:
         file.write(b"9,9,")
-    session(run_dir, "csv", 5, 8, every=2)
+    track(run_dir, "csv", 5, 8, every=2)
     rows = [row for row in csv.DictReader(path.open()) if row["tokens"]]
     assert [int(row["step"]) for row in rows if row["train/loss"]] == [2, 3, 4, 6, 8], (
         "skipped steps are never left out"
@@ -183,9 +173,7 @@ def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: Run
     sink = TrackerSink("csv", run_dir, CONFIG)
     assert sink._process is not None
     sink._process.wait(30)
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    record.event("step", step=1, tokens=1, **step_fields(1))
-    record.close()
+    with session(run_dir.path, sink) as run:
+        run.steps(1)
     said = capsys.readouterr().err
     assert "csv failed: IsADirectoryError" in said and "the next session delivers the rest" in said

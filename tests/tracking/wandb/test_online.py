@@ -16,10 +16,9 @@ import pytest
 
 from config import yaml_text
 from config.cli import REPOSITORY
-from tests.support.runs.synthetic_events import start_fields, step_fields
-from tests.support.servers.wandb_server import StandIn, end_children, stand_in, until
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
+from tests.support.jobs.launches import wait_until
+from tests.support.runs.report_runs import session
+from tests.support.servers.wandb_server import StandIn, end_children, stand_in
 from tracking.run_dir import RunDir
 from tracking.wandb import sync as wandb_sync
 from tracking.wandb import view as wandb_view
@@ -50,20 +49,14 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]
 
 
 def _session(run_dir: RunDir, mode: str, first: int, last: int, *, status="done", code=0, **config: Any) -> None:
-    sink = WandbSink(run_dir, CONFIG | config, mode=mode)
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=first - 1, tokens=0, **start_fields())
-    for step in range(first, last + 1):
-        record.event("step", step=step, tokens=step, **step_fields(step))
-        if step == 3:
-            incident = {"reason": f"nan, key {os.environ.get('WANDB_API_KEY')}", "modules": ["lm_head"], "replay": ""}
-            for _ in range(3):
-                record.event("incident", step=step, tokens=step, verdict="SKIP", **incident)
-    path = _checkpoint(run_dir, last)
-    facts = {"path": str(path), "seconds": 1.0, "stall_seconds": 0.1, "bytes": 2, "verified": True}
-    record.event("checkpoint", step=last, tokens=last, **facts)
-    record.event("run_end", step=last, tokens=last, status=status, exit_code=code)
-    record.close()
+    with session(run_dir.path, WandbSink(run_dir, CONFIG | config, mode=mode), step=first - 1) as run:
+        for step in range(first, last + 1):
+            run.steps(1)
+            if step == 3:
+                for _ in range(3):
+                    run.incident("SKIP", reason=f"nan, key {os.environ.get('WANDB_API_KEY')}", modules=["lm_head"])
+        run.save(str(_checkpoint(run_dir, last)))
+        run.end(status, code)
 
 
 def _checkpoint(run_dir: RunDir, step: int) -> Path:
@@ -120,17 +113,14 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how) -> None:
     sink = WandbSink(run_dir, CONFIG, mode="offline")
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    for step in range(1, 301):
-        record.event("step", step=step, tokens=step, **step_fields(step))
-        if step == 150:
-            until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
-            time.sleep(1.0)
-            assert sink._process is not None
-            end_children(sink._process.pid, how)
-    record.event("run_end", step=300, tokens=300, status="done", exit_code=0)
-    record.close()
+    with session(run_dir.path, sink) as run:
+        run.steps(150)
+        wait_until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
+        time.sleep(1.0)
+        assert sink._process is not None
+        end_children(sink._process.pid, how)
+        run.steps(150)
+        run.end("done")
     _sync(run_dir)
     assert _axis(server) == [(step, step) for step in range(1, 301)]
 
@@ -139,7 +129,7 @@ def test_what_a_power_cut_tore_is_delivered_by_the_command(run_dir: RunDir, serv
     _finished(run_dir)
     sink = WandbSink(run_dir, CONFIG, mode="offline")
     assert sink._process is not None
-    until(lambda: any(path.stat().st_size for path in run_dir.wandb.glob("offline-run-*/*.wandb")))
+    wait_until(lambda: any(path.stat().st_size for path in run_dir.wandb.glob("offline-run-*/*.wandb")))
     end_children(sink._process.pid, signal.SIGKILL)
     sink._process.kill()
     sink._process.wait()
@@ -232,15 +222,13 @@ def test_what_was_disabled_can_be_delivered_later_with_models(run_dir, server, t
         (["{run}", "--parity", "{parity}"], "--checkpoint"),
     ],
 )
-def test_what_cannot_be_delivered_costs_one_line(run_dir, tmp_path, arguments, word, capsys) -> None:
+def test_what_cannot_be_delivered_costs_one_line(run_dir, tmp_path, arguments, word, refusal) -> None:
     _finished(run_dir)
     (tmp_path / "empty").mkdir()
     parity = tmp_path / "parity.json"
     parity.write_text(json.dumps({"verdict": "parity", "checks": []}))
     places = {"run": run_dir.path, "empty": tmp_path / "empty", "parity": parity}
-    assert wandb_sync.main([argument.format(**places) for argument in arguments]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and word in lines[0]
+    assert word in refusal(wandb_sync.main, [argument.format(**places) for argument in arguments])
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic")  # wandb-workspaces has old decorators

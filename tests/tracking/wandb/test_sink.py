@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.jobs.launches import wait_until
+from tests.support.runs.report_runs import session
 from tests.support.servers.wandb_files import config as stored_config
 from tests.support.servers.wandb_files import records, rows, sessions
-from tests.support.servers.wandb_server import until
-from tracking.jsonl import JsonlSink
-from tracking.record import Record
 from tracking.run_dir import RunDir
 from tracking.wandb.sink import WandbSink, run_id
 
@@ -32,13 +30,11 @@ def _sink(run_dir: RunDir, mode: str = "offline", *, every: int = 2, **options: 
 
 
 def _session(run_dir: RunDir, sink: WandbSink, first: int, last: int) -> None:
-    record = Record([JsonlSink(run_dir.events), sink])
-    record.event("run_start", step=first - 1, tokens=0, **start_fields())
-    for step in range(first, last + 1):
-        record.event("step", step=step, tokens=step, **step_fields(step, loss=math.nan if step == 3 else None))
-    record.event("eval", step=last, tokens=last, loss=2.5, perplexity=math.exp(2.5))
-    record.event("run_end", step=last, tokens=last, status="done", exit_code=0)
-    record.close()
+    with session(run_dir.path, sink, step=first - 1) as run:
+        for step in range(first, last + 1):
+            run.steps(1, loss=math.nan if step == 3 else None)
+        run.evaluate(2.5)
+        run.end("done")
 
 
 def _steps(run_dir: RunDir) -> list[int]:
@@ -82,19 +78,16 @@ def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: p
 def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_path: Path) -> None:
     code = (
         "import os, sys, time; sys.path[:0] = sys.argv[2:]\n"
-        "from pathlib import Path; from tests.support.runs.synthetic_events import start_fields, step_fields\n"
-        "from tracking.jsonl import JsonlSink; from tracking.record import Record\n"
+        "from pathlib import Path; from tests.support.runs.report_runs import session\n"
         "from tracking.run_dir import RunDir; from tests.tracking.wandb.test_sink import _sink\n"
         "run_dir = RunDir.create(Path(sys.argv[1]), 'demo', fresh=False)\n"
-        "sink = _sink(run_dir, every=1)\n"
-        "record = Record([JsonlSink(run_dir.events), sink])\n"
-        "record.event('run_start', step=0, tokens=0, **start_fields())\n"
-        "for n in (1, 2, 3): record.event('step', step=n, tokens=n, **step_fields(n))\n"
-        "if os.fork() == 0: time.sleep(12); os._exit(0)  # a data worker, which keeps the pipe to wandb open\n"
-        "time.sleep(0.3); os.kill(os.getpid(), 9)"
+        "with session(run_dir.path, _sink(run_dir, every=1)) as run:\n"
+        "    run.steps(3)\n"
+        "    if os.fork() == 0: time.sleep(12); os._exit(0)  # a data worker, which keeps the pipe to wandb open\n"
+        "    time.sleep(0.3); os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path), str(REPOSITORY)], check=False).returncode == -9
-    until(lambda: any(map(_exit_codes, (tmp_path / "demo" / "wandb").glob("offline-run-*"))))
+    wait_until(lambda: any(map(_exit_codes, (tmp_path / "demo" / "wandb").glob("offline-run-*"))))
     (folder,) = (tmp_path / "demo" / "wandb").glob("offline-run-*")
     assert _exit_codes(folder) == [1]
     assert _steps(RunDir(tmp_path / "demo")) == [1, 2, 3]
@@ -174,15 +167,12 @@ def test_a_full_disk_costs_one_line_and_no_event(run_dir, capsys, full, words) -
     try:
         if full == "before":
             _fill(run_dir.wandb, leave=3 << 20)
-        record = Record([JsonlSink(run_dir.events), _sink(run_dir, every=1)])
-        record.event("run_start", step=0, tokens=0, **start_fields())
-        if full == "meanwhile":
-            until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
-            _fill(run_dir.wandb, leave=0)
-        for step in range(1, 301):
-            record.event("step", step=step, tokens=step, **step_fields(step))
-        record.event("run_end", step=300, tokens=300, status="done", exit_code=0)
-        record.close()
+        with session(run_dir.path, _sink(run_dir, every=1)) as run:
+            if full == "meanwhile":
+                wait_until(lambda: bool(list(run_dir.wandb.glob("offline-run-*/*.wandb"))))
+                _fill(run_dir.wandb, leave=0)
+            run.steps(300)
+            run.end("done")
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and words in lines[0]
         (run_dir.wandb / "taken").unlink()

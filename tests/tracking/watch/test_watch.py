@@ -26,10 +26,10 @@ from rich.text import Text
 
 from config.cli import REPOSITORY
 from tests.support.runs.heat_runs import growing, write_heat_run
+from tests.support.runs.report_runs import session
 from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.events import Event, spread
-from tracking.jsonl import JsonlSink, encode
-from tracking.record import Record
+from tracking.jsonl import encode
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector, RunFacts
 from tracking.status import Status, run_status
@@ -201,10 +201,8 @@ def test_one_frame_goes_through_a_pipe_and_torch_is_not_needed(fp16_run: RunDir)
     assert done.stdout.isascii() and "step 60 of 80" in done.stdout
 
 
-def test_a_folder_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["/nowhere/run"]) == 2
-    message = capsys.readouterr().err
-    assert message.startswith("error: /nowhere/run") and message.count("\n") == 1
+def test_a_folder_that_is_not_there_is_one_line(refusal: Any) -> None:
+    assert refusal(main, ["/nowhere/run"]).startswith("error: /nowhere/run")
 
 
 @contextmanager
@@ -237,14 +235,12 @@ def until(master: int, pattern: str, seconds: float = 30.0) -> str:
 
 
 def test_a_live_run_is_followed_and_keys_work(run_dir: RunDir) -> None:
-    record = Record([JsonlSink(run_dir.events)])
-    record.event("run_start", step=0, tokens=0, **start_fields())
-    with watching(run_dir.path) as (child, master):
+    with session(run_dir.path, time=time.time()) as run, watching(run_dir.path) as (child, master):
         before = termios.tcgetattr(master)
         until(master, "step 0")
-        record.event("step", step=1, tokens=1, **step_fields(1))
+        run.steps(1)
         until(master, "running")
-        record.event("step", step=7, tokens=1, **step_fields(7))
+        run.steps(6)
         until(master, "step 7")
         ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 90, 0, 0))
         child.send_signal(signal.SIGWINCH)
