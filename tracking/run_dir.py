@@ -80,7 +80,8 @@ class RunDir:
             raise UserError(f"run.dir: cannot make {path} ({error.strerror}); choose a folder you may write") from error
         for folder in (path, path / "checkpoints", path / "plots"):
             if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-                raise UserError(f"run.dir: {folder} is not writable; change its permissions or choose another run.dir")
+                reason = "cannot be read and written; change its permissions or choose another run.dir"
+                raise UserError(f"run.dir: {folder} {reason}")
         return cls(path)
 
     def write_inputs(self, config: dict[str, Any], deepspeed: dict[str, Any], environment: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_two_ranks_refuse_a_checkpoints_folder_that_cannot_be_read(job: Path) ->
         output = restricted(command("torchrun", job, "it", "run.steps=8"), exit_code=1)
     finally:
         folder.chmod(0o700)
-    assert f"error: run.dir: {folder} may not be written" in output
+    assert f"error: run.dir: {folder} cannot be read" in output
     assert len(events(job, "it", "run_start")) == 1
 
 
