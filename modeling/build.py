@@ -134,12 +134,13 @@ def build_model(
     gather: Gather = no_gather,
     model_class: str = CAUSAL_LM,
     adapter: AdapterSection | None = None,
+    drawn: bool = True,
 ) -> PreTrainedModel:
     """The model in FP32; under ZeRO-3 each rank holds only its partition. Raises UserError.
 
     Under ZeRO-3 the caller keeps an HfDeepSpeedConfig of FP32 alive; transformers then constructs and loads the model
     inside `deepspeed.zero.Init`. `gather` gives access to full parameters while the weights are drawn. model_class:
-    from config/task.py. adapter: its base may be in 4 or 8 bits.
+    from config/task.py. adapter: its base may be in 4 or 8 bits. drawn: False: a new model's trained weights are 0.
     """
     auto, options = getattr(transformers, model_class), _options(section)
     if section.attention == "flex_attention" and not torch.accelerator.is_available():
@@ -155,7 +156,7 @@ def build_model(
             return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)
-    draw_weights(model, seed=seed, gather=gather)
+    draw_weights(model, seed=seed, gather=gather, only=None if drawn else _zeroed(model))
     return model
 
 
@@ -323,6 +324,17 @@ def draw_weights(
                 if writes:
                     with _in_fp32(parameters, only):
                         owner._init_weights(module)
+
+
+def _zeroed(model: PreTrainedModel) -> set[torch.nn.Parameter]:
+    """Set the parameters that are trained to 0, under ZeRO-3 this rank's partitions; those that are not trained."""
+    parameters = set(model.parameters())
+    trained = {parameter for parameter in parameters if parameter.requires_grad}
+    for parameter in trained:
+        for name in ("data", "ds_tensor", "ds_secondary_tensor"):
+            if (tensor := getattr(parameter, name, None)) is not None:
+                tensor.zero_()
+    return parameters - trained
 
 
 def attention_of(model: PreTrainedModel) -> str:

@@ -104,9 +104,11 @@ class RouterBalance:
             found: list[tuple[torch.Tensor, torch.Tensor]] = []
 
             def see(module: Any, _: Any, output: Any) -> None:
-                # JetMoe's router returns its logits last and chooses the largest
-                logits = output[0] if len(output) == 3 else output[-1]
-                found.append((logits, output[2] if len(output) == 3 else logits.detach().topk(module.top_k).indices))
+                if len(output) == 3:  # Granite's of transformers 5.17 has them in the other order
+                    first, _, last = output
+                    found.append((first, last) if first.is_floating_point() else (last, first))
+                else:  # JetMoe's has its logits last, and takes the largest
+                    found.append((output[-1], output[-1].detach().topk(module.top_k).indices))
 
             # added last, to see the outputs as ZeRO-3's own hooks leave them; recomputations are not recorded
             hooks = [module.register_forward_hook(see) for module in self._routers]

@@ -29,6 +29,7 @@ from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
+from training.checkpoint.choice import by_step
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
@@ -181,7 +182,8 @@ def session(
             corpus, teacher = answers("teacher").prepare_teacher(resolved, corpus, world, vocabulary=vocabulary)
         with suppress(OSError):  # the peak then counts from the process's start
             forget_peak_memory(world.device)
-        engine = build_engine(resolved, shape, world)
+        drawn = not trains or world.on_main(lambda: start_counts(resolved))
+        engine = build_engine(resolved, shape, world, drawn)
         if quiet:
             engine.notes.append(f"dropout of the model is off, as the reference has none: {', '.join(quiet)}")
         # the value that `auto` resolved to, for the record and for restarts
@@ -206,6 +208,20 @@ def session(
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
+
+
+def start_counts(resolved: Resolved) -> bool:
+    """Whether the weights that the model starts with are used: not where a checkpoint will replace all of them.
+
+    An adapter's base is in no checkpoint, references are computed with the start weights, and passes at the start
+    compare logits or count activations.
+    """
+    config = resolved.config
+    passes = config.keeps_documents_apart or config.parallel.sequence > 1 or config.model.activation_memory_gib
+    if passes or config.adapter.kind != "none" or config.task in ("dpo", *SAMPLING_TASKS):
+        return True
+    saved = by_step(run_dir_of(resolved).checkpoints)
+    return config.run.resume == "never" or (config.run.resume == "auto" and not saved)
 
 
 def refuse_unordered(kind: Any, problem: BaseException | None, traceback: Any) -> None:

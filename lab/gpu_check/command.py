@@ -27,6 +27,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
+from config.files import why_not_writable
 from config.options import positive_int, positive_number
 from lab.gpu_check.packages import provide
 
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     started, options = time.monotonic(), read_options(arguments)
     out = options.out.expanduser().resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    if why := why_not_writable(out):
+        raise UserError(f"--out {options.out}: {why}; give another folder")
     for line in settle_environment():
         print(line, flush=True)
     for line in provide(options.wheels, out / ".packages"):

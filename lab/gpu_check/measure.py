@@ -41,8 +41,8 @@ POISONED = "model.layers.1.mlp.down_proj"
 
 def demo(bench: Bench, recipe: str) -> Figures:
     """A recipe run unchanged."""
-    size = bench.either((), ("run.steps=6", "schedule.warmup_steps=1", "evaluate.every_steps=6", "generate.tokens=4"))
-    return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *size)))
+    size = ("run.steps=20", "schedule.warmup_steps=1", "evaluate.every_steps=20", "generate.tokens=4")  # 7 overflow
+    return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *bench.either((), size))))
 
 
 def steps(bench: Bench, *overrides: str, recipe: str = "demo", count: int = 20) -> Figures:

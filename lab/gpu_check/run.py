@@ -68,7 +68,7 @@ class Check:
         """The result of an earlier call, under the same conditions."""
         try:
             found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):  # a damaged file is no result
             return None
         same = all(found.get(name) == value for name, value in self.conditions.items())
         return found if same else None

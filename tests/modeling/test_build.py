@@ -51,6 +51,20 @@ def test_weights_follow_the_seed_and_the_architectures_own_initialisation(family
     assert differs
 
 
+def test_weights_that_a_checkpoint_will_replace_are_0_and_what_is_not_trained_is_as_in_a_new_model():
+    """Rotary tables, and AFMoE's router biases, which take no gradient."""
+    given = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "num_dense_layers": 1}
+    for section in (ModelSection(architecture="llama", config=LLAMA), ModelSection(architecture="afmoe", config=given)):
+        config = model_config(section, vocab_size=64, sequence_length=16)
+        new, empty = build(section), build_model(section, config, seed=0, drawn=False)
+        frozen = {name for name, parameter in new.named_parameters() if not parameter.requires_grad}
+        assert bool(frozen) is (section.architecture == "afmoe")
+        state = new.state_dict() | dict(new.named_buffers())
+        for name, value in (empty.state_dict() | dict(empty.named_buffers())).items():
+            trained = name in dict(new.named_parameters()) and name not in frozen
+            assert not value.any() if trained else torch.equal(value, state[name]), name
+
+
 def test_a_key_that_only_the_architectures_code_reads_is_taken():
     """Published configs of Qwen3 MoE, Granite and others have head_dim, and their config classes do not."""
     given = {**LLAMA, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 24}

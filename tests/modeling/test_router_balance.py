@@ -56,6 +56,8 @@ def mixtures() -> list[str]:
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text" if kind == "qwen3_5_moe" else kind for kind in sorted(_VERIFIED)])
 def test_what_is_counted_went_to_the_experts(kind: str) -> None:
     model, given = small(kind), []
+    if kind == "jamba" and not any(type(module).__name__ == "JambaTopKRouter" for module in model.modules()):
+        pytest.skip("this version of transformers has no router in it, which is refused")
 
     def see(module: Any, args: tuple, kwargs: Any) -> None:
         if kind == "jetmoe":  # tokens by expert

@@ -34,8 +34,11 @@ from training.engine.teacher import Teacher
 from training.engine.weights import hold_fp32, start_masters
 
 
-def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World) -> Engine:
-    """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank."""
+def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World, drawn: bool = True) -> Engine:
+    """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank.
+
+    drawn: False: a new model's weights are 0, and the engine has no start until a checkpoint is loaded.
+    """
     config = resolved.config
     if config.model.compile:
         require_compilable(resolved.zero_stage)
@@ -58,9 +61,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     zero3 = fp32_partitions(resolved) if partitioned else None
     gather = _gather_partitioned(world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
-    model = build_model(
-        config.model, model_config, seed=seed, gather=gather, model_class=model_class, adapter=config.adapter
-    )
+    options: dict[str, Any] = {"model_class": model_class, "adapter": config.adapter, "drawn": drawn}
+    model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
     if world.experts is not None:
         share_experts(model, world.experts, experts_name(world.experts))
     if config.adapter.kind != "none":
@@ -79,6 +81,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         every=config.model.checkpointing_every,
     )
     engine = engine_on(model, resolved, world, teacher, attention)
+    engine.start = engine.start if drawn else None
     attach_faults(engine, config.faults)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.keeps_documents_apart:

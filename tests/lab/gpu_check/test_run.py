@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from lab.gpu_check.bench import Bench, ItemFailed
-from lab.gpu_check.command import TF32_SWITCHES, settle_environment
+from lab.gpu_check.command import TF32_SWITCHES, main, settle_environment
 from lab.gpu_check.items import PARTS, Item, Part
 from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, TOGETHER, Check, end_leftovers, measure, run_part
@@ -69,11 +69,17 @@ def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -
     found = json.loads((tmp_path / "7-one.json").read_text())
     assert found["figures"] == {"tokens/s": 12345.6} and found["status"] == "done"
     assert found["machine"] == MACHINE and found["device"] == "a device" and found["seconds"] >= 0
-    (tmp_path / "7-two.json").unlink()
+    (tmp_path / "7-two.json").write_text('{"half')
     assert ran(check, part) == (["two"], {})
     assert ran(check_in(tmp_path, again=True), part) == (["one", "two"], {})
     for other in ({"tiny": False}, {"processes": 2}, {"machine": MACHINE | {"device": "another"}}):
         assert check_in(tmp_path, **other).result(7, part.items[0]) is None
+
+
+def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
+    (tmp_path / "file").touch()
+    said = refusal(main, ["--out", str(tmp_path / "file/out")])
+    assert said.startswith(f"error: --out {tmp_path}/file/out: ") and "give another folder" in said
 
 
 def test_what_does_not_fit_is_not_started_and_what_is_smaller_is(tmp_path) -> None:

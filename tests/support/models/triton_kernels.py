@@ -15,6 +15,8 @@ _interpret = functools.cache(interpreter.InterpretedFunction)
 
 def interpret(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let numpy compute the module's kernel of that name."""
+    if triton.__version__.startswith("3.6."):
+        pytest.skip("Triton 3.6's interpreter reads arrays of one element as numbers, which numpy 2.4 refuses")
 
     def call(self: Any, *arguments: Any, **options: Any) -> Any:  # tl.max and tl.sum are functions of Triton's, too
         patched = interpreter._patch_lang(self.fn)

@@ -4,6 +4,7 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -16,8 +17,9 @@ from tests.support.models.small_run import checksum, masters_of
 from tracking.compare.surviving import read_events
 from training.build import build
 from training.distributed import World
+from training.engine import Engine, build_engine
 from training.loop import train
-from training.session import Session, locked_run_dir, session
+from training.session import Session, locked_run_dir, session, start_counts
 from training.tasks.task import prepare
 
 STEPS = 10
@@ -30,7 +32,18 @@ class Interrupted(Exception):
 def job(world: World, *, folder: str, name: str, overrides: list[str], passes: int | None) -> dict[str, Any]:
     """Resume the job and train it to its end, or until its `passes`-th forward pass; its state then."""
     resolved = resolve(folder, name, overrides)
-    with locked_run_dir(resolved, world), session(resolved, world=world, shares=("sequence", "expert")) as opened:
+
+    def engine_of(resolved: Resolved, shape: Any, world: World, drawn: bool) -> Engine:
+        """As train.py builds it, which draws no weights that a checkpoint replaces."""
+        return build_engine(resolved, shape, world, start_counts(resolved))
+
+    with (
+        mock.patch("training.session.build_engine", engine_of),
+        locked_run_dir(resolved, world),
+        session(resolved, world=world, shares=("sequence", "expert")) as opened,
+    ):
+        if not start_counts(resolved) and resolved.config.model.name_or_path is None:
+            assert not any(master.any() for master in masters_of(opened.engine).values())
         return trained(opened, passes)
 
 

@@ -1,9 +1,13 @@
 """Code run inside the processes of test_corruption.py: a few steps of a small run into which a bit is flipped."""
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 from tests.support.models.small_run import masters_of
 from tests.support.runs.report_runs import report_of
@@ -13,6 +17,7 @@ from tracking.compare.surviving import read_events
 from tracking.events import describe_event
 from tracking.run_dir import RunDir
 from training.distributed import World
+from training.engine import Engine, build_engine
 from training.progress import Progress
 from training.step import train_step
 
@@ -45,6 +50,28 @@ def trained(
             "losses": losses,
             "masters": {name: value.numpy() for name, value in masters_of(parts.engine).items()},
         }
+
+
+def trained_with_noise(world: World, **options: Any) -> dict[str, Any]:
+    """The same where the backward pass of each query's layer rounds its input otherwise every time, as on a GPU."""
+    draw = torch.Generator().manual_seed(int.from_bytes(os.urandom(7), "little"))
+
+    def disturb(module: torch.nn.Module, gradients: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        ulp = 2.0**-7 * (torch.rand(gradients[0].shape, generator=draw) - 0.5)
+        return ((gradients[0].float() * (1 + ulp)).to(gradients[0].dtype),)
+
+    def built(*given: Any) -> Engine:
+        engine = build_engine(*given)
+        for name, module in engine.model.named_modules():
+            if name.endswith("q_proj"):
+                module.register_full_backward_pre_hook(disturb)
+        return engine
+
+    with (
+        mock.patch("training.corruption.rerun.is_exact", lambda device: False),
+        mock.patch("training.session.build_engine", built),
+    ):
+        return trained(world, **options)
 
 
 def trained_with_shared_experts(world: World, **options: Any) -> dict[str, Any]:

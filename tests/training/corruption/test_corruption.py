@@ -171,6 +171,19 @@ def test_a_numeric_event_is_left_to_the_guard_and_a_broken_rank_ends_the_run(pai
     assert numeric["verdicts"] == ["STEP", "SKIP", "STEP"] and math.isnan(numeric["losses"][1])
 
 
+def test_sums_in_another_order_are_no_fault_of_a_rank_and_a_flipped_exponent_is(pair: ProcessGroup) -> None:
+    """OPT's keys have a bias, whose gradient is 0 but for rounding: softmax does not change with it."""
+    opt = "{hidden_size: 32, ffn_dim: 48, num_hidden_layers: 2, num_attention_heads: 2, word_embed_proj_dim: 32}"
+    shape = ("model.architecture=opt", f"model.config={opt}", "guard.reexecute=every 1")
+    how = {"stage": 2, "compute": "bf16", "steps": 4}
+    sound = pair.run(cases.trained_with_noise, overrides=shape, **how)[0]
+    assert sound["reexecution"] == [] and sound["verdicts"] == ["STEP"] * 4
+    flip = f"faults=[{fault('gradient', 14, step=3, rank=0, module='model.decoder.layers.1.fc2')}]"
+    [found] = pair.run(cases.trained_with_noise, overrides=(*shape, flip), **how)[0]["reexecution"]
+    assert [found[key] for key in ("step", "outcome", "ranks")] == [3, "transient", [0]]
+    assert found["modules"] == ["model.decoder.layers.1.fc2.weight"]
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("planted", "steps", "rank"),
