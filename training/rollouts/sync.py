@@ -1,19 +1,20 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
 The trainer's side of the comparison is the weights that its own modules compute with, tensor by tensor, and under every
-name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit. A
-difference is answered by sending everything once more, and then ends the run, naming the tensors.
+name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit, and so
+are the numbers that modules compute with beside their weights. A difference is answered by sending everything once
+more, and then ends the run, naming the tensors.
 """
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from training.engine import Engine
+from training.engine.flips import bit_sum
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
 from training.rollouts.transformers_sampler import TransformersSampler, differing_from, digest
@@ -22,22 +23,15 @@ _ATTEMPTS = 2
 _NAMED = 5
 
 
-class NotSynced(PrecisionError):
-    """The sampler computes with other weights than the trainer."""
+def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
+    """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises PrecisionError.
 
-
-class Synced(NamedTuple):
-    """A sync that was proven."""
-
-    version: str
-    """Hash over names and hashes of all tensors: of these weights and no others."""
-    tensors: int
-    seconds: float
-
-
-def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
-    """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises NotSynced."""
-    started, world, wrong = time.perf_counter(), engine.world, list[str]()
+    The version of these weights and no others: a hash over names and hashes of all tensors.
+    """
+    world, numbers = engine.world, _numbers(engine.model)
+    other = [name for name, value in _numbers(sampler.model).items() if numbers.get(name, value) != value]
+    if other:
+        raise PrecisionError(f"the sampler has other settings than the trainer: {_shown(other)}; nothing was sampled")
     for _ in range(_ATTEMPTS):
         share: dict[str, str] = {}
         sampler.receive(_weights(engine, share, sampler.frozen))
@@ -45,29 +39,53 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
         own = sampler.differing(_weights(engine), expected)
         wrong = sorted({name for names in world.gather_objects(own) for name in names})
         if not wrong:
-            break
-    else:
-        raise NotSynced(
-            f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
-            f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
-        )
-    text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
-    version = hashlib.sha256(text.encode()).hexdigest()
-    return Synced(version, len(expected), time.perf_counter() - started)
+            text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
+            return hashlib.sha256(text.encode()).hexdigest()
+    raise PrecisionError(
+        f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
+        f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
+    )
 
 
-def require_start(engine: Engine, reference: PreTrainedModel) -> None:
-    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises NotSynced."""
-    wrong = differing_from(reference, _weights(engine))
+def require_start(engine: Engine, reference: PreTrainedModel) -> dict[str, int]:
+    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with; for
+    `require_unchanged`. Raises PrecisionError."""
+    other = "another dtype or other weights than the trainer at the start"
+    _require_none(differing_from(reference, _weights(engine)), other)
+    return _bit_sums(reference)
+
+
+def require_unchanged(reference: PreTrainedModel, start: dict[str, int]) -> None:
+    """Raises PrecisionError where the model of grpo.beta has other weights than `require_start` found."""
+    changed = [name for name, now in _bit_sums(reference).items() if now != start[name]]
+    _require_none(changed, "other weights than it had at the start")
+
+
+def _bit_sums(model: PreTrainedModel) -> dict[str, int]:
+    named = dict(model.named_parameters())
+    sums = torch.stack([bit_sum(value.view(-1)) for value in named.values()])
+    return dict(zip(named, sums.tolist(), strict=True))
+
+
+def _require_none(wrong: Sequence[str], what: str) -> None:
     if wrong:
-        raise NotSynced(
-            f"the reference of grpo.beta has another dtype or other weights than the trainer at the start in "
-            f"{len(wrong)} tensors: {_shown(wrong)}; nothing was sampled"
-        )
+        where = f"{len(wrong)} tensors: {_shown(wrong)}"
+        raise PrecisionError(f"the reference of grpo.beta has {what} in {where}; nothing was learned")
 
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _numbers(model: torch.nn.Module) -> dict[str, Any]:
+    """Numbers that modules compute with beside their weights, such as an adapter's scale, an eps or a window."""
+    named = ((f"{name}.{key}", value) for name, module in model.named_modules() for key, value in vars(module).items())
+    kinds = {int, float}
+    return {
+        name: value
+        for name, value in named
+        if type(value) in kinds or (type(value) is dict and value and {type(part) for part in value.values()} <= kinds)
+    }
 
 
 def _weights(

@@ -147,7 +147,7 @@ def test_a_reward_that_sees_the_wrong_row_ends_the_run(solo: ProcessGroup, folde
     [found] = solo.run(cases.first_metrics, folder=folder, fault=f"rewards see {which}")
     said = re.match(r"rewards saw row (\d+)(.*) for the prompt of row (\d+); nothing was learned$", found["stopped"])
     assert found["steps"] == [] and said is not None, found
-    assert said[2] == (" and the answer to another prompt" if said[1] == said[3] else "")
+    assert said[2] == (" with another answer, or as another function" if said[1] == said[3] else "")
     assert (said[1] == said[3]) == (which == "other answers")
 
 
