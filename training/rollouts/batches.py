@@ -41,7 +41,7 @@ from training.rollouts.gap import Gap
 from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Reward, Rewards, digest
 from training.rollouts.rollouts import Rollouts, padded
-from training.rollouts.sync import require_start, require_unchanged, synchronise
+from training.rollouts.sync import bit_sums, require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
@@ -79,7 +79,8 @@ class RolloutBatches(Batches):
         self._reference: Any = None
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
-            self._start = require_start(engine, self._reference)
+            require_start(engine, self._reference)
+            self._start = bit_sums(self._reference)
         self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
         engine.adjustable = self._remedies
         self._gap = Gap(self._section.max_gap)
@@ -304,7 +305,10 @@ class RolloutBatches(Batches):
         batch = batch_of(0, mine.reshape(-1), mine, inputs, inputs, {_TARGETS: labels})
         compute, engine = partial(answer_log_probs, temperature=self._section.temperature), self._engine
         if reference and self._reference is not None:
-            require_unchanged(self._reference.eval(), self._start)
+            if bit_sums(self._reference.eval()) != self._start:
+                raise PrecisionError(
+                    "the reference of grpo.beta has other weights than at the start; nothing was learned"
+                )
             with torch.no_grad():
                 found = [compute(self._reference, given) for given, _ in batch.micro_batches(engine.world.device)]
         else:

@@ -47,30 +47,21 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
     )
 
 
-def require_start(engine: Engine, reference: PreTrainedModel) -> dict[str, int]:
-    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with; for
-    `require_unchanged`. Raises PrecisionError."""
-    other = "another dtype or other weights than the trainer at the start"
-    _require_none(differing_from(reference, _weights(engine)), other)
-    return _bit_sums(reference)
-
-
-def require_unchanged(reference: PreTrainedModel, start: dict[str, int]) -> None:
-    """Raises PrecisionError where the model of grpo.beta has other weights than `require_start` found."""
-    changed = [name for name, now in _bit_sums(reference).items() if now != start[name]]
-    _require_none(changed, "other weights than it had at the start")
-
-
-def _bit_sums(model: PreTrainedModel) -> dict[str, int]:
-    named = dict(model.named_parameters())
-    sums = torch.stack([bit_sum(value.view(-1)) for value in named.values()])
-    return dict(zip(named, sums.tolist(), strict=True))
-
-
-def _require_none(wrong: Sequence[str], what: str) -> None:
+def require_start(engine: Engine, reference: PreTrainedModel) -> None:
+    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises
+    PrecisionError."""
+    wrong = differing_from(reference, _weights(engine))
     if wrong:
-        where = f"{len(wrong)} tensors: {_shown(wrong)}"
-        raise PrecisionError(f"the reference of grpo.beta has {what} in {where}; nothing was learned")
+        raise PrecisionError(
+            f"the reference of grpo.beta has another dtype or other weights than the trainer at the start in "
+            f"{len(wrong)} tensors: {_shown(wrong)}; nothing was sampled"
+        )
+
+
+def bit_sums(model: PreTrainedModel) -> list[int]:
+    """A sum over the bits of each weight: one that changes has another."""
+    found: list[int] = torch.stack([bit_sum(value.view(-1)) for value in model.parameters()]).tolist()
+    return found
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -78,14 +69,18 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _numbers(model: torch.nn.Module) -> dict[str, Any]:
-    """Numbers that modules compute with beside their weights, such as an adapter's scale, an eps or a window."""
-    named = ((f"{name}.{key}", value) for name, module in model.named_modules() for key, value in vars(module).items())
-    kinds = {int, float}
-    return {
-        name: value
-        for name, value in named
-        if type(value) in kinds or (type(value) is dict and value and {type(part) for part in value.values()} <= kinds)
-    }
+    """What modules compute with beside their weights: numbers, such as an adapter's scale or a window, and buffers."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if {"dynamic", "longrope"} & {getattr(module, "rope_type", None)}:  # which depend on what was computed before
+            continue
+        for key, value in vars(module).items():
+            kinds = {type(part) for part in (value.values() if type(value) is dict else [value])}
+            if kinds and kinds <= {int, float}:
+                found[f"{name}.{key}"] = value
+        for key, buffer in module.named_buffers(recurse=False):
+            found[f"{name}.{key}"] = int(bit_sum(buffer.detach().clone().view(-1)))
+    return found
 
 
 def _weights(

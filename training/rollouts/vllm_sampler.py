@@ -125,17 +125,15 @@ class VllmSampler(TransformersSampler):
 
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """Tensors in which any server computes with other weights, by their digests. A collective."""
-
-        def ask() -> list[dict[str, str]]:
-            return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
-
         wrong: list[str] = []
         adapted = any(".lora_" in name for name in expected)
         if adapted:  # the copy has the trainer's factors, and the server computes with what they merge to
             wrong = super().differing(weights, expected)
             expected = {name: digest(value) for name, value in self._whole().items()}
         self._proven = dict(expected)
-        found = self._world.on_main(ask)
+        found = self._world.on_main(
+            lambda: [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
+        )
         return wrong + [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
 
     @torch.no_grad()
