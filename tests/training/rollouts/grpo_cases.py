@@ -238,7 +238,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "tokens counted on this rank": (batches, "counted_by_answer", lambda right: lambda *given: right(*given) // 2),
     "seeds repeat in every step": (
         *(batches, "Request"),
-        lambda right: lambda ids, key: right(ids, "/".join(key.split("/")[::2])),
+        lambda right: lambda ids, key: right(ids, key.partition("/")[0] + "/".join(key.split("/")[2:])),
     ),
     "temperature in the loss alone": (
         *(policy, "token_log_probs"),
