@@ -225,7 +225,7 @@ class RolloutBatches(Batches):
         prompt = row.get("prompt", row.get("messages", row.get("conversations")))
         return {key: columns[key] for key in columns if key not in ("prompt", "completion")} | {"prompts": prompt}
 
-    def _completion(self, columns: dict[str, Any], ids: Sequence[int]) -> Any:
+    def _completion(self, columns: dict[str, Any], ids: list[int]) -> Any:
         """An answer as reward functions get it: a text, or messages where the prompt is messages."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text if isinstance(columns["prompts"], str) else [{"role": "assistant", "content": text}]
@@ -256,7 +256,7 @@ class RolloutBatches(Batches):
         parts = []
         for n, group in enumerate(self._rewards.total(found.rewards)[:EXAMPLES]):
             tokens = found.prompts[n, : found.prompt_lengths[n]], found.answers[n, 0, : found.lengths[n, 0]]
-            asked, said = (self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in tokens)
+            asked, said = (self._tokenizer.decode(ids.tolist()) for ids in tokens)  # as sampler and trainer have them
             mean = _mean(group) if not np.isnan(group).all() else math.nan
             about = f"reward {group[0]:.4g} (mean of {len(group)}: {mean:.4g})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
@@ -338,13 +338,12 @@ class RolloutBatches(Batches):
         counts = [torch.from_numpy(part.lengths) for part in (own, found)]
         further: dict[str, np.ndarray] = {}
         if self._by_rewards:
-            further = {REWARD: np.nan_to_num(self._rewards.total(own.rewards)), ENDED: own.ended}
-            further |= {} if evaluates else {ADVANTAGE: self._advantages(own)}
-            further = {name: values.reshape(-1).astype(np.float32) for name, values in further.items()}
+            further = {REWARD: np.nan_to_num(self._rewards.total(own.rewards)).ravel(), ENDED: own.ended.ravel()}
             counts = [torch.ones_like(count) if evaluates else counted_by_answer(count, section) for count in counts]
         if self._by_rewards and not evaluates:
+            further[ADVANTAGE] = self._advantages(own).ravel()
             for name, values in ((OLD, own.old), (SAMPLER, own.sampler)):
-                further[name] = np.zeros(labels.shape, dtype=np.float32)
+                further[name] = np.zeros(labels.shape)
                 further[name][labels != IGNORED_LABEL] = values[own.mask]
             if section.beta:
                 further[REFERENCE] = self._scored(inputs, labels, micro, reference=True)
@@ -360,7 +359,7 @@ class RolloutBatches(Batches):
             np.zeros((rows // micro, micro), dtype=np.int64),
             whole(inputs),
             whole(labels, IGNORED_LABEL),
-            {name: whole(values) for name, values in further.items()},
+            {name: whole(values.astype(np.float32)) for name, values in further.items()},
             label_tokens=int(counts[0].sum()),
             label_tokens_of_all=int(counts[1].sum()),
             counts=whole(counts[0].numpy().reshape(-1)).reshape(-1, micro),

@@ -31,7 +31,7 @@ class Rollouts:
     sampler: np.ndarray  # (prompts, group, tokens) float32: the sampler's log-probabilities
     old: np.ndarray  # (prompts, group, tokens) float32: the trainer's
     rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
-    version: str = ""  # `Synced.version` of the weights that they were sampled with
+    version: str = ""  # `synchronise`'s, of the weights that they were sampled with
     facts: dict[str, float] = field(default_factory=dict)  # metrics of the step
     sources: dict[str, str] = field(default_factory=dict)  # name of a reward function to the sha256 of its file
 

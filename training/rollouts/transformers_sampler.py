@@ -34,6 +34,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 """Name and whole tensor of every parameter, in the dtype that the trainer computes with; a tied one under each name."""
 
 PERSON = b"mantissa-answer"
+"""Keeps the random numbers of an answer apart from others of the same key."""
 _NEVER_TWICE = -30.0
 """[nats] Log-probability of an answer below which two of a group are equal less than once in 1e13 pairs."""
 
@@ -83,13 +84,11 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
         model = add_adapter(model, config.adapter, seed=seed, model_class=model_class_of(config))
     if resolved.compute != "fp32" and config.precision.routers == "fp32":
         compute_routers_in_fp32(model)
-    dtypes = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for own, trained in zip(model.parameters(), engine.model.parameters(), strict=True):
         # a copy, since memory that is mapped from files is unaligned: kernels would add in another order
-        parameter.data = parameter.data.to(engine.world.device, dtypes[name], copy=True)
-    buffers = dict(engine.model.named_buffers())
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].detach().clone()
+        own.data = own.data.to(engine.world.device, trained.dtype, copy=True)
+    for buffer, its in zip(model.buffers(), engine.model.buffers(), strict=True):
+        buffer.data = its.detach().clone()
     return model.eval().requires_grad_(False)
 
 
@@ -145,7 +144,7 @@ class TransformersSampler:
         return differing_from(self.model, weights)
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
-        """Answers in the order of the requests, by the weights of that version (`Synced.version`)."""
+        """Answers in the order of the requests, by the weights of that version (`synchronise`)."""
         size = self._section.at_once
         parts = (requests[first : first + size] for first in range(0, len(requests), size))
         return [answer for part in parts for answer in self._drawn(part)]
@@ -185,9 +184,9 @@ class TransformersSampler:
                 break
         tokens, scores = torch.cat(drawn, 1).cpu().numpy(), torch.cat(found, 1).cpu().numpy()
         stops = np.isin(tokens, self._ends)
-        counts = np.where(stops.any(1), stops.argmax(1) + 1, most).tolist()
-        given_of = zip(tokens, scores, counts, stops.any(1).tolist(), strict=True)
-        return [Answer(row[:count], own[:count], stopped) for row, own, count, stopped in given_of]
+        counts = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, most)
+        answers = zip(tokens, scores, counts, ended.tolist(), strict=True)
+        return [Answer(row[:count], own[:count], stopped) for row, own, count, stopped in answers]
 
     def in_fp32(self) -> Forward:
         """The copy's forward pass in FP32, with the values that its weights have."""
