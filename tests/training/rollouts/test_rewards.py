@@ -14,10 +14,13 @@ from config.schema import GrpoSection
 from training.rollouts.rewards import SHIPPED, Rewards, digest
 
 OWN = """
-import os, sys, time
+import multiprocessing, os, sys, time
 
 def share(completions, letter, **_):
     print("not an answer")
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
     return [said.count(wanted) / len(said) for said, wanted in zip(completions, letter)]
 
 def fails(completions, **_):
