@@ -20,7 +20,7 @@ from config.schema import Config
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
-from data.corpora.sampler import splitmix
+from data.corpora.sampler import uniforms
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
 
@@ -59,8 +59,10 @@ class Masking:
         """(n,) int64 ids -> the model's inputs, and labels, IGNORED_LABEL where nothing was chosen."""
         open_to_it = ~self.special[ids]
         words = self.words(ids) if self.whole_word else np.arange(len(ids))
-        chosen = open_to_it & (_uniform(f"{key}/chosen", len(ids))[words] < self.probability)
-        fate, other = _uniform(f"{key}/fate", len(ids)), _uniform(f"{key}/other", len(ids))
+        which, fate, other = (
+            uniforms(f"{key}/{use}", len(ids), person=b"mantissa-mask") for use in ("chosen", "fate", "other")
+        )
+        chosen = open_to_it & (which[words] < self.probability)
         seen = np.where(chosen & (fate < MASKED), self.mask, ids)
         another = self._others[(other * len(self._others)).astype(np.int64)]
         seen = np.where(chosen & (fate >= MASKED) & (fate < MASKED + REPLACED), another, seen)
@@ -76,11 +78,6 @@ class Masking:
     @cached_property
     def _others(self) -> np.ndarray:
         return np.flatnonzero(~self.special)
-
-
-def _uniform(key: str, count: int) -> np.ndarray:
-    """(count,) float64 in [0, 1): the random stream of a key."""
-    return (splitmix(key, count, person=b"mantissa-mask") >> np.uint64(11)) * 2.0**-53
 
 
 def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], size: int) -> tuple[Any, Any]:

@@ -119,6 +119,11 @@ def mix(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
+def uniforms(key: str, count: int, *, person: bytes) -> np.ndarray:
+    """(count,) float64 in [0, 1): the random stream of `key`. person: as of `splitmix`."""
+    return (splitmix(key, count, person=person) >> np.uint64(11)) * 2.0**-53
+
+
 def splitmix(key: str, count: int, *, person: bytes) -> np.ndarray:
     """(count,) uint64: the first numbers of SplitMix64 from a hash of `key`. person: keeps two uses of a key apart."""
     start = np.frombuffer(hashlib.blake2b(key.encode(), digest_size=8, person=person).digest(), dtype="<u8")

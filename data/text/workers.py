@@ -9,6 +9,7 @@ than the pipe's buffer, the executor waits forever. Here every worker has one co
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -21,9 +22,12 @@ from typing import Any
 from config.machine.binding import unbind
 from config.machine.processes import describe_exit
 
+_START_SECONDS = 300.0
+"""Time for a new process to make its function."""
+
 
 class WorkerDied(Exception):
-    """A worker process has ended by itself; the text says how."""
+    """A worker process has ended by itself or did not answer in time; the text says how."""
 
 
 class Workers:
@@ -41,29 +45,41 @@ class Workers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Kill the processes, whatever they are doing, and wait for them."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         with self._starting:
             for process, _ in self._started:
-                process.kill()
+                _kill(process)
         self._threads.shutdown(wait=True)
         for process, connection in self._started:
-            process.kill()
+            _kill(process)
             process.join()
             connection.close()
 
-    def submit(self, item: Any) -> Future[Any]:
-        """Apply the function in a process. The result raises what the function raised there, or WorkerDied."""
-        return self._threads.submit(self._compute, item)
+    def submit(self, item: Any, seconds: float | None = None) -> Future[Any]:
+        """Apply the function in a process. The result raises what the function raised there, or WorkerDied.
 
-    def _compute(self, item: Any) -> Any:
+        seconds: time limit, after which the process is killed.
+        """
+        return self._threads.submit(self._compute, item, seconds)
+
+    def _compute(self, item: Any, seconds: float | None) -> Any:
         if not hasattr(self._own, "worker"):
             self._own.worker = self._start()
         process, connection = self._own.worker
         try:
             connection.send(item)
+            if not connection.poll(seconds):
+                raise TimeoutError
             good, result = connection.recv()
         except (EOFError, OSError) as error:  # OSError: killed in the middle of an answer
+            del self._own.worker  # the next item gets another one
+            if isinstance(error, TimeoutError):
+                _kill(process)
+                raise WorkerDied("no answer in time") from error
             process.join(timeout=5)
             how = "has ended" if process.exitcode is None else describe_exit(process.exitcode)
             raise WorkerDied(f"a worker process {how}") from error
@@ -80,9 +96,21 @@ class Workers:
             theirs.close()
             self._started.append((process, mine))
         unbind(process.pid or 0)
-        with suppress(OSError):  # it is dead already, which the first item will show
+        with suppress(OSError, EOFError):  # it is dead already, which the first item will show
             mine.send(self._setup)
+            if mine.poll(_START_SECONDS):
+                mine.recv()
+            else:
+                _kill(process)
         return process, mine
+
+
+def _kill(process: SpawnProcess) -> None:
+    """Kill a process that may have ended, and what it started where it leads a session."""
+    if process.is_alive() and process.pid:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
 
 
 def _serve(connection: Connection) -> None:
@@ -92,6 +120,7 @@ def _serve(connection: Connection) -> None:
     with suppress(EOFError, ConnectionError):  # the parent is done
         make, arguments = connection.recv()
         function = make(*arguments)
+        connection.send(None)  # it has its function
         while True:
             item = connection.recv()
             try:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from config.launcher import as_launched
 from config.options import positive_int
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
-from launch.job import log
+from launch.job import Job, log
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _SHORT_SECONDS, _SHORT_LIVES = 300.0, 3
@@ -71,19 +70,18 @@ def _words(resolved: Resolved, folder: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
-    own |= {"VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind")}
-    own |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
-    return {**os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
+    unless_given = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return {**unless_given, **os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def _serve(command: Sequence[str]) -> int:
-    running: list[subprocess.Popen[bytes]] = []
+    job: Job | None = None
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
-        for server in running:
-            server.send_signal(signal.SIGTERM)
+        if job is not None:
+            job.kill(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
@@ -91,9 +89,8 @@ def _serve(command: Sequence[str]) -> int:
     short = 0
     while not stopped and short < _SHORT_LIVES:
         started = time.monotonic()
-        # a session of its own, so that Ctrl-C reaches it through `stop` alone
-        running[:] = [subprocess.Popen(command, env=_environment(), start_new_session=True)]
-        code = running[0].wait()
+        job = Job(command, environment=_environment())
+        code = job.wait()
         if not stopped:
             log(f"the server ended with exit code {code}", "rollouts")
             short = short + 1 if time.monotonic() - started < _SHORT_SECONDS else 0

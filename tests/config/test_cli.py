@@ -25,7 +25,6 @@ PARTS_OF_TOOLS = {
     "lab.benchmark.peers.trainer_loop",
     "lab.benchmark.peers.trl_loop",
     "lab.gpu_check.machine",
-    "training.rollouts.reward_worker",
 }
 LOAD_DEEPSPEED = {"tools.analyze.survey", "lab.benchmark.overhead", "tools.parity.steps"}
 

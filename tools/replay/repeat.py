@@ -33,8 +33,8 @@ _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha
 _NOISE = 10.0
 """Where sums have no fixed order, a step may differ from the record by this factor times the repeats' difference."""
 _REPEATS = 3
-"""Largest number of further repeats. Two repeats may agree by chance: with a single one, 5.5% of sound steps with normal
-errors would exceed ten times the difference, with three 0.06%."""
+"""Largest number of further repeats. Two may agree by chance: with a single one, 5.5% of sound steps with normal errors
+would exceed ten times the difference, with three 0.06%."""
 
 Log = Callable[[str], object]
 

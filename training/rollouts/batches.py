@@ -8,7 +8,9 @@ from the answers of all.
 """
 
 import json
+import math
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -35,12 +37,11 @@ from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.rollouts import rollouts as files
-from training.rollouts.gap import Gap, by_position
+from training.rollouts.gap import Gap
 from training.rollouts.remedies import Remedies
-from training.rollouts.reward_worker import digest
-from training.rollouts.rewards import Rewards
+from training.rollouts.rewards import Reward, Rewards, digest
 from training.rollouts.rollouts import Rollouts, padded
-from training.rollouts.sync import Synced, require_start, synchronise
+from training.rollouts.sync import bit_sums, require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
@@ -79,6 +80,7 @@ class RolloutBatches(Batches):
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
             require_start(engine, self._reference)
+            self._start = bit_sums(self._reference)
         self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
         engine.adjustable = self._remedies
         self._gap = Gap(self._section.max_gap)
@@ -101,17 +103,19 @@ class RolloutBatches(Batches):
         if self._held is None or self._held[0] != prompts.position:
             self._held = prompts.position, self._answered(prompts)
         found = self._held[1]
+        if found.samples.tolist() != prompts.sample_ids.tolist():
+            raise PrecisionError("the answers are to other prompts than this step's; nothing was learned")
         objective: Any = self._engine.objective
-        objective.facts = self._remedies.note(files.facts_of(found))
+        objective.facts = self._remedies.note(found.facts)
         return self._batch(prompts, found, position=self._position - 1)
 
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:
         """Batches of answers to held-out prompts, by the present weights and the same random numbers each time."""
-        synced = synchronise(self._engine, self.sampler)
+        version = synchronise(self._engine, self.sampler)
         objective: Any = self._engine.objective
         objective.facts = {}
         for batch in prompts:
-            found = self._sampled(batch, shards, synced, f"validation {batch.position}")
+            found = self._sampled(batch, shards, version, f"validation {batch.position}")
             found = files.interleaved(self._engine.world.gather_objects(found))
             self._examples = self._examples or self._in_words(found)
             yield self._batch(batch, found, position=batch.position, evaluates=True)
@@ -138,25 +142,28 @@ class RolloutBatches(Batches):
 
     def _answered(self, prompts: Batch) -> Rollouts:
         """The answers of all ranks: from the step's file where its weights are these, else sampled now."""
-        step, world = prompts.position * self._section.updates + 1, self._engine.world
-        synced = synchronise(self._engine, self.sampler)
+        step, world, started = prompts.position * self._section.updates + 1, self._engine.world, time.perf_counter()
+        version = synchronise(self._engine, self.sampler)
+        seconds = time.perf_counter() - started
         kept = self._kept(step)
         midway = self._position - 1 >= step or not self._publishes  # the first step on these answers was before
-        fits = kept is not None and kept.rewards.shape[-1] == len(self._rewards.names)
-        if kept is not None and fits and (midway or kept.version == synced.version):
-            self._gap.usual = files.facts_of(kept).get("gap/self_usual")
-            return kept
+        if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
+            fits = kept.rewards.shape[-1] == len(self._rewards.names)
+            if fits and (midway or (kept.version, kept.sources) == (version, self._rewards.sources)):
+                self._gap.usual = kept.facts.get("gap/self_usual")
+                return kept
         if self._gap.usual is None and (before := self._kept(step - self._section.updates)) is not None:
-            self._gap.usual = files.facts_of(before).get("gap/self_usual")
+            self._gap.usual = before.facts.get("gap/self_usual")
         assert isinstance(self._shards, RowShards)
-        own = self._sampled(prompts, self._shards, synced, str(step), resamples=self._section.resamples)
+        own = self._sampled(prompts, self._shards, version, str(step), resamples=self._section.resamples)
         own, self_gaps = self._with_log_probs(own)
         found = files.interleaved(world.gather_objects(own))
-        found = replace(found, facts=json.dumps(self._facts(found, synced, world.gather_objects(self_gaps))))
+        facts = self._facts(found, world.gather_objects(self_gaps)) | {"sync/seconds": seconds}
+        found = replace(found, facts=facts, sources=self._rewards.sources)
         if self._publishes and self._folder is not None and world.is_main:
-            path, sources = files.path_of(self._folder, step), json.dumps(self._rewards.sources)
+            path = files.path_of(self._folder, step)
             try:
-                files.write(path, found, sampler=self.sampler.identity, rewards=sources)
+                files.write(path, found, sampler=self.sampler.identity)
             except OSError as error:
                 self._say(f"not kept, so a resumed run samples anew: {path} ({error.strerror})")
         return found
@@ -168,31 +175,32 @@ class RolloutBatches(Batches):
         found: Rollouts | None = world.from_main(None if path is None else files.read(path))
         return found
 
-    def _sampled(self, prompts: Batch, shards: RowShards, synced: Synced, of: str, *, resamples: int = 0) -> Rollouts:
+    def _sampled(self, prompts: Batch, shards: RowShards, version: str, of: str, *, resamples: int = 0) -> Rollouts:
         """Answers of this rank with their rewards. of: the part of their seeds that names the step.
 
         resamples: most times that groups whose answers all have the same reward are sampled again.
         """
         real = [(place, int(n)) for place, n in enumerate(prompts.input_ids.flatten()) if n != NO_SAMPLE]
         rows = [(self._rank + place * self._world_size, number) for place, number in real]
-        found = self._asked(shards, rows, synced, of)
+        found = self._asked(shards, rows, version, of)
         for attempt in range(1, resamples + 1):
             silent = np.flatnonzero((self._advantages(found) == 0).all(1)).tolist()
             if not silent:
                 break
-            found.put(silent, self._asked(shards, [rows[number] for number in silent], synced, f"{of}/{attempt}"))
+            found.put(silent, self._asked(shards, [rows[number] for number in silent], version, f"{of}/{attempt}"))
         return found
 
-    def _asked(self, shards: RowShards, rows: Sequence[tuple[int, int]], synced: Synced, of: str) -> Rollouts:
+    def _asked(self, shards: RowShards, rows: Sequence[tuple[int, int]], version: str, of: str) -> Rollouts:
         """One group of answers to each row, given as its place in the global batch and its number in `shards`."""
         group, longest = self._section.group_size, self._section.max_new_tokens
-        prompts, columns = zip(*(row_of(shards, number) for _, number in rows), strict=True) if rows else ((), ())
+        prompts, given = zip(*(row_of(shards, number) for _, number in rows), strict=True) if rows else ((), ())
         keys = [f"{self._seed}/{of}/{place}" for place, _ in rows]
         requests = [Request(ids, f"{key}/{k}") for ids, key in zip(prompts, keys, strict=True) for k in range(group)]
-        answers = self.sampler.sample(requests, version=synced.version)
+        answers = self.sampler.sample(requests, version=version)
         self.sampler.require_whole(answers)
+        columns = [self._columns(row) for row in given]
         groups = [answers[first : first + group] for first in range(0, len(answers), group)]
-        rewards, seen = self._rewards.of([self._arguments(*given) for given in zip(columns, groups, strict=True)])
+        rewards = self._rewards.of([self._arguments(*pair) for pair in zip(columns, groups, strict=True)])
         for problem in self._rewards.problems:
             self._say(f"rewards: no reward by {problem}; later ones are counted (reward/none)")
         scores = padded([answer.log_probs for answer in answers], longest, np.float32).reshape(-1, group, longest)
@@ -205,10 +213,10 @@ class RolloutBatches(Batches):
             ended=np.array([answer.ended for answer in answers], dtype=bool).reshape(-1, group),
             sampler=scores,
             old=np.zeros_like(scores),
-            rewards=rewards.reshape(len(rows), group, len(self._rewards.names)),
-            version=synced.version,
+            rewards=np.full((len(rows), group, len(self._rewards.names)), np.nan),
+            version=version,
         )
-        self._require_rows(found, seen, shards)
+        self._take_rewards(found, rewards, columns)
         return found
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -217,39 +225,40 @@ class RolloutBatches(Batches):
         prompt = row.get("prompt", row.get("messages", row.get("conversations")))
         return {key: columns[key] for key in columns if key not in ("prompt", "completion")} | {"prompts": prompt}
 
-    def _arguments(self, row: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The arguments of a reward function for the answers to one prompt, TRL's among them."""
-        columns, ids = self._columns(row), [answer.ids.tolist() for answer in answers]
-        completions: list[Any] = [self._tokenizer.decode(own, skip_special_tokens=True) for own in ids]
-        if not isinstance(columns["prompts"], str):
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        repeated = {key: [value] * len(ids) for key, value in columns.items()}
-        return {**repeated, "completions": completions, "completion_ids": ids}
+    def _completion(self, columns: dict[str, Any], ids: list[int]) -> Any:
+        """An answer as reward functions get it: a text, or messages where the prompt is messages."""
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text if isinstance(columns["prompts"], str) else [{"role": "assistant", "content": text}]
 
-    def _require_rows(self, found: Rollouts, seen: Sequence[Any], shards: RowShards) -> None:
-        """Raises PrecisionError where a function was given another row than that of the prompt, or another answer."""
-        rows = [digest(self._columns(row_of(shards, int(number))[1])) for number in found.samples]
-        for place, ((n, k), length) in enumerate(np.ndenumerate(found.lengths)):
-            right = [rows[n], digest(found.answers[n, k, :length].tolist())]
-            for given in seen[place :: found.lengths.size]:
-                if given not in (None, right):
-                    saw = f"row {found.samples[rows.index(given[0])]}" if given[0] in rows else "an unknown row"
-                    saw += " and the answer to another prompt" if given[0] == right[0] else ""
-                    text = f"rewards saw {saw} for the prompt of row {found.samples[n]}; nothing was learned"
+    def _arguments(self, columns: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
+        """The arguments of a reward function for the answers to one prompt, TRL's among them."""
+        ids = [answer.ids.tolist() for answer in answers]
+        repeated = {key: [value] * len(ids) for key, value in columns.items()}
+        return {**repeated, "completions": [self._completion(columns, own) for own in ids], "completion_ids": ids}
+
+    def _take_rewards(self, found: Rollouts, rewards: Sequence[Sequence[Reward]], columns: Sequence[Any]) -> None:
+        """Fill in the rewards. Raises PrecisionError where a function was given another row than that of the prompt, or
+        another answer than the one that is learned from."""
+        rows = [digest(own) for own in columns]
+        for place, (n, k) in enumerate(np.ndindex(found.lengths.shape)):
+            ids = found.answers[n, k, : found.lengths[n, k]].tolist()
+            right = rows[n], digest([ids, self._completion(columns[n], ids)])
+            for number, (value, saw) in enumerate(by_answer[place] for by_answer in rewards):
+                if saw is not None and saw != (self._rewards.names[number], *right):
+                    what = f"row {found.samples[rows.index(saw[1])]}" if saw[1] in rows else "an unknown row"
+                    what += " with another answer, or as another function" if saw[1] == right[0] else ""
+                    text = f"rewards saw {what} for the prompt of row {found.samples[n]}; nothing was learned"
                     raise PrecisionError(text)
+                found.rewards[n, k, number] = math.nan if saw is None else value
 
     def _in_words(self, found: Rollouts) -> str:
         """EXAMPLES prompts with their first answers as text, of which no part is longer than EXAMPLE_CHARACTERS."""
-        totals, parts = self._rewards.total(found.rewards), []
-        for place in range(min(EXAMPLES, len(found.samples))):
-            tokens = (
-                found.prompts[place, : found.prompt_lengths[place]],
-                found.answers[place, 0, : found.lengths[place, 0]],
-            )
-            asked, said = (self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in tokens)
-            known = totals[place][~np.isnan(totals[place])]
-            mean = f"{known.mean():.4g}" if len(known) else "none"
-            about = f"reward {totals[place, 0]:.4g} (mean of {len(totals[place])}: {mean})"
+        parts = []
+        for n, group in enumerate(self._rewards.total(found.rewards)[:EXAMPLES]):
+            tokens = found.prompts[n, : found.prompt_lengths[n]], found.answers[n, 0, : found.lengths[n, 0]]
+            asked, said = (self._tokenizer.decode(ids.tolist()) for ids in tokens)  # as sampler and trainer have them
+            mean = _mean(group) if not np.isnan(group).all() else math.nan
+            about = f"reward {group[0]:.4g} (mean of {len(group)}: {mean:.4g})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
         return "\n".join(parts)
 
@@ -271,9 +280,9 @@ class RolloutBatches(Batches):
             length = padded_length(ends[rows], self._longest)
             again[rows, :length] = self._scored(inputs[rows, :length], labels[rows, :length], len(rows))
         ids, targets = (torch.from_numpy(values[head]).to(self._engine.world.device) for values in (inputs, labels))
-        with torch.no_grad(), self.sampler.in_fp32() as model:
-            given = {"input_ids": ids, _TARGETS: targets}
-            wide = answer_log_probs(model, given, self._section.temperature).cpu().numpy()[first]
+        with torch.no_grad():
+            given, temperature = {"input_ids": ids, _TARGETS: targets}, self._section.temperature
+            wide = answer_log_probs(self.sampler.in_fp32(), given, temperature).cpu().numpy()[first]
         drawn, scored = own.sampler[own.mask][: len(wide)], old[head][first]
         own.old[own.mask] = old[where]
         return own, [again[first] - scored, wide - scored, wide - drawn]
@@ -296,6 +305,10 @@ class RolloutBatches(Batches):
         batch = batch_of(0, mine.reshape(-1), mine, inputs, inputs, {_TARGETS: labels})
         compute, engine = partial(answer_log_probs, temperature=self._section.temperature), self._engine
         if reference and self._reference is not None:
+            if bit_sums(self._reference.eval()) != self._start:
+                raise PrecisionError(
+                    "the reference of grpo.beta has other weights than at the start; nothing was learned"
+                )
             with torch.no_grad():
                 found = [compute(self._reference, given) for given, _ in batch.micro_batches(engine.world.device)]
         else:
@@ -304,7 +317,7 @@ class RolloutBatches(Batches):
         scores: np.ndarray = torch.cat(found).cpu().numpy()
         return scores
 
-    def _facts(self, found: Rollouts, synced: Synced, self_gaps: list[list[np.ndarray]]) -> dict[str, float]:
+    def _facts(self, found: Rollouts, self_gaps: list[list[np.ndarray]]) -> dict[str, float]:
         """Metrics of the step over all ranks."""
         facts = {"length": float(found.lengths.mean()), "truncated": 1 - float(found.ended.mean())}
         if self._rewards.names:
@@ -314,11 +327,7 @@ class RolloutBatches(Batches):
             facts["reward/no_signal"] = float((self._advantages(found) == 0).all(1).mean())
         for number, name in enumerate(self._rewards.names if len(self._rewards.names) > 1 else ()):
             facts[f"reward/{name.rpartition(':')[2]}"] = _mean(found.rewards[..., number])
-        apart, mask = found.old - found.sampler, found.mask
-        facts |= self._gap.measure([d[real] for d, real in zip(apart, mask, strict=True)], self_gaps)
-        quarters = by_position([apart[where][mask[where]] for where in np.ndindex(found.lengths.shape)])
-        facts |= {f"gap/k3_quarter_{number}": k3 for number, k3 in enumerate(quarters, 1)}
-        return facts | {"sync/seconds": synced.seconds, "sync/tensors": float(synced.tensors)}
+        return facts | self._gap.measure(found.old - found.sampler, found.mask, self_gaps)
 
     def _batch(self, prompts: Batch, found: Rollouts, *, position: int, evaluates: bool = False) -> Batch:
         """This rank's micro-batches of the answers of all ranks."""
@@ -329,21 +338,20 @@ class RolloutBatches(Batches):
         counts = [torch.from_numpy(part.lengths) for part in (own, found)]
         further: dict[str, np.ndarray] = {}
         if self._by_rewards:
-            further = {REWARD: np.nan_to_num(self._rewards.total(own.rewards)), ENDED: own.ended}
-            further |= {} if evaluates else {ADVANTAGE: self._advantages(own)}
-            further = {name: values.reshape(-1).astype(np.float32) for name, values in further.items()}
+            further = {REWARD: np.nan_to_num(self._rewards.total(own.rewards)).ravel(), ENDED: own.ended.ravel()}
             counts = [torch.ones_like(count) if evaluates else counted_by_answer(count, section) for count in counts]
         if self._by_rewards and not evaluates:
+            further[ADVANTAGE] = self._advantages(own).ravel()
             for name, values in ((OLD, own.old), (SAMPLER, own.sampler)):
-                further[name] = np.zeros(labels.shape, dtype=np.float32)
+                further[name] = np.zeros(labels.shape)
                 further[name][labels != IGNORED_LABEL] = values[own.mask]
             if section.beta:
                 further[REFERENCE] = self._scored(inputs, labels, micro, reference=True)
 
         def whole(values: np.ndarray, fill: int = 0) -> np.ndarray:
             """Add rows of padding, of which a validation set's last batch has some."""
-            more = np.full((rows - len(values), *values.shape[1:]), fill, dtype=values.dtype)
-            return np.concatenate([values, more])
+            more = [(0, rows - len(values)), *[(0, 0)] * (values.ndim - 1)]
+            return np.pad(values, more, constant_values=fill)
 
         return batch_of(
             position,
@@ -351,7 +359,7 @@ class RolloutBatches(Batches):
             np.zeros((rows // micro, micro), dtype=np.int64),
             whole(inputs),
             whole(labels, IGNORED_LABEL),
-            {name: whole(values) for name, values in further.items()},
+            {name: whole(values.astype(np.float32)) for name, values in further.items()},
             label_tokens=int(counts[0].sum()),
             label_tokens_of_all=int(counts[1].sum()),
             counts=whole(counts[0].numpy().reshape(-1)).reshape(-1, micro),

@@ -37,38 +37,33 @@ class Gap:
         self.usual: float | None = None
         """The self-gap's average; a resumed run takes it from the last step's file."""
 
-    def measure(self, apart: Sequence[np.ndarray], self_gaps: Sequence[Sequence[np.ndarray]]) -> dict[str, float]:
-        """Metrics of a step. apart: d of the tokens of each prompt's answers. self_gaps: by rank, d of the trainer and
-        both recomputations, and of the sampler and FP32. All ranks measure the same."""
-        tokens = np.concatenate(apart).astype(np.float64)
+    def measure(
+        self, apart: np.ndarray, mask: np.ndarray, self_gaps: Sequence[Sequence[np.ndarray]]
+    ) -> dict[str, float]:
+        """Metrics of a step. apart: (prompts, group, tokens) d, where `mask` is true. self_gaps: by rank, d of the
+        trainer and both recomputations, and of the sampler and FP32. All ranks measure the same."""
+        apart = apart.astype(np.float64)
+        tokens, excess = apart[mask], np.expm1(apart) - apart
         shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
         own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))
         self.usual = own if self.usual is None else _MEMORY * self.usual + (1 - _MEMORY) * own
         reference = max(own, self.usual)
-        mean, size = float(tokens.mean()), float(np.abs(tokens).mean())
-        excess = [np.expm1(part.astype(np.float64)) - part for part in apart]
-        k3 = _k3(tokens)
-        one_sided = abs(mean) / size if size else 0.0
+        k3, mean, size = _k3(tokens), float(tokens.mean()), float(np.abs(tokens).mean())
         judged = len(apart) > 1 and size > math.sqrt(2 * FLOOR)
-        beyond = (abs(mean) - _errors(len(apart)) * _error(apart, mean)) / size if judged else 0.0
+        beyond = (abs(mean) - _errors(len(apart)) * _error(apart, mask, mean)) / size if judged else 0.0
+        further = max(0.0, k3 - _error(excess, mask, k3)) / (self._bound * reference)
         found = {
             "gap/k1": -mean,
             "gap/k3": k3,
             "gap/largest": float(np.abs(tokens).max()),
-            "gap/one_sided": one_sided,
+            "gap/one_sided": abs(mean) / size if size else 0.0,
             "gap/self_k3": own,
             "gap/self_usual": self.usual,
             "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
+            "gap/of_bound": max(further, beyond / ONE_SIDED),
         }
-        further = max(0.0, k3 - _error(excess, k3)) / (self._bound * reference)
-        return found | {"gap/of_bound": max(further, beyond / ONE_SIDED)}
-
-
-def by_position(apart: Sequence[np.ndarray], bins: int = 4) -> list[float]:
-    """k3 over equal parts of the answers, from their start to their end. apart: d of each answer."""
-    places = [np.arange(len(part)) * bins // len(part) for part in apart]
-    tokens, place = np.concatenate(apart), np.concatenate(places)
-    return [_k3(tokens[place == number]) for number in range(bins)]
+        quarter = np.arange(mask.shape[-1]) * 4 // mask.sum(-1, keepdims=True)
+        return found | {f"gap/k3_quarter_{n + 1}": _k3(apart[mask & (quarter == n)]) for n in range(4)}
 
 
 def _errors(prompts: int) -> float:
@@ -80,10 +75,10 @@ def _errors(prompts: int) -> float:
     return math.sqrt(prompts / free) * (3 + 7.5 / free + 17.25 / free**2 + 30.19 / free**3)
 
 
-def _error(parts: Sequence[np.ndarray], mean: float) -> float:
-    """Standard error of the mean over all tokens. parts: of each prompt."""
-    squares = sum(float((part - mean).sum()) ** 2 for part in parts)
-    return math.sqrt(squares) / sum(map(len, parts))
+def _error(values: np.ndarray, mask: np.ndarray, mean: float) -> float:
+    """Standard error of the mean over all tokens, from the sums of each prompt's."""
+    sums = np.where(mask, values - mean, 0.0).sum((1, 2))
+    return math.sqrt(float((sums**2).sum())) / int(mask.sum())
 
 
 def _k3(apart: np.ndarray) -> float:

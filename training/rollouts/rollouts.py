@@ -7,7 +7,7 @@ say now.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ class Rollouts:
     sampler: np.ndarray  # (prompts, group, tokens) float32: the sampler's log-probabilities
     old: np.ndarray  # (prompts, group, tokens) float32: the trainer's
     rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
-    version: str = ""  # `Synced.version` of the weights that they were sampled with
-    facts: str = "{}"  # metrics of the step as JSON
+    version: str = ""  # `synchronise`'s, of the weights that they were sampled with
+    facts: dict[str, float] = field(default_factory=dict)  # metrics of the step
+    sources: dict[str, str] = field(default_factory=dict)  # name of a reward function to the sha256 of its file
 
     @property
     def mask(self) -> np.ndarray:
@@ -74,20 +75,20 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:06d}.safetensors"
 
 
-def write(path: Path, rollouts: Rollouts, **facts: str) -> None:
-    """Publish the file. facts: further metadata. Raises OSError."""
+def write(path: Path, rollouts: Rollouts, *, sampler: str) -> None:
+    """Publish the file. sampler: its name and version. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
-    said = {"version": rollouts.version, "facts": rollouts.facts, **facts}
+    said = {"version": rollouts.version, "sampler": sampler}
+    said |= {"facts": json.dumps(rollouts.facts), "rewards": json.dumps(rollouts.sources)}
     write_arrays(path, {name: getattr(rollouts, name) for name in _ARRAYS}, said)
 
 
 def read(path: Path) -> Rollouts | None:
     """The file's answers; None where it is missing or damaged, and they are sampled again."""
     found = read_arrays(path)
-    return None if found is None else Rollouts(**found[0], version=found[1]["version"], facts=found[1]["facts"])
-
-
-def facts_of(rollouts: Rollouts) -> dict[str, float]:
-    """The metrics of the step."""
-    found: dict[str, float] = json.loads(rollouts.facts)
-    return found
+    if found is None:
+        return None
+    arrays, said = found
+    return Rollouts(
+        **arrays, version=said["version"], facts=json.loads(said["facts"]), sources=json.loads(said["rewards"])
+    )

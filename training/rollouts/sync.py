@@ -1,19 +1,20 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
 The trainer's side of the comparison is the weights that its own modules compute with, tensor by tensor, and under every
-name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit. A
-difference is answered by sending everything once more, and then ends the run, naming the tensors.
+name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit, and so
+are the numbers that modules compute with beside their weights. A difference is answered by sending everything once
+more, and then ends the run, naming the tensors.
 """
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from training.engine import Engine
+from training.engine.flips import bit_sum
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
 from training.rollouts.transformers_sampler import TransformersSampler, differing_from, digest
@@ -22,22 +23,15 @@ _ATTEMPTS = 2
 _NAMED = 5
 
 
-class NotSynced(PrecisionError):
-    """The sampler computes with other weights than the trainer."""
+def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
+    """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises PrecisionError.
 
-
-class Synced(NamedTuple):
-    """A sync that was proven."""
-
-    version: str
-    """Hash over names and hashes of all tensors: of these weights and no others."""
-    tensors: int
-    seconds: float
-
-
-def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
-    """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises NotSynced."""
-    started, world, wrong = time.perf_counter(), engine.world, list[str]()
+    The version of these weights and no others: a hash over names and hashes of all tensors.
+    """
+    world, numbers = engine.world, _numbers(engine.model)
+    other = [name for name, value in _numbers(sampler.model).items() if numbers.get(name, value) != value]
+    if other:
+        raise PrecisionError(f"the sampler has other settings than the trainer: {_shown(other)}; nothing was sampled")
     for _ in range(_ATTEMPTS):
         share: dict[str, str] = {}
         sampler.receive(_weights(engine, share, sampler.frozen))
@@ -45,29 +39,48 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> Synced:
         own = sampler.differing(_weights(engine), expected)
         wrong = sorted({name for names in world.gather_objects(own) for name in names})
         if not wrong:
-            break
-    else:
-        raise NotSynced(
-            f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
-            f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
-        )
-    text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
-    version = hashlib.sha256(text.encode()).hexdigest()
-    return Synced(version, len(expected), time.perf_counter() - started)
+            text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
+            return hashlib.sha256(text.encode()).hexdigest()
+    raise PrecisionError(
+        f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
+        f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
+    )
 
 
 def require_start(engine: Engine, reference: PreTrainedModel) -> None:
-    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises NotSynced."""
+    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises
+    PrecisionError."""
     wrong = differing_from(reference, _weights(engine))
     if wrong:
-        raise NotSynced(
+        raise PrecisionError(
             f"the reference of grpo.beta has another dtype or other weights than the trainer at the start in "
             f"{len(wrong)} tensors: {_shown(wrong)}; nothing was sampled"
         )
 
 
+def bit_sums(model: PreTrainedModel) -> list[int]:
+    """A sum over the bits of each weight: one that changes has another."""
+    found: list[int] = torch.stack([bit_sum(value.view(-1)) for value in model.parameters()]).tolist()
+    return found
+
+
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _numbers(model: torch.nn.Module) -> dict[str, Any]:
+    """What modules compute with beside their weights: numbers, such as an adapter's scale or a window, and buffers."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if {"dynamic", "longrope"} & {getattr(module, "rope_type", None)}:  # which depend on what was computed before
+            continue
+        for key, value in vars(module).items():
+            kinds = {type(part) for part in (value.values() if type(value) is dict else [value])}
+            if kinds and kinds <= {int, float}:
+                found[f"{name}.{key}"] = value
+        for key, buffer in module.named_buffers(recurse=False):
+            found[f"{name}.{key}"] = int(bit_sum(buffer.detach().clone().view(-1)))
+    return found
 
 
 def _weights(

@@ -6,8 +6,7 @@ has another, in servers. Token ids go in and come out, never text; every rank as
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,28 +14,35 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
+from torch.func import functional_call
 from transformers import PretrainedConfig, PreTrainedModel
 
 from config.resolved import Resolved
 from config.schema import GrpoSection
 from config.task import model_class_of
-from data.corpora.sampler import splitmix
+from data.corpora.sampler import uniforms
 from modeling.adapter import add_adapter
 from modeling.build import build_model
+from modeling.objectives.objective import Forward
 from precision.routers import compute_routers_in_fp32
 from training.distributed import World
 from training.engine import Engine
+from training.engine.flips import as_integers
 from training.engine.ledger import PrecisionError
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Name and whole tensor of every parameter, in the dtype that the trainer computes with; a tied one under each name."""
 
+PERSON = b"mantissa-answer"
+"""Keeps the random numbers of an answer apart from others of the same key."""
+_NEVER_TWICE = -30.0
+"""[nats] Log-probability of an answer below which two of a group are equal less than once in 1e13 pairs."""
+
 
 class Request(NamedTuple):
     """One answer to be sampled."""
 
-    prompt: np.ndarray
-    """(n,) int64"""
+    prompt: np.ndarray  # (n,) int64
     key: str
     """Seed of this answer and no other: whatever else is sampled beside it, it draws the same random numbers."""
 
@@ -46,8 +52,7 @@ class Answer(NamedTuple):
 
     ids: np.ndarray
     """(n,) int64, an end token included where it has ended; 1 <= n <= grpo.max_new_tokens."""
-    log_probs: np.ndarray
-    """(n,) float32: of each under softmax(logits / temperature), as sampled from."""
+    log_probs: np.ndarray  # (n,) float32: of each under softmax(logits / temperature), as sampled from
     ended: bool
     """False where it was cut off at its length. Only this says so: an end token is a token like any other."""
 
@@ -61,9 +66,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit are equal."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.equal(*(x.detach().reshape(-1).view(bits) for x in (one, other)))
+    return alike and torch.equal(as_integers(one), as_integers(other))
 
 
 def differing_from(model: PreTrainedModel, weights: Weights) -> list[str]:
@@ -80,13 +84,11 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
         model = add_adapter(model, config.adapter, seed=seed, model_class=model_class_of(config))
     if resolved.compute != "fp32" and config.precision.routers == "fp32":
         compute_routers_in_fp32(model)
-    dtypes = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
-    for name, parameter in model.named_parameters():
+    for own, trained in zip(model.parameters(), engine.model.parameters(), strict=True):
         # a copy, since memory that is mapped from files is unaligned: kernels would add in another order
-        parameter.data = parameter.data.to(engine.world.device, dtypes[name], copy=True)
-    buffers = dict(engine.model.named_buffers())
-    for name, buffer in model.named_buffers():
-        buffer.data = buffers[name].detach().clone()
+        own.data = own.data.to(engine.world.device, trained.dtype, copy=True)
+    for buffer, its in zip(model.buffers(), engine.model.buffers(), strict=True):
+        buffer.data = its.detach().clone()
     return model.eval().requires_grad_(False)
 
 
@@ -105,17 +107,28 @@ class TransformersSampler:
         self._takes_positions = "position_ids" in signature(model.forward).parameters
 
     def require_whole(self, answers: Sequence[Answer]) -> None:
-        """Raises PrecisionError for an answer that does not end where its end token is, or else at its longest."""
+        """Raises PrecisionError for an answer that does not end where its end token is, or else at its longest, that
+        has no log-probabilities, or that a seed of its own would not have drawn once more in its group."""
+        size, problem = self._section.group_size, ""
         for number, (ids, log_probs, ended) in enumerate(answers):
             ends = np.isin(ids, self._ends)
             full = len(ids) == self._section.max_new_tokens
+            before = answers[number - number % size : number]
             if ends[:-1].any() or ends[-1] != ended or not (ended or full) or len(ids) != len(log_probs):
-                at = np.flatnonzero(ends).tolist()
-                raise PrecisionError(
-                    f"the sampler cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at {at}, "
-                    f"and ended = {ended}, where it ends with its first end token or has grpo.max_new_tokens = "
-                    f"{self._section.max_new_tokens}; nothing was learned"
+                problem = (
+                    f"cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at "
+                    f"{np.flatnonzero(ends).tolist()}, and ended = {ended}, where it ends with its first end token or "
+                    f"has grpo.max_new_tokens = {self._section.max_new_tokens}"
                 )
+            elif not np.isfinite(log_probs).all():
+                problem = f"says a log-probability that is not finite of answer number {number}"
+            elif log_probs.sum() < _NEVER_TWICE and any(np.array_equal(ids, other.ids) for other in before):
+                problem = (
+                    f"repeated answer number {number} in its group, whose probability is e^{log_probs.sum():.0f}: "
+                    "seeds are not the samples' own"
+                )
+            if problem:
+                raise PrecisionError(f"the sampler {problem}; nothing was learned")
 
     @torch.no_grad()
     def receive(self, weights: Weights) -> None:
@@ -131,7 +144,7 @@ class TransformersSampler:
         return differing_from(self.model, weights)
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
-        """Answers in the order of the requests, by the weights of that version (`Synced.version`)."""
+        """Answers in the order of the requests, by the weights of that version (`synchronise`)."""
         size = self._section.at_once
         parts = (requests[first : first + size] for first in range(0, len(requests), size))
         return [answer for part in parts for answer in self._drawn(part)]
@@ -139,7 +152,8 @@ class TransformersSampler:
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
         device, rows, most = self.model.device, len(requests), self._section.max_new_tokens
-        numbers = torch.from_numpy(np.stack([uniforms(request.key, most) for request in requests])).to(device)
+        draws = [uniforms(request.key, most, person=PERSON) for request in requests]
+        numbers = torch.from_numpy(np.stack(draws)).to(device)
         longest = max(len(request.prompt) for request in requests)
         ids = torch.zeros(rows, longest, dtype=torch.int64)
         seen = torch.zeros(rows, longest + most, dtype=torch.int64, device=device)
@@ -150,10 +164,9 @@ class TransformersSampler:
         padded = bool((seen == 0).any())
         positions = (seen.cumsum(1) - 1).clamp(min=0)
         ids, past, first = ids.to(device), None, 0
-        open_rows = torch.ones(rows, dtype=torch.bool, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
         ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
         drawn, found = [], []
-        lengths = torch.full((rows,), most, device=device)
         for step in range(most):
             last = first + ids.shape[1]
             given: dict[str, Any] = {"attention_mask": seen[:, :last]} if padded else {}
@@ -166,31 +179,20 @@ class TransformersSampler:
             ids = torch.searchsorted(reached, place, right=True).clamp_(max=reached.shape[-1] - 1)
             drawn.append(ids)
             found.append(log_probs.gather(1, ids))
-            ending = open_rows & torch.isin(ids[:, 0], ends)
-            lengths[ending] = step + 1
-            open_rows &= ~ending
-            if not bool(open_rows.any()):
+            ended |= torch.isin(ids[:, 0], ends)
+            if bool(ended.all()):
                 break
         tokens, scores = torch.cat(drawn, 1).cpu().numpy(), torch.cat(found, 1).cpu().numpy()
-        rows_of = zip(tokens, scores, lengths.tolist(), open_rows.tolist(), strict=True)
-        return [Answer(row[:count], own[:count], not cut_off) for row, own, count, cut_off in rows_of]
+        stops = np.isin(tokens, self._ends)
+        counts = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, most)
+        answers = zip(tokens, scores, counts, ended.tolist(), strict=True)
+        return [Answer(row[:count], own[:count], stopped) for row, own, count, stopped in answers]
 
-    @contextmanager
-    def in_fp32(self) -> Iterator[PreTrainedModel]:
-        """The copy computing in FP32 with the values that its weights have; afterwards they are what they were."""
-        module: Any = self.model
-        held = [(tensor, tensor.data) for tensor in (*module.parameters(), *module.buffers())]
-        module.to(dtype=torch.float32)
-        try:
-            yield self.model
-        finally:
-            for tensor, data in held:
-                tensor.data = data
+    def in_fp32(self) -> Forward:
+        """The copy's forward pass in FP32, with the values that its weights have."""
+        named = (*self.model.named_parameters(), *self.model.named_buffers())
+        wide = {name: value.float() if value.is_floating_point() else value for name, value in named}
+        return lambda **given: functional_call(self.model, wide, kwargs=given)
 
     def close(self) -> None:
         """Nothing is held but the model."""
-
-
-def uniforms(key: str, count: int) -> np.ndarray:
-    """(count,) float64 in [0, 1): the random numbers of the answer with that key."""
-    return (splitmix(key, count, person=b"mantissa-answer") >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -7,22 +7,18 @@ answers it, and every answer carries the label that it was sampled under. A serv
 another label is waited for, given the same weights again, proven again, and asked again with the same seeds.
 """
 
-import http.client
-import json
 import secrets
 import socket
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,15 +28,24 @@ from transformers import PreTrainedModel
 from config.errors import UserError, one_line
 from config.printable import printable
 from config.schema import GrpoSection
+from data.corpora.sampler import splitmix
+from modeling.adapter import NAME, base_name
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
-from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, Weights, digest
+from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
 
-_ASK_SECONDS = 600.0
-"""Time limit of one request, after which the server counts as hung."""
-_SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
+_CLIENT = httpx.Client(timeout=600.0)
+"""Its time limit is that of one request, after which the server counts as hung."""
+_SAMPLING: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "logprobs": 0,
+    "detokenize": False,
+    "ignore_eos": True,
+}
 
 
 class ServerError(RuntimeError):
@@ -120,17 +125,15 @@ class VllmSampler(TransformersSampler):
 
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """Tensors in which any server computes with other weights, by their digests. A collective."""
-
-        def ask() -> list[dict[str, str]]:
-            return [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
-
         wrong: list[str] = []
         adapted = any(".lora_" in name for name in expected)
         if adapted:  # the copy has the trainer's factors, and the server computes with what they merge to
             wrong = super().differing(weights, expected)
             expected = {name: digest(value) for name, value in self._whole().items()}
         self._proven = dict(expected)
-        found = self._world.on_main(ask)
+        found = self._world.on_main(
+            lambda: [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
+        )
         return wrong + [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
 
     @torch.no_grad()
@@ -141,22 +144,21 @@ class VllmSampler(TransformersSampler):
             layer, _, key = name.partition(".base_layer.")
             if key == "weight":
                 adapted: Any = self.model.get_submodule(layer)
-                value = (value.float() + adapted.get_delta_weight("default").float()).to(value.dtype)
+                value = (value.float() + adapted.get_delta_weight(NAME).float()).to(value.dtype)
             if ".lora_" not in name:
-                found[name.replace(".base_layer.", ".")] = value
+                found[base_name(name)] = value
         return found
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError where the server stays away."""
         answers: list[Answer] = []
 
-        def ask(url: str) -> None:
+        def ask(url: str) -> list[Answer]:
             with ThreadPoolExecutor(self._section.at_once) as pool:
-                for answer in pool.map(lambda request: self._answer(request, version), requests[len(answers) :]):
-                    answers.append(answer)
+                answers.extend(pool.map(lambda request: self._answer(request, version), requests[len(answers) :]))
+            return answers
 
-        self._patiently(self._own, ask, self._restore)
-        return answers
+        return self._patiently(self._own, ask, self._restore)
 
     def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
         """The answer of a server, which is asked again for as long as the run waits for it, after `recover` each time.
@@ -211,9 +213,9 @@ class VllmSampler(TransformersSampler):
                 raise ServerError("it computes with other weights than those that were proven")
 
     def _answer(self, request: Request, version: str) -> Answer:
-        section, seed = self._section, int.from_bytes(blake2b(request.key.encode(), digest_size=7).digest(), "little")
-        sampling: dict[str, Any] = {"max_tokens": section.max_new_tokens, "seed": seed, **_SAMPLING}
-        sampling |= {"temperature": section.temperature, "stop_token_ids": self._ends}
+        section, seed = self._section, int(splitmix(request.key, 1, person=PERSON)[0] >> np.uint64(1))
+        sampling = {"max_tokens": section.max_new_tokens, "temperature": section.temperature, "seed": seed, **_SAMPLING}
+        sampling["stop_token_ids"] = self._ends
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
@@ -242,16 +244,13 @@ def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
 
     Raises ServerError; UserError where the server is there and refuses what it is asked.
     """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=_ASK_SECONDS) as answer:
-            text = answer.read()
-            return json.loads(text) if text else None
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read(2000).decode(errors="replace").split())[:300]
-        if error.code < 500:
-            raise UserError(f"grpo.urls: {url}{path}: {error.code} {said}; start it by launch.rollouts") from None
-        raise ServerError(f"{path}: {error.code} {said}") from None
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise ServerError(f"{path}: {getattr(error, 'reason', None) or error or type(error).__name__}") from None
+        answer = _CLIENT.request("GET" if body is None else "POST", url + path, json=body)
+        if answer.is_success:
+            return answer.json() if answer.content else None
+    except (httpx.HTTPError, ValueError) as error:
+        raise ServerError(f"{path}: {error or type(error).__name__}") from None
+    said = f"{answer.status_code} {' '.join(answer.text.split())[:300]}"
+    if answer.is_client_error:
+        raise UserError(f"grpo.urls: {url}{path}: {said}; start it by launch.rollouts")
+    raise ServerError(f"{path}: {said}")

@@ -4,6 +4,7 @@ Joining a group takes a moment, so the processes are started once. A function th
 fails returns its traceback; one that hangs past the time-out costs the group, which is then restarted.
 """
 
+import multiprocessing
 import os
 import pickle
 import sys
@@ -92,6 +93,7 @@ def _answer(pipe: Connection, good: bool, value: Any) -> None:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, port: int) -> None:
+    multiprocessing.current_process().daemon = False  # it starts processes of its own, as train.py does
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
     try:
         import torch

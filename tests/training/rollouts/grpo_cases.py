@@ -191,6 +191,20 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
+def samplings(world: World, *, folder: Path, to: Path, rewards: list[str]) -> list[int]:
+    """How often each session of the same weights asks its sampler for the first step; all keep its answers in `to`."""
+    found = []
+    for name in rewards:
+        given = (f"grpo.rewards=[tests.support.rows.prompts:{name}]",)
+        with session(resolve(folder, overrides=given), world=world) as opened:
+            answers: Any = opened.answers
+            answers.keep_in(to)
+            with patch.object(answers.sampler, "sample", side_effect=answers.sampler.sample) as sample:
+                opened.batches.next_step()
+            found.append(sample.call_count)
+    return found
+
+
 def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **options: Any) -> list[dict[str, Any]]:
     """The `step`, `incident` and `self_check` events of some steps of the loop's own, and of one after a resume."""
     resolved, collector = resolve(folder, **options), Collector()
@@ -222,6 +236,10 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "group split over ranks": (batches, "advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
     "advantages with the wrong sign": (batches, "advantages", lambda right: lambda *given: -right(*given)),
     "tokens counted on this rank": (batches, "counted_by_answer", lambda right: lambda *given: right(*given) // 2),
+    "seeds repeat in every step": (
+        *(batches, "Request"),
+        lambda right: lambda ids, key: right(ids, key.partition("/")[0] + "/".join(key.split("/")[2:])),
+    ),
     "temperature in the loss alone": (
         *(policy, "token_log_probs"),
         lambda right: (
@@ -414,6 +432,78 @@ def _next_answers(opened: Session) -> None:
     answers._rewards.of = rolled
 
 
+def _functions_swapped(opened: Session) -> None:
+    """The rewards of two functions come in the other order."""
+    answers: Any = opened.answers
+    of = answers._rewards.of
+    answers._rewards.of = lambda groups: of(groups)[::-1]
+
+
+def _other_texts(opened: Session) -> None:
+    """Reward functions get the text of the group's next answer, and the right tokens."""
+    answers: Any = opened.answers
+    arguments = answers._arguments
+
+    def shifted(columns: Any, given: Any) -> Any:
+        found = arguments(columns, given)
+        return found | {"completions": found["completions"][1:] + found["completions"][:1]}
+
+    answers._arguments = shifted
+
+
+def _same_seeds(opened: Session) -> None:
+    """All answers of a group have one seed."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: drawn([asked._replace(key=asked.key.rpartition("/")[0]) for asked in requests])
+
+
+def _not_a_number(opened: Session) -> None:
+    """The sampler says nan, which no comparison with a bound finds too large."""
+    sampler: Any = opened.answers.sampler
+    drawn = sampler._drawn
+    sampler._drawn = lambda requests: [
+        answer._replace(log_probs=np.append(answer.log_probs[:-1], np.float32("nan"))) for answer in drawn(requests)
+    ]
+
+
+def _other_scale(opened: Session) -> None:
+    """The sampler adds twice what the adapter makes."""
+    layers = [module for module in opened.answers.sampler.model.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.scaling = {name: 2 * value for name, value in layer.scaling.items()}
+
+
+def _other_rope(opened: Session) -> None:
+    """The sampler has the rotary frequencies of another config."""
+    for name, buffer in opened.answers.sampler.model.named_buffers():
+        buffer.mul_(0.7 if name.endswith("inv_freq") else 1.0)
+
+
+def _moving_reference(opened: Session) -> None:
+    """The reference has the weights that the policy has now."""
+    answers: Any = opened.answers
+    batch = answers._batch
+
+    def moved(*given: Any, **options: Any) -> Any:
+        answers._reference.load_state_dict(opened.engine.model.state_dict())
+        return batch(*given, **options)
+
+    answers._batch = moved
+
+
+def _answers_again(opened: Session) -> None:
+    """A step has the answers of the one before."""
+    answers: Any = opened.answers
+    answered, found = answers._answered, list[Any]()
+
+    def late(prompts: Any) -> Any:
+        found.append(answered(prompts))
+        return found[max(0, len(found) - 2)]
+
+    answers._answered = late
+
+
 def _scored_later(opened: Session) -> None:
     """The trainer scores answers with weights of another step than the one they were sampled with."""
     answers: Any = opened.answers
@@ -446,4 +536,12 @@ FAULTS: dict[str, Callable[[Session], None]] = {
     "scored with other weights": _scored_later,
     "rewards see the row before": _next_row,
     "rewards see other answers": _next_answers,
+    "rewards of another function": _functions_swapped,
+    "rewards see other texts": _other_texts,
+    "one seed for a group": _same_seeds,
+    "log-probabilities that are not finite": _not_a_number,
+    "another scale of the adapter": _other_scale,
+    "another rope": _other_rope,
+    "a reference that follows the policy": _moving_reference,
+    "answers of the step before": _answers_again,
 }

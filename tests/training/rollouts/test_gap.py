@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 
-from training.rollouts.gap import FLOOR, Gap, by_position
+from training.rollouts.gap import FLOOR, Gap
 
 PROMPTS, TOKENS = 16, 96
 
 
 def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
     """The gap over a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
-    return (gap or Gap(3.0)).measure(list(apart), [[own * 0.5, own, own]])
+    return (gap or Gap(3.0)).measure(
+        apart[:, None], np.ones((len(apart), 1, apart.shape[1]), bool), [[own * 0.5, own, own]]
+    )
 
 
 def test_the_estimates_are_those_of_the_definition() -> None:
@@ -59,7 +61,8 @@ def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
     draw = np.random.default_rng(3)
     noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
     gap = Gap(3.0)
-    found = gap.measure(list(draw.normal(0, 0.04, (PROMPTS, TOKENS))), [[noise, noise, rounding]])
+    apart = draw.normal(0, 0.04, (PROMPTS, 1, TOKENS))
+    found = gap.measure(apart, np.ones_like(apart, bool), [[noise, noise, rounding]])
     assert found["gap/of_bound"] > 1
 
 
@@ -68,7 +71,10 @@ def test_exact_agreement_is_none() -> None:
     assert found["gap/of_bound"] == found["gap/one_sided"] == 0 and found["gap/self_k3"] == FLOOR
 
 
-def test_by_position() -> None:
-    assert by_position([np.array([0.0, 0.0, 0.1, 0.2]), np.array([0.0, 0.0, 0.1, 0.2])]) == pytest.approx(
-        [0.0, 0.0, np.expm1(0.1) - 0.1, np.expm1(0.2) - 0.2]
-    )
+def test_quarters_are_those_of_each_answer() -> None:
+    apart = np.array([[[0.0, 0.0, 0.1, 0.2], [0.1, 9.0, 9.0, 9.0]]])
+    mask = np.arange(4) < np.array([[[4], [1]]])
+    found = Gap(3.0).measure(apart, mask, [[apart[0, 0]] * 3])
+    k3 = [np.expm1(d) - d for d in (0.1, 0.1, 0.2)]
+    quarters = [found[f"gap/k3_quarter_{number}"] for number in range(1, 5)]
+    assert quarters == pytest.approx([k3[0] / 2, 0.0, k3[1], k3[2]])

@@ -11,14 +11,16 @@ import pytest
 
 from config.errors import UserError
 from config.schema import GrpoSection
-from training.rollouts.reward_worker import SHIPPED, digest
-from training.rollouts.rewards import Rewards
+from training.rollouts.rewards import SHIPPED, Rewards, digest
 
 OWN = """
-import os, sys, time
+import multiprocessing, os, sys, time
 
 def share(completions, letter, **_):
     print("not an answer")
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
     return [said.count(wanted) / len(said) for said, wanted in zip(completions, letter)]
 
 def fails(completions, **_):
@@ -63,13 +65,22 @@ def rewards_of(opened: list[Rewards], *names: str, **options: Any) -> Rewards:
     return opened[0]
 
 
+def values_of(rewards: Rewards, groups: list[dict[str, Any]]) -> np.ndarray:
+    """(answers, functions)"""
+    return np.array([[value for value, _ in own] for own in rewards.of(groups)]).T
+
+
 def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]) -> None:
     rewards = rewards_of(opened, f"{own}:share", "exact_match", reward_weights=(1.0, 2.0))
     groups = [group | {"answer": ["b"] * 3} for group in GROUPS]
-    found, seen = rewards.of(groups)
+    given = rewards.of(groups)
     rows = [digest({"letter": letter, "answer": "b"}) for letter in "aaabbb"]
-    ids = [ids for group in groups for ids in group["completion_ids"]]
-    assert seen == [[row, digest(own)] for row, own in zip(rows, ids, strict=True)] * 2
+    said = [pair for group in groups for pair in zip(group["completion_ids"], group["completions"], strict=True)]
+    for name, by_answer in zip(rewards.names, given, strict=True):
+        assert [saw for _, saw in by_answer] == [
+            (name, row, digest(pair)) for row, pair in zip(rows, said, strict=True)
+        ]
+    found = values_of(rewards, groups)
     assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
     assert rewards.total(found).tolist() == pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 3])
     assert not rewards.problems and len(rewards.sources[f"{own}:share"]) == 64
@@ -79,21 +90,22 @@ def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]
     ("name", "problem"),
     [
         ("fails", "RuntimeError: broken checker"),
-        ("dies", "the process ended with code 3"),
+        ("dies", "a worker process ended with exit code 3"),
         ("short", "ValueError: returned 1 rewards for 3 completions"),
     ],
 )
 def test_a_function_that_fails_gives_no_reward(own: Path, opened: list[Rewards], name: str, problem: str) -> None:
     rewards = rewards_of(opened, f"{own}:{name}")
-    found, seen = rewards.of(GROUPS)
-    assert np.isnan(found).all() and np.isnan(rewards.total(found)).all() and seen == [None] * 6
+    [given] = rewards.of(GROUPS)
+    assert len(given) == 6 and all(math.isnan(value) and saw is None for value, saw in given)
+    assert np.isnan(rewards.total(np.full((6, 1), np.nan))).all()
     assert rewards.problems == {f"{own}:{name}: {problem}": 2}
 
 
 def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, opened: list[Rewards]) -> None:
     rewards, started = rewards_of(opened, f"{own}:hangs", reward_seconds=1.0), time.monotonic()
     for _ in range(2):
-        found = rewards.of(GROUPS)[0][:, 0]
+        found = values_of(rewards, GROUPS)[:, 0]
         assert found[:3].tolist() == [1.0] * 3 and np.isnan(found[3:]).all()
     assert time.monotonic() - started < 30
     assert rewards.problems == {f"{own}:hangs: no answer in time": 2}
@@ -101,7 +113,7 @@ def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, ope
 
 def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewards]) -> None:
     rewards = rewards_of(opened, f"{own}:odd", "length", reward_options={})
-    found, _ = rewards.of([{**GROUPS[0], "longest": [10] * 3, "slack": [2] * 3}])
+    found = values_of(rewards, [{**GROUPS[0], "longest": [10] * 3, "slack": [2] * 3}])
     assert found[:, 1].tolist() == [0.0, -0.5, -1.0]
     assert [math.isnan(value) for value in found[:, 0]] == [True, True, False]
     assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one

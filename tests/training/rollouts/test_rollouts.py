@@ -25,7 +25,8 @@ def rollouts_of(samples: list[int]) -> Rollouts:
         old=-tokens.astype(np.float32) - 0.5,
         rewards=np.array([[n, np.nan] for n in samples for _ in range(GROUP)]).reshape(-1, GROUP, 2),
         version="v",
-        facts='{"reward": 1.5}',
+        facts={"reward": 1.5},
+        sources={"here:one": "0a"},
     )
 
 

@@ -87,7 +87,7 @@ def test_each_loss_is_trls(algorithm: str, beta: float) -> None:
         inputs = torch.cat([prompts[:, -1:], answers[:, :-1]], 1)
         now = (table[inputs] / 0.9).log_softmax(-1).gather(2, answers[..., None])[..., 0]
     apart = {name: now + spread for name, spread in noise.items()}
-    weight = policy.corrections(apart[policy.OLD] - apart[policy.SAMPLER], section)
+    weight = (apart[policy.OLD] - apart[policy.SAMPLER]).exp().clamp(max=section.correction_high)
     advantage = torch.randn(ROWS)
     rows = {
         "prompt_ids": prompts,

@@ -37,7 +37,7 @@ from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.rules import loss_scale, schedule
-from tools.parity.oracle.tasks import TASKS, DroppedOut, Task, undropped
+from tools.parity.oracle.tasks import TASKS, DroppedOut, OnAnswers, Task, undropped
 from tools.parity.plain import clip_coefficient
 from tools.parity.rounding import ROUNDOFF_FP8
 from tracking.compare.surviving import read_run_events, surviving
@@ -54,6 +54,8 @@ STEPS = 10
 """Default number of steps to recompute."""
 _LAYERS = 4
 """Number of layers of the models that the bounds were set with."""
+_DRAWS = 0.05
+"""Largest distance between random numbers and the answers drawn with them; 1/3 for unrelated numbers."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -266,6 +268,8 @@ def _comparisons(
         deep = roundoff * deeper
         bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
         bounds[DISTANCE] = max(roundoff, 2.0**-10)
+    if config.task in SAMPLING_TASKS and config.grpo.engine == "transformers":
+        bounds["draws"] = _DRAWS
     if config.task == "dpo":  # a difference of sums of many log-probabilities
         bounds["loss"] *= 16
         bounds |= {what: 4 * bounds[what] for what in (FIRST_NORM, "norm") if what in bounds}
@@ -302,6 +306,8 @@ class _Oracle:
         digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
         compared["samples"].add(float(event["sample_ids_sha256"] != digest), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
+        if isinstance(self._task, OnAnswers) and "draws" in compared:
+            compared["draws"].add(self._task.misdrawn(event["position"]), where)
         compared["learning rate"].add(relative_difference(event["lr"], rate), where)
         if self._scale is not None and "loss scale" in compared:
             compared["loss scale"].add(

@@ -430,14 +430,34 @@ class _RecordedOrder(Order):
             yield int(found.samples[n]), whole[:-1], labels
 
 
-class _OnAnswers(Task):
+class OnAnswers(Task):
     """A task whose samples are answers of the model."""
 
     def _order(self, by_source: Sequence[int] = ()) -> Order:
         return _RecordedOrder(self._config, self._shards, end_of_document=self._corpus.end_of_document)
 
+    @torch.no_grad()
+    def misdrawn(self, position: int) -> float:
+        """How far the random numbers of the newest batch's answers are from where the distribution function has their
+        tokens, a mean over answers; 0 in a later step on the same answers. position: of the batch."""
+        section, off = self._config.grpo, []
+        if position % section.updates:
+            return 0.0
+        step = str(position + 1)
+        of = [step, *(f"{step}/{attempt}" for attempt in range(1, section.resamples + 1))]
+        for row, (_, inputs, labels) in enumerate(self.order.sequences(())):
+            n, k = divmod(row, section.group_size)
+            there = labels != IGNORED
+            shares = torch.softmax(self._logits(input_ids=inputs)[there] / section.temperature, -1)
+            own, reached = (values.gather(-1, labels[there][:, None])[:, 0] for values in (shares, shares.cumsum(-1)))
+            keys = (f"{self._config.run.seed}/{part}/{n}/{k}" for part in of)
+            drawn = torch.tensor([_drawn(key, len(own), b"mantissa-answer") for key in keys], dtype=torch.float64)
+            apart = (reached - own - drawn).clamp(min=0) + (drawn - reached).clamp(min=0)
+            off.append(float(apart.mean(1).min()))  # of the attempt that was kept
+        return sum(off) / len(off)
 
-class Rewarded(_OnAnswers):
+
+class Rewarded(OnAnswers):
     """Answers weighted by their advantages, which are recomputed from the recorded rewards."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
@@ -485,7 +505,7 @@ class Rewarded(_OnAnswers):
         return of_all.gather(-1, labels[there][:, None])[:, 0]
 
 
-class Taught(_OnAnswers, Distilled):
+class Taught(OnAnswers, Distilled):
     """Learns a teacher's distribution on the model's own answers."""
 
 
@@ -605,7 +625,7 @@ def _kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (torch.special.xlogy(p, p) - torch.special.xlogy(p, q)).sum()
 
 
-def _drawn(key: str, count: int) -> list[float]:
-    """The first `count` numbers in [0, 1) of the stream that belongs to a key."""
-    digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"mantissa-mask").digest()
+def _drawn(key: str, count: int, person: bytes = b"mantissa-mask") -> list[float]:
+    """The first `count` numbers in [0, 1) of the stream that belongs to a key, in one use of it."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8, person=person).digest()
     return [unit_interval(int.from_bytes(digest, "little"), place) for place in range(count)]
