@@ -80,9 +80,12 @@ class GradientSums:
 
     def operand(self, module: Any, given: torch.Tensor) -> torch.Tensor:
         """(tokens, ...) What a call's input contributes to the products with the gradient of its output."""
-        own = self._sums.get(module.weight)
+        weight = module._parameters.get(
+            "weight"
+        )  # at ZeRO-3 its attribute would be gathered, and known as the parent's
+        own = self._sums.get(weight)
         if is_norm(module):  # the output is linear in the weight
-            shape, wide = shape_of(module.weight), given.reshape(-1, given.shape[-1]).to(self.wide)
+            shape, wide = shape_of(weight), given.reshape(-1, given.shape[-1]).to(self.wide)
             one, zero = ({key: wide.new_full(shape, value) for key in module._parameters} for value in (1.0, 0.0))
             made = [plain(module, weights | {"bias": zero["weight"]}, self.wide, "") for weights in (one, zero)]
             return made[0](wide) - made[1](wide)
@@ -93,7 +96,7 @@ class GradientSums:
         ids = given.flatten()
         counts = ids.bincount().double()
         own.roundings = (1 + counts.square().sum() / counts.sum() / 2).sqrt()
-        factor = torch.as_tensor(getattr(module, "embed_scale", 1.0)).to(module.weight.dtype).to(self.wide)
+        factor = torch.as_tensor(getattr(module, "embed_scale", 1.0)).to(weight.dtype).to(self.wide)
         padding = -1 if module.padding_idx is None else module.padding_idx
         return own.v[ids] * factor * (ids != padding)[:, None]
 
@@ -166,5 +169,5 @@ def can_follow(module: nn.Module) -> bool:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module divides its input by a size, and multiplies by a weight."""
-    weight: Any = getattr(module, "weight", None)
+    weight = module._parameters.get("weight")
     return "Norm" in type(module).__name__ and weight is not None and len(shape_of(weight)) == 1
