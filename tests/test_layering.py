@@ -136,6 +136,8 @@ NOT_OF_A_RUN = {
     "training.references": "of task dpo, imported by its name",
     **dict.fromkeys(ROLLOUTS, "of a task that samples answers, imported by its name"),
     "training.teacher": "of a distillation, imported by its name",
+    "training.engine.faults": "of a run with faults, by its name",
+    **dict.fromkeys(("training.tracing.otlp", "training.tracing.spans"), "of a run that sends spans, by its name"),
 }
 MOST_LINES_OF_A_RUN = 34_000
 

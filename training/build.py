@@ -3,6 +3,7 @@
 import hashlib
 import json
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ from training.promotions import Promotions
 from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
-from training.tracing.spans import open_tracing
+
+_TRACING = "training.tracing.spans"
+"""Loaded by runs that send spans."""
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
@@ -83,9 +86,15 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         examples=opened.answers.take_examples if opened.answers is not None else str,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
-        self_check=SelfCheck(engine, resolved) if self_checked and world.tensor is None else None,
+        self_check=SelfCheck(engine, resolved, opened.model_config, opened.corpus)
+        if self_checked and world.tensor is None
+        else None,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
-        tracing=open_tracing(resolved, world, checkpoints=checkpoints, **watched),
+        tracing=(
+            import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
+            if config.tracking.otlp_endpoint
+            else None
+        ),
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)

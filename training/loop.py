@@ -8,7 +8,7 @@ from precision.guard import Verdict
 from training.checkpoint.outcome import NotFinite, SaveFailed
 from training.parts import Parts
 from training.progress import Progress
-from training.record import record_checkpoint, record_evaluation
+from training.record import record_checkpoint, record_evaluation, record_warnings
 from training.step import train_step
 
 
@@ -72,6 +72,11 @@ def train(parts: Parts, progress: Progress) -> Ending:
 def evaluate(parts: Parts, progress: Progress) -> float:
     """Record metrics on the validation set, as a whole and by part; returns the loss on the whole."""
     evaluation = parts.engine.evaluate(parts.validation())
+    if parts.self_check and parts.self_check.due_evaluation():
+        unlike = parts.self_check.after_evaluation(evaluation, parts.validation(), progress.step)
+        parts.record.event("self_check", step=progress.step, tokens=progress.tokens, **parts.self_check.finish())
+        record_warnings(parts.record, progress, unlike)
+        parts.guard.warn((each.signal, each.reason) for each in unlike)
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
     sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
     record_evaluation(parts.record, progress, evaluation, by_source, sample=sample)

@@ -19,7 +19,6 @@ from training.profile.profiler import Profiling
 from training.progress import Progress
 from training.promotions import Promotions
 from training.telemetry import Telemetry
-from training.tracing.spans import Tracing
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class Parts:
     checks: Checks | None = None
     self_check: SelfCheck | None = None
     telemetry: Telemetry | None = None
-    tracing: Tracing | None = None
+    tracing: Any = None
+    """A `training.tracing.spans.Tracing`, if configured."""
     profiling: Profiling | None = None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
@@ -73,6 +73,8 @@ class Parts:
         self.batches.restore(progress.position)
         if self.checks is not None:
             self.checks.forget()
+        if self.self_check is not None:
+            self.self_check.forget()
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:

@@ -41,7 +41,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
     watching = _watching(parts, watch, batch)  # inside telemetry, whose probe runs an FP32 pass of its own
     compared = _due_self_check(parts, progress)
-    comparing = compared.watching(batch) if compared else nullcontext()
+    comparing = compared.watching(batch, progress.position) if compared else nullcontext()
     with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching, comparing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
 
@@ -62,7 +62,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     causes = _find_causes(parts, health, batch, outcome)
     health = health.with_causes([finding for _, finding in causes]) if causes else health
     warnings = parts.warnings.before_step(health)
-    unlike = compared.after_passes(health) if compared else []
+    unlike = compared.after_passes(outcome, health) if compared else []
     telemetry = telemetry or (parts.telemetry if warnings else None)  # to name the module whose gradients jumped
     measured = telemetry is not None and health.finite
     if telemetry is not None and measured:
@@ -80,6 +80,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         compared.before_update()
     update = engine.step(health, rate, apply=apply)
     later: list[EarlyWarning] = []
+    if parts.self_check:
+        parts.self_check.follow_scale(health, update)
     if compared and update.applied:
         factor = guard.lr_factor
         later = compared.after_update(health, scale=update.loss_scale, applied=progress.applied, factor=factor)

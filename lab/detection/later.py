@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from lab.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, WATCHED, Defect
-from lab.detection.plants import elsewhere, later
+from lab.detection.plants import elsewhere, later, unlisted
 from lab.detection.plants.elsewhere import ADAPTED, DROPOUT
-from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, Plant, on_engine
+from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
 from precision.findings import LOSS
 from training.engine import Engine
 
@@ -25,6 +25,16 @@ def _site(name: str, group: str, plant: Plant, *modules: str, **options: Any) ->
     return Defect(name, group, plant, modules, **{"paths": _TWO} | options)
 
 
+def _both(name: str, plant: Plant, **options: Any) -> Defect:
+    return _site(f"both: {name}", "shared", plant, shared=True, **options)
+
+
+def _constant(name: str, module: str, key: str, change: Callable[[Any], Any], **options: Any) -> Defect:
+    return _engine(name, unlisted.constant(key, module, change), module, **options)
+
+
+CONVOLUTION, ROUTER = "transformer.h.1.mlp.c_fc", "model.layers.1.mlp.gate"
+_SLOW_NORMS = ("optimizer.groups=[{match: '*norm*', learning_rate: 1.0e-4}]",)
 _DROPS: dict[str, Any] = {"variant": "dropout"}
 _GRADIENT: dict[str, Any] = {"group": "gradient"}
 _UPDATE: dict[str, Any] = {"group": "update"}
@@ -109,5 +119,89 @@ LATER = (
         group="state",
         size=0.01,
     ),
+    # what no list had: tried on plain runs
+    _both("labels of two rows exchanged", unlisted.labels_of_two_rows_exchanged),
+    _both("positions from one", unlisted.positions_from_one, variant="documents"),
+    _both("documents glued two by two", unlisted.glued_documents, variant="documents"),
+    _both("ends of documents predict", unlisted.labels_everywhere, variant="documents"),
+    _both("prompts learned", unlisted.labels_everywhere, variant="sft"),
+    _both("every fourth batch twice", unlisted.every_fourth_batch_twice),
+    _both("one rank a batch behind", unlisted.one_rank_a_batch_behind),
+    _both("first token of rows lost", unlisted.first_token_lost),
+    _both("an epoch filled up with its start", unlisted.epoch_filled_up, variant="few"),
+    _engine("last labels of a micro-batch lost", unlisted.last_labels_lost, size=8, group="loss"),
+    _site("divided by old labels", "loss", unlisted.divided_by_old_labels, variant="documents"),
+    _both("rate a step early", unlisted.rate_a_step_early),
+    _both("schedule of twice the steps", unlisted.rate_of_twice_the_steps),
+    _both("linear for cosine", unlisted.linear_for_cosine),
+    _site("rate a step early on one rank", "update", unlisted.rate_a_step_early_on_one_rank),
+    _site("masters of one rank stay every third step", "update", unlisted.masters_stay_every_third_step),
+    _site("second moment of one rank frozen", "update", unlisted.second_moment_frozen),
+    _engine("one value in 4,096 not updated", unlisted.borders_of_blocks_skipped, size=4096, **_UPDATE),
+    _engine("decay after the update", unlisted.decay_after_the_update, **_UPDATE),
+    _engine("rate of a group lost", unlisted.rate_of_a_group_lost, overrides=_SLOW_NORMS, **_UPDATE),
+    _engine("norms' gradients summed over ranks", unlisted.norms_summed, NORM, **_GRADIENT),
+    _engine("gradient of one norm 20% too large", unlisted.gradient_of_one_norm, NORM, size=0.2, **_GRADIENT),
+    _engine("half of a bias' gradient", unlisted.half_of_a_bias_gradient, CONVOLUTION, variant="gpt2", **_GRADIENT),
+    _engine(
+        "gradient of a convolution 20% too large",
+        unlisted.gradient_of_a_convolution,
+        CONVOLUTION,
+        variant="gpt2",
+        size=0.2,
+        **_GRADIENT,
+    ),
+    _engine("last 512 values of a gradient lost", unlisted.tail_of_a_gradient_lost, LINEAR, size=512, **_GRADIENT),
+    _engine("gradient lost every 16th step", unlisted.gradient_lost_every_16th_step, LINEAR, **_GRADIENT),
+    _engine("last of equal tokens wins", unlisted.last_token_wins, EMBEDDING, **_GRADIENT),
+    _engine("half of the head's gradient", unlisted.half_of_the_head_gradient, HEAD, variant="tied", **_GRADIENT),
+    _engine("a tenth of an MLP's gradient lost", unlisted.gradient_through_an_mlp, MLP, size=0.1, **_GRADIENT),
+    _engine("keys without a gradient", unlisted.keys_without_a_gradient, f"{ATTENTION}.k_proj", **_GRADIENT),
+    _site("scale grows a step early", "loss scale", unlisted.grows_a_step_early, paths=(FP16,)),
+    _site(
+        "overflow divides the scale by four",
+        "loss scale",
+        unlisted.backs_off_by_four,
+        paths=(FP16,),
+        overrides=HIGH_SCALE,
+    ),
+    _engine("copies every fourth step", unlisted.copies_every_fourth_step, group="state"),
+    _engine("copy of the embedding frozen", unlisted.frozen_embedding, EMBEDDING, group="state"),
+    _site("half of a gathered weight stale", "state", unlisted.half_a_weight_stale, LINEAR, rank=True),
+    _engine(
+        "scale of one attention 1% too large",
+        unlisted.constant("scaling", ATTENTION, lambda value: 1.01 * value),
+        ATTENTION,
+    ),
+    _engine(
+        "eps of one norm 100 times larger", unlisted.constant("variance_epsilon", NORM, lambda value: 100 * value), NORM
+    ),
+    _engine(
+        "scale of the embedding 1% too large", unlisted.scale_of_the_embedding, EMBEDDING, variant="gemma3", size=0.01
+    ),
+    _engine("window of the config one too long", unlisted.window_of_the_config, variant="window"),
+    _constant("dropout of one place off", DROPOUT, "p", lambda value: 0.0, **_DROPS),
+    _site("mask leaks one token", "forward pass", unlisted.mask_leaks),
+    _site("documents see each other", "forward pass", unlisted.documents_see_each_other, variant="documents"),
+    _engine("positions off in the decoder", unlisted.positions_off_in_the_decoder, ROTARY),
+    _engine("positions off in the table", unlisted.positions_off_in_the_table, ROTARY),
+    _engine("1% lost between two blocks", unlisted.lost_between_blocks, LAYER, size=0.01),
+    _engine("1% more before the head", unlisted.larger_before_the_head, HEAD, size=0.01),
+    _engine("one head gives nothing", unlisted.zero_head, ATTENTION),
+    _engine("RMSNorm subtracts the mean", unlisted.centred_norm, NORM),
+    _engine("norm off after twelve steps", unlisted.norm_off_later, NORM, size=0.01),
+    _engine("balancing loss lost", unlisted.balance_lost, variant="moe"),
+    _engine(
+        "experts' shares not normalised",
+        unlisted.constant("norm_topk_prob", ROUTER, lambda value: not value),
+        ROUTER,
+        variant="moe",
+    ),
+    _both("evaluation: mean of batches", on_engine(unlisted.mean_of_batches), variant="documents"),
+    _both("evaluation without its last batch", on_engine(unlisted.last_batch_dropped)),
+    _both("evaluation with its last batch twice", on_engine(unlisted.last_batch_twice)),
+    _engine("norm 2% off in evaluations", unlisted.norm_off_in_evaluations, NORM, size=0.02),
+    _site("moments of one rank lost at a load", "state", unlisted.moments_of_one_rank_lost),
+    _engine("clipping lost at a load", unlisted.clipping_lost_at_load, group="state"),
 )
 """Defects in the order of the page. They are planted in the run alone, unless one says *both*."""

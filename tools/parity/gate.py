@@ -64,7 +64,7 @@ from tools.parity.judge_runs import (
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import STEPS, Unknown, judge
-from tools.parity.oracle.rules import loss_scale, schedule
+from tools.parity.oracle.rules import loss_scale
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
 from tools.parity.room import estimates
@@ -72,6 +72,7 @@ from tracking.compare.surviving import read_events, surviving
 from tracking.jsonl import encode
 from tracking.run_facts import median
 from tracking.summary import read_inputs
+from training.corruption.rates import schedule
 
 PARITY, NO_PARITY = 0, 3
 SAME_RATE = 1e-9

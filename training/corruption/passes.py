@@ -1,15 +1,14 @@
 """One step's passes on this rank, observed by hooks that change nothing, and compared with plain torch afterwards.
 
 - *Modules*: outputs of one micro-batch, for the inputs that the run's module got, on some tokens or the first sample.
-- *Gradients*: of each linear layer its weight's reduced gradient G, against what its inputs and the gradients of its
-  outputs sum up to over the micro-batches and ranks of the step. Compared are v G u for random signs u and v (Freivalds
-  1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
-- *Loss*: the gradient of the output embedding's input, of some labels of each micro-batch.
+- *Gradients*: of linear layers, embeddings and, in a step that is compared whole, of norms and the output embedding
+  (gradient_sums.py).
+- *Loss*: the recorded one; and the gradient of the output embedding's input, of some labels of each micro-batch.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,16 +29,18 @@ from precision.closeness import IN_HALVES, OTHER_KERNEL, distance
 from precision.dtypes import DTYPES
 from precision.manifest import find_regions
 from precision.tolerance import unit_roundoff
+from training.corruption.between import Between
+from training.corruption.gradient_sums import GradientSums, can_follow, is_norm
 from training.corruption.plain import in_dtype, is_random, plain, weights_of
 from training.engine import Engine
-from training.engine.tensors import local_gradient, shape_of, shard_of
+from training.engine.health import Outcome
 
 _TOKENS = 64
 """Rows of a module's output, and labels of the loss, that are compared."""
 _BLOCKS = 4
 """Blocks that a step recomputes; they take turns."""
-_SIGNS = 8
-"""Pairs of random signs u and v for each linear layer."""
+_LOGITS = 1 << 24
+"""Logits that are computed again at a time."""
 
 
 class Row(NamedTuple):
@@ -63,32 +64,49 @@ class _Call(NamedTuple):
 class Passes:
     """The record of one step: `watching` around its passes, then `compared`, between backward and step."""
 
-    def __init__(self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool) -> None:
+    def __init__(
+        self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool, trains: bool = True
+    ) -> None:
         """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
-        all of it; else the gradients alone."""
+        all of it; else the gradients alone. trains: whether a backward pass follows."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
-        self._drawn, self._micro = turn % len(batch.input_ids), -1
+        self._drawn, self._micro = turn % len(batch.input_ids) if trains else 0, -1
         self.skipped: dict[str, str] = {}
         """Parts that were not compared, each with the reason."""
         self._head: Any = engine.model.get_output_embeddings()
+        self._head_name = next((name for name, item in engine.model.named_modules() if item is self._head), "")
         self._hidden = engine.loss_path.unhooked()
         self._of_samples: set[str] = set()
+        self._waiting: tuple[str, ...] = ()
+        self._stations: dict[str, nn.Module] = {}
         self._modules = self._draw() if whole else {}
-        self._linears = self._followed()
-        self._signs = {name: self._drawn_signs(row, module) for row, (name, module) in enumerate(self._linears.items())}
+        self._judges_loss = whole and trains and self._can_judge_loss()
+        self._followed = self._draw_followed() if trains else {}
+        again = {self._head_name: self._head} if self._judges_loss else {}
+        self._sums = GradientSums(engine, self._followed | again, turn=turn)
+        self._between: Between | None = None
+        if self._stations and self._head_name and engine.regions is None:
+            stations = self._stations | {self._head_name: self._head}
+            self._between = Between(engine, stations, resolved.config.model.attention)
         self._calls: dict[str, _Call] = {}
-        self._came: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self._back: dict[str, dict[str, torch.Tensor]] = {}
         self._of_loss: list[list[torch.Tensor]] = []
-        self._judges_loss = whole and self._can_judge_loss()
+        self._count = engine.world.sum((batch.labels != IGNORED_LABEL).sum().double().to(engine.world.device))
+        self._factor = engine.world.zero_ranks / self._count.clamp(min=1.0) * engine.loss_scale
+        self._cap: float | None = getattr(engine.model.config.get_text_config(), "final_logit_softcapping", None)
+        self._without: list[str] = []
+        self._total = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around forward and backward of the step."""
         with ExitStack() as stack:
             stack.callback(self._engine.model.register_forward_pre_hook(self._begin).remove)
-            for name, module in (self._modules | self._linears).items():
+            for name, module in (self._modules | self._followed).items():
                 hook = module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
                 stack.callback(hook.remove)
+            if self._between is not None:
+                stack.enter_context(self._between.watching())
             if self._judges_loss:
                 stack.callback(self._head.register_forward_pre_hook(self._enter_head).remove)
             yield
@@ -103,9 +121,14 @@ class Passes:
                 continue
             try:
                 found += [("modules", name, item) for item in self._compare(name, module, weights, call)]
+                found += [("backward", name, item) for item in self._compare_backward(name, module, weights, call)]
             except Exception as error:  # inputs that the architecture's own code cannot take in another dtype
                 self.skipped[type(module).__name__] = one_line(error, 120)
-        found += [("gradients", f"{name}.weight", item) for name, item in self._compare_gradients()]
+        found += [("between", name, item) for name, item in self._compare_between()]
+        terms = len(self._batch.input_ids) * self._engine.world.world_size
+        found += [("gradients", name, item) for name, item in self._sums.compared(terms, self.skipped)]
+        one = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._engine.world.device)
+        found += [("gradients", name, one) for name in dict.fromkeys(self._without)]
         found += [("loss", "loss", item) for item in self._compare_loss()]
         numbers = torch.stack([item for *_, item in found]).tolist() if found else []
         return [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
@@ -120,6 +143,10 @@ class Passes:
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
         drawn = {blocks[number % len(blocks)] for number in turns}
         self._of_samples = {*blocks, *attentions}
+        named = dict(self._engine.model.named_modules())
+        after = {name: item for name, item in named.items() if is_norm(item) and not re.search(r"\.\d+\.", name)}
+        self._stations = {name: named[name] for name in blocks} | after
+        self._waiting = tuple(f"{block}." for block in blocks if block not in drawn)
         for name, module in self._engine.model.named_modules():
             leaf = next(module.children(), None) is None
             if module in self._hidden or not (leaf or name in drawn or name.rpartition(".")[0] in drawn):
@@ -130,7 +157,7 @@ class Passes:
             attention = self._resolved.config.model.attention
             if any("expert" in key or kinds[key] == "functional" for key in inside):
                 self.skipped["experts"] = "the run itself routes their tokens"
-            elif is_random(module) or has_noise(module):
+            elif module.training and (is_random(module) or has_noise(module)):
                 self.skipped["dropout"] = "modules with dropout or noise are not compared"
             elif name in self._of_samples and (attention not in ("sdpa", "eager") or self._resolved.batch.sequence > 1):
                 self.skipped["attention"] = f"{attention}, or ranks that share sequences, cannot be recomputed"
@@ -138,21 +165,31 @@ class Passes:
                 found[name] = module
         return found
 
-    def _followed(self) -> dict[str, Any]:
-        """Linear layers whose weight is trained, whole on each rank and used by no other module."""
-        model, regions = self._engine.model, self._engine.regions
-        users = Counter(id(item) for _, item in model.named_parameters(remove_duplicate=False))
+    def _draw_followed(self) -> dict[str, nn.Module]:
+        """Modules whose parameters' gradients are compared."""
+        regions = self._engine.regions
         eight_bit = regions.names_in("fp8") if regions is not None else ()
         return {
             name: module
-            for name, module in model.named_modules()
-            if type(module) is nn.Linear
-            and module not in self._hidden
-            and module.weight.requires_grad
-            and users[id(module.weight)] == 1
+            for name, module in self._engine.model.named_modules()
+            if can_follow(module) or (is_norm(module) and name in self._modules and not name.startswith(self._waiting))
+            if module not in self._hidden
             and name not in eight_bit
             and "expert" not in name
+            and not (self._judges_loss and module is self._head)
         }
+
+    def _compare_between(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._between is None:
+            return
+        try:
+            unlike = self._between.compared()
+        except Exception as error:  # a model that its blocks are more to than one after the other
+            self.skipped["between"] = one_line(error, 120)
+            return
+        one = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._engine.world.device)
+        yield from ((name, one) for name in unlike)
+        yield "all", one.flip(0)
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._micro += _in_forward()
@@ -160,15 +197,21 @@ class Passes:
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not _in_forward():  # a recomputation, or a pass of a reference
             return
-        if name in self._linears and output.requires_grad:
+        if name in self._followed and not output.requires_grad and any(p.requires_grad for p in module.parameters()):
+            self._without.append(name)
+        elif name in self._followed and len(args) + len(kwargs) == 1:
             with unseen(output.device.type):  # a product of the check is none of the module's
-                given = args[0].detach().reshape(-1, args[0].shape[-1]).to(self._wide)
-                output.register_hook(partial(self._follow, name, given @ self._signs[name][0], given.norm()))
+                self._sums.follow(module, args[0] if args else next(iter(kwargs.values())), output)
         if self._micro != self._drawn or name not in self._modules or name in self._calls:
             return
         alone = name not in self._of_samples and not kwargs and [*map(torch.is_tensor, (*args, output))] == [True, True]
         call = _of_tokens(args[0].detach(), output.detach(), self._turn) if alone else None
         self._calls[name] = call or _of_first_sample(args, kwargs, output)
+        is_block = name in self._stations and name in self._of_samples
+        if is_block and torch.is_tensor(output) and args[0].requires_grad:
+            kept = self._back[name] = {}
+            args[0].register_hook(lambda came: kept.update(given=came.detach()[:1]))
+            output.register_hook(lambda came: kept.update(output=came.detach()[:1]))
 
     def _compare(self, name: str, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
         if any(tensor._version != version for tensor, version in call.versions):
@@ -188,64 +231,20 @@ class Passes:
         three = zip(call.outputs, *made, strict=False)
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of the sums, whose roundings are small beside the run's."""
-        return torch.float64 if self._engine.compute == "fp32" else torch.float32
-
-    def _drawn_signs(self, row: int, module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, _SIGNS) and (outputs, _SIGNS) of one layer; others in each turn, and never of training's numbers."""
-        dice = torch.Generator().manual_seed(1_000_003 * self._turn + row)
-        outputs, inputs = shape_of(module.weight)
-        signs = torch.randint(2, (inputs + outputs, _SIGNS), generator=dice).mul_(2).sub_(1)
-        signs = signs.to(self._engine.world.device, self._wide)
-        return signs[:inputs], signs[inputs:]
-
-    @torch.no_grad()
-    def _follow(self, name: str, given: torch.Tensor, size: torch.Tensor, gradient: torch.Tensor) -> None:
-        came = gradient.detach().reshape(-1, gradient.shape[-1]).to(self._wide)
-        sums = ((came @ self._signs[name][1]).double() * given.double()).sum(0)
-        self._came[name].append(torch.cat([sums, sums.square().mean()[None], came.norm().double()[None] * size]))
-
-    def _compare_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Error and bound of each, relative to the terms of the sum over micro-batches and ranks, added in quadrature:
-        four roundings of each, and FP32's of the sums over tokens. A collective."""
-        engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
-        table = torch.zeros(len(self._linears), 2 * _SIGNS + 3, dtype=torch.float64, device=engine.world.device)
-        for row, (name, module) in zip(table, self._linears.items(), strict=True):
-            row[: _SIGNS + 1] = self._reduced(name, module) / (1 if engine.stage else ranks)
-            if self._came[name]:
-                row[_SIGNS + 1 :] = torch.stack(self._came[name]).sum(0) / ranks
-                row[-2] /= ranks
-        engine.world.sum(table)
-        terms = len(self._batch.input_ids) * ranks
-        for row, (name, module) in zip(table, self._linears.items(), strict=True):
-            if not self._came[name]:  # as Mamba's dt_proj
-                self.skipped[name] = "its weight is used without a call of the layer"
-                continue
-            u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(name, "fp32")])
-            mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 2])
-            # a few signs may all but cancel; the whole gradient's own norm does not
-            size = torch.maximum(sizes[0], square[0]).sqrt()
-            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(module.weight).numel() * terms) ** 0.5
-            bound = 4 * u * size + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
-            error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
-            yield name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
-
-    def _reduced(self, name: str, module: Any) -> torch.Tensor:
-        """(_SIGNS + 1,) float64: v G u of this rank's part of a reduced gradient, and its norm squared."""
-        found = torch.zeros(_SIGNS + 1, dtype=torch.float64, device=self._engine.world.device)
-        shard = shard_of(self._engine, module.weight)
-        gradient = local_gradient(module.weight, shard, self._engine.stage) if shard is not None else None
-        if shard is None or gradient is None:
-            return found
-        u, v = self._signs[name]
-        first, before = divmod(shard.start, len(u))
-        after = -(before + shard.length) % len(u)
-        rows = functional.pad(gradient.to(found.device, self._wide), (before, after)).view(-1, len(u))
-        found[:-1] = ((rows @ u).double() * v[first : first + len(rows)].double()).sum(0)
-        found[-1] = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
-        return found
+    def _compare_backward(self, name: str, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
+        """Of a block: the gradient of its input, from that of its output, of the first sample."""
+        came, made = self._back.pop(name, {}), list[torch.Tensor]()
+        if len(came) < 2 or self._engine.regions is not None:
+            return []
+        dtype = came["output"].dtype
+        for own in (None, torch.float64 if dtype == torch.float32 else torch.float32):
+            args, kwargs = in_dtype((call.args, call.kwargs), own)
+            copied = plain(module, weights, own, self._resolved.config.model.attention)
+            with torch.enable_grad(), torch.autocast(self._engine.world.device.type, enabled=False):
+                output = copied(args[0].requires_grad_(), *args[1:], **kwargs)
+                made += torch.autograd.grad(output, args[0], came["output"].to(output.dtype))
+        three = [_some_rows(item) for item in (came["given"], *made)]
+        return [distance(*three, roundoff=unit_roundoff(dtype), kernel=IN_HALVES)]
 
     def _can_judge_loss(self) -> bool:
         config: Any = self._engine.model.config.get_text_config()
@@ -271,25 +270,55 @@ class Passes:
         kept = [labels[counted].to(args[0].device), of_labels(args[0])]
         self._of_loss.append(kept)
         args[0].register_hook(lambda came: kept.append(of_labels(came)))
+        with unseen(args[0].device.type):
+            self._add_loss(args[0].detach().flatten(0, -2), labels.to(args[0].device), module)
+
+    def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
+        """Add a micro-batch's loss, and what its logits give to the head's gradient, from all of its labels."""
+        u = unit_roundoff(hidden.dtype)
+        chunk = max(_LOGITS // len(head.weight), 1)
+        for given, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
+            logits = functional.linear(given, head.weight, head.bias).to(self._sums.wide)
+            bent = torch.tanh(logits / self._cap) if self._cap else None
+            logits = bent * self._cap if bent is not None and self._cap else logits
+            counted, rows = (own != IGNORED_LABEL)[:, None], own.clamp(min=0)[:, None]
+            logs = logits.log_softmax(-1)
+            losses, largest = -logs.gather(1, rows) * counted, logits.abs().amax(-1, keepdim=True) * counted
+            self._total += torch.stack([losses.double().sum(), (u * largest.double()).square().sum()])
+            came = logs.exp_().scatter_add_(1, rows, -torch.ones_like(losses)) * (counted * self._factor.to(logs))
+            came = came if bent is None else came * (1 - bent.square())
+            self._sums.add(head, self._sums.operand(head, given), came)
+
+    def recorded(self, outcome: Outcome) -> list[Row]:
+        """This rank's recorded loss against plain torch's, where roundings of logits may make another; its divisor."""
+        if not self._judges_loss:
+            return []
+        total, squares, count, loss, divisor = torch.stack(
+            [*self._total, self._count.clamp(min=1.0), outcome.loss_sum, outcome.label_tokens]
+        ).tolist()
+        size = max(total, torch.finfo(torch.float32).tiny)
+        bound = 6 * squares**0.5 + 8 * unit_roundoff(torch.float32) * total
+        labels = Row("loss", "labels of the step", abs(divisor - count) / count, 1e-9)
+        return [Row("loss", "recorded loss", abs(loss - total) / size, bound / size), labels]
 
     def _compare_loss(self) -> list[torch.Tensor]:
         engine = self._engine
         made: list[torch.Tensor] = []
         seen = [kept for kept in self._of_loss if len(kept) == 3]
-        count = engine.world.sum(engine.world.numbers([float((self._batch.labels != IGNORED_LABEL).sum())]))
         weights = weights_of(engine, self._head) if self._judges_loss else {}
         if not seen or not sum(len(labels) for labels, *_ in seen):
             return []
         labels, hidden, came = (torch.cat(items) for items in zip(*seen, strict=True))
-        factor = engine.world.zero_ranks / float(count) * engine.loss_scale
-        cap = getattr(engine.model.config.get_text_config(), "final_logit_softcapping", None)
         wide = torch.float64 if hidden.dtype == torch.float32 else torch.float32
         for dtype in (hidden.dtype, wide):
             given, own = hidden.to(dtype).requires_grad_(), in_dtype(weights, dtype)
             with torch.enable_grad():
-                logits = functional.linear(given, own["weight"], own.get("bias")).to(wide)
-                logits = cap * torch.tanh(logits / cap) if cap else logits
-                loss = functional.cross_entropy(logits, labels, reduction="sum") * factor
+                logits = functional.linear(given, own["weight"], own.get("bias"))
+                logits = (
+                    logits.to(wide) if engine.loss_path.chunked else logits
+                )  # else the model caps them in its dtype
+                logits = self._cap * torch.tanh(logits / self._cap) if self._cap else logits
+                loss = functional.cross_entropy(logits.to(wide), labels, reduction="sum") * self._factor.to(wide)
             made += torch.autograd.grad(loss, given)
         return [distance(came, *made, roundoff=unit_roundoff(hidden.dtype), kernel=2.0)]
 

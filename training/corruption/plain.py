@@ -17,9 +17,12 @@ _EMPTY = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 Weights = dict[str, torch.Tensor]
 
 
-def weights_of(engine: Engine, module: torch.nn.Module) -> Weights:
-    """The weights that the module computes with, by their names in it. A collective at ZeRO-3, which gathers copies."""
-    named = module.named_parameters(remove_duplicate=False)
+def weights_of(engine: Engine, module: torch.nn.Module, *, leaving: tuple[str, ...] = ()) -> Weights:
+    """The weights that the module computes with, by their names in it. leaving: prefixes of names that are not needed.
+
+    A collective at ZeRO-3, which gathers copies.
+    """
+    named = (item for item in module.named_parameters(remove_duplicate=False) if not item[0].startswith(leaving))
     return {name: whole_weight(engine, item) if engine.stage == 3 else item.detach() for name, item in named}
 
 

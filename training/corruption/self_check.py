@@ -6,47 +6,73 @@ what passes by (passes.py), and what is computed again is computed beside it (pl
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
+from config.errors import one_line
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
+from config.schema import SAMPLING_TASKS
+from config.task import model_class_of
 from data.batches.loader import Batch
+from data.corpora.corpus import Corpus
+from modeling.build import empty_model
+from modeling.document_masking import LARGEST_LEAK
+from precision.loss_scale import ScalePolicy, make_policy
 from precision.step_health import Health
 from training.corruption.copies import Copies
 from training.corruption.passes import Passes, Row
+from training.corruption.rates import schedule
+from training.corruption.samples import is_in_order, wrong_samples
 from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
+from training.engine.health import Evaluation, Outcome, Update
 from training.engine.tensors import local_gradient, own_shards
-from training.schedule import scheduled_rate
 
 SIGNAL = "self_check"
+_EARLY = (3, 8, 24, 96, 240)
+"""Steps of a session that are compared beside its first: what is wrong in every 2nd to 6th, or every 8th, is in one."""
+_AHEAD = 8
+"""Tokens that others follow, to see whether they are moved by these."""
 _VALUES = 32
 """Values of each parameter whose update is compared."""
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm: FP32 sums in two orders, 8.8e-8 apart in a sound run."""
 _WORDS = {
     "modules": "its output is further from FP32 than plain torch's in its dtype",
+    "backward": "the gradient of its input is further from FP32 than plain torch's in its dtype",
     "gradients": "its reduced gradient does not follow from its inputs and outputs over all ranks and micro-batches",
-    "loss": "the loss's gradient is not that of the mean cross-entropy over labels",
+    "loss": "it is not the mean cross-entropy over labels, or its gradient is not",
     "norm": "the gradient norm is not that of the reduced gradients",
     "updates": "the update is not the result of the optimizer's rule",
     "copies": "its values differ between ranks, or from its rounded master",
+    "between": "it does not get what the model's own code hands to it",
+    "evaluation": "it is not the mean over the labels of the validation set",
+    "scale": "the loss scale or its counters do not follow their rule",
+    "samples": "the batch is not what its samples and their order say",
+    "constants": "its numbers are not those of a model that the config makes",
 }
-_OF_ALL = ("gradients", "norm")
-"""Checks of sums over ranks, which blame none of them."""
+_STATES = ("training", "gradient_checkpointing", "use_cache")
+"""Attributes of modules that are no constants of the architecture."""
+_OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale")
+"""Checks of what ranks have or sum up together, which blame none of them."""
 
 
 class SelfCheck:
     """The checked steps of one run. Between `watching` and `finish` its methods come in the order of a step."""
 
-    def __init__(self, engine: Engine, resolved: Resolved) -> None:
-        self._engine, self._resolved = engine, resolved
+    def __init__(self, engine: Engine, resolved: Resolved, shape: PretrainedConfig, corpus: Corpus) -> None:
+        """shape: the model's config."""
+        self._engine, self._resolved, self._shape, self._corpus = engine, resolved, shape, corpus
+        self._evaluations = 0
         self._every, self._gradients = resolved.config.guard.self_check_every, resolved.config.guard.gradient_checks
         self._whole = False
         self._turn = 0
@@ -54,32 +80,42 @@ class SelfCheck:
         self._updates: UpdateCheck | None = None
         self._rows: list[tuple[Row, int]] = []
         self._skipped: dict[str, str] = {}
+        self._samples: list[Row] = []
+        self._policy: ScalePolicy | None = None
+        self._scales = 0
 
     def due(self, step: int, first: int) -> bool:
         """Whether an attempted step, from 1, is checked. first: the session's.
 
-        Of each `self_check_every` steps one is drawn: a fixed period would never meet what is wrong between.
+        Some early ones, since most that is wrong is so from the start or after a few updates; and of each
+        `self_check_every` steps a drawn one: a fixed period would never meet what is wrong between.
         """
+        if self._policy is None and (state := self._engine.scaler_state()) is not None:
+            self._policy = make_policy(self._resolved.config.precision.loss_scale)
+            self._policy.load_state_dict(state)
         if self._every:
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
-            self._whole = step == first or step == start + 1 + drawn
+            own = step - first + 1
+            self._whole = own == 1 or (own in _EARLY and own < self._every) or step == start + 1 + drawn
         return self._whole or bool(self._gradients and step % self._gradients == 0)
 
-    def watching(self, batch: Batch) -> AbstractContextManager[None]:
-        """Around forward and backward of a step that is due."""
+    def watching(self, batch: Batch, position: int) -> AbstractContextManager[None]:
+        """Around forward and backward of a step that is due. position: global batches before the step's own."""
         self._rows, self._skipped = [], {}
+        self._samples = self._compare_samples(batch, position) + self._look_ahead()
         self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn, whole=self._whole)
         return self._passes.watching()
 
-    def after_passes(self, health: Health) -> list[EarlyWarning]:
+    def after_passes(self, outcome: Outcome, health: Health) -> list[EarlyWarning]:
         """Judge the passes before the step is judged. A collective."""
         assert self._passes is not None
         passes, self._passes = self._passes, None
         if not health.finite:
             self._skipped["passes"] = "the step is not finite"
             return []
-        rows = [*passes.compared(), self._norm(health)]
+        rows = [*passes.compared(), self._norm(health), *passes.recorded(outcome), *self._samples, *self._constants()]
+        rows += self._copies(health.step) if self._whole and not self._turn else []  # as they were loaded
         self._skipped |= passes.skipped
         return self._judge(rows, health.step)
 
@@ -98,22 +134,56 @@ class SelfCheck:
         self._updates = UpdateCheck(self._engine, config.optimizer, values=_VALUES, seed=seed, of_each=True)
         self._updates.before_update()
 
+    def forget(self) -> None:
+        """The state was loaded from elsewhere."""
+        self._policy = None
+
+    def follow_scale(self, health: Health, update: Update) -> None:
+        """After every attempted step."""
+        if self._policy is not None and (update.applied or health.scale_overflowed):
+            self._policy.update(not update.applied)
+            self._scales += self._engine.scaler_state() != self._policy.state_dict()
+
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
         """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
-        rows: list[Row] = []
         if not self._whole:
             return []
+        rows = [Row("scale", "loss scale", float(self._scales), 0.0)] if self._policy is not None else []
         if self._updates is not None:
-            rate = scheduled_rate(self._resolved.config, applied) * factor
-            self._updates.after_update(norm=health.grad_norm, scale=scale, lr=rate, step=applied + 1)
+            config = self._resolved.config
+            rates = schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
+            lr = rates(applied) * factor
+            self._updates.after_update(norm=health.grad_norm, scale=scale, lr=lr, step=applied + 1)
             done = self._updates.compared
             worst = torch.stack([item.excess.max() for item in done]).tolist() if done else []
-            rows = [Row("updates", item.slice.name, error, 1.0) for item, error in zip(done, worst, strict=True)]
-        if self._engine.world.experts is None:
-            rows += self._copies(health.step)
-        else:
-            self._skipped["copies"] = "ranks have experts of their own"
-        return self._judge(rows, health.step)
+            rows += [Row("updates", item.slice.name, error, 1.0) for item, error in zip(done, worst, strict=True)]
+        return self._judge([*rows, *self._copies(health.step)], health.step)
+
+    def due_evaluation(self) -> bool:
+        """Whether an evaluation is compared: the session's first, of a task whose evaluations sample no answers."""
+        self._evaluations += 1
+        return bool(self._evaluations == 1 and self._every and self._resolved.config.task not in SAMPLING_TASKS)
+
+    def after_evaluation(self, found: Evaluation, batches: Iterable[Batch], step: int) -> list[EarlyWarning]:
+        """Make the session's first evaluation again, and compare its first micro-batch's modules. A collective."""
+        engine, self._rows, self._skipped = self._engine, [], {}
+        totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
+        wrong, rows, first = list[str](), list[Row](), True
+        engine.model.eval()
+        for batch in batches:
+            wrong += wrong_samples(batch, self._resolved, self._corpus, held_out=True) if self._reads_samples else []
+            for inputs, labels in batch.micro_batches(engine.world.device):
+                passes = None
+                if first:
+                    passes = Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False)
+                with passes.watching() if passes else nullcontext(), torch.set_grad_enabled(first):
+                    totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.detach().double()
+                rows, first = passes.compared() if passes else rows, False
+            totals[1] += int(batch.counted.sum())
+        engine.model.train()
+        total, count = engine.world.sum(totals).tolist()
+        loss = Row("evaluation", "loss", abs(found.loss - total / max(count, 1.0)) / max(abs(found.loss), 1e-30), 1e-5)
+        return self._judge([loss, *rows, *_rows("samples", wrong)], step)
 
     def finish(self) -> dict[str, Any]:
         """Fields of the step's `self_check` event; the next turn begins."""
@@ -124,7 +194,7 @@ class SelfCheck:
             (row, rank), breaches = max(found, key=_excess), sum(_excess(item) > 1 for item in found)
             fields = {"where": row.where, "rank": rank, "error": row.error, "bound": row.bound}
             worst[check] = {"compared": len(found), "breaches": breaches, **fields}
-        if self._whole and "copies" not in worst:
+        if self._whole and not {"updates", "evaluation"} & worst.keys():
             self._skipped.setdefault("updates", "the step was not applied")
         return {"checks": worst, "skipped": self._skipped}
 
@@ -153,6 +223,58 @@ class SelfCheck:
                 warnings.append(EarlyWarning(SIGNAL, row.where, row.error, row.bound, names, reason))
         return warnings
 
+    @property
+    def _reads_samples(self) -> bool:
+        return self._resolved.config.task in ("pretrain", "sft") and self._resolved.batch.sequence == 1
+
+    def _compare_samples(self, batch: Batch, position: int) -> list[Row]:
+        if not self._whole or not self._reads_samples:
+            return []
+        found = [] if is_in_order(batch, position, self._resolved, self._corpus) else ["the order of samples"]
+        return _rows("samples", found + wrong_samples(batch, self._resolved, self._corpus))
+
+    @torch.no_grad()
+    def _look_ahead(self) -> list[Row]:
+        """How far the second half of some tokens moves the logits of the first, in the session's first step."""
+        engine = self._engine
+        if self._turn or not self._whole or not self._reads_samples:
+            return []
+        vocabulary = engine.model.config.get_text_config().vocab_size
+        ids = torch.arange(2 * _AHEAD, device=engine.world.device)[None] * 7 % vocabulary
+        changed = torch.cat([ids[:, :_AHEAD], (ids[:, _AHEAD:] + 1 + vocabulary // 2) % vocabulary], dim=1)
+        engine.model.eval()
+        before, after = (engine.logits({"input_ids": one}).float() for one in (ids, changed))
+        engine.model.train()
+        first, second = (after - before).abs().amax((0, 2)).split(_AHEAD)
+        return [Row("between", "causal mask", float(first.max()), LARGEST_LEAK * float(second.max()))]
+
+    def _constants(self) -> list[Row]:
+        """Numbers in modules, buffers and the model's config, against those of a model that is made anew."""
+        if not self._whole or self._engine.world.experts is not None:
+            return []
+        try:
+            unlike = [*self._unlike()]
+        except Exception as error:  # of an architecture that is made only from its files
+            self._skipped["constants"] = one_line(error, 120)
+            return []
+        return _rows("constants", unlike)
+
+    def _unlike(self) -> Iterator[str]:
+        named = self._engine.model.named_modules()
+        mine = {name.removeprefix("base_model.model.").removesuffix(".base_layer"): module for name, module in named}
+        for name, right in self._fresh.named_modules():
+            own, buffers = vars(mine.get(name, right)), dict(mine.get(name, right).named_buffers(recurse=False))
+            yield from (f"{name}.{key}" for key in _differing(vars(right), own))
+            for key, value in right.named_buffers(recurse=False):
+                if key in buffers and not torch.equal(buffers[key].cpu(), value.cpu().to(buffers[key].dtype)):
+                    yield f"{name}.{key}"
+        yield from (f"config.{key}" for key in _differing(self._shape.to_dict(), self._engine.model.config.to_dict()))
+
+    @cached_property
+    def _fresh(self) -> torch.nn.Module:
+        config = self._resolved.config
+        return empty_model(config.model, copy.deepcopy(self._shape), model_class=model_class_of(config))
+
     @torch.no_grad()
     def _norm(self, health: Health) -> Row:
         """The recorded norm against that of the reduced gradients. A collective."""
@@ -167,12 +289,29 @@ class SelfCheck:
 
     def _copies(self, step: int) -> list[Row]:
         """Weights and buffers that differ between ranks, or are not their masters rounded. A collective."""
+        if self._engine.world.experts is not None:
+            self._skipped["copies"] = "ranks have experts of their own"
+            return []
         copies = Copies(self._engine, every=1)
         sums = self._engine.world.gather(copies.sums(step)).tolist()
         wrong = any(row[:2] != sums[0][:2] or row[2] for row in sums)
         flips = copies.examine(repair=False) if wrong else []
         own = [flip for flip in flips if self._engine.world.rank == flip.ranks[0]]
         return [Row("copies", flip.parameter, 1.0, 0.0) for flip in own] or [Row("copies", "all values", 0.0, 1.0)]
+
+
+def _rows(check: str, wrong: Sequence[str]) -> list[Row]:
+    """The comparisons of a check whose values are right or wrong."""
+    return [Row(check, name, 1.0, 0.0) for name in wrong] or [Row(check, "all", 0.0, 1.0)]
+
+
+def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
+    """Keys of numbers that are others."""
+    for key, value in right.items():
+        if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
+            yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))
+        elif type(value) in (bool, int, float) and own.get(key, value) != value and key not in _STATES:
+            yield from () if key.startswith("_") else (key,)
 
 
 def _excess(item: tuple[Row, int]) -> float:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import deepspeed
@@ -27,11 +28,13 @@ from precision.routers import compute_routers_in_fp32
 from training.distributed import SliceGroup, World
 from training.engine.engine import Engine
 from training.engine.expert_slices import experts_name
-from training.engine.faults import attach_faults
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
 from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
 from training.engine.weights import hold_fp32, start_masters
+
+_FAULTS = "training.engine.faults"
+"""Loaded by runs that have some."""
 
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World, drawn: bool = True) -> Engine:
@@ -82,7 +85,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     )
     engine = engine_on(model, resolved, world, teacher, attention)
     engine.start = engine.start if drawn else None
-    attach_faults(engine, config.faults)
+    if config.faults:
+        import_module(_FAULTS).attach_faults(engine, config.faults)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     if config.keeps_documents_apart:
         _require_documents_apart(engine)

@@ -27,8 +27,6 @@ _HELD = ("weight", "master", "moment", "second_moment")
 
 def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
     """Attach the faults to this engine. Raises UserError when one names no module, or a module without parameters."""
-    if not faults:
-        return
     attached = _Faults(engine, faults)
     for owner, name in (
         (engine, "forward_backward"),

@@ -34,11 +34,9 @@ def open_tracing(
     batches: Any,
     checkpoints: Checkpoints,
     note: Callable[[str], None],
-) -> Tracing | None:
-    """The configured tracing, on every rank, or None. note: called with one line when spans are lost. A collective."""
-    endpoint = resolved.config.tracking.otlp_endpoint
-    if endpoint is None:
-        return None
+) -> Tracing:
+    """The configured tracing, on every rank. note: called with one line when spans are lost. A collective."""
+    endpoint = str(resolved.config.tracking.otlp_endpoint)
     run = resolved.config.run.name
     facts = {
         "service.namespace": "mantissa",

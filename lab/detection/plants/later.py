@@ -47,7 +47,7 @@ def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
     replace_forward(engine, ATTENTION, make)
 
 
-def _attention(engine: Engine, attend: Attend) -> None:
+def attention_of(engine: Engine, attend: Attend) -> None:
     """Attention of one layer, as sdpa makes it but for its inputs and its mask: (batch, heads, queries, keys) bool."""
 
     def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
@@ -62,7 +62,7 @@ def _attention(engine: Engine, attend: Attend) -> None:
     module.config._attn_implementation = "planted"
 
 
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return functional.scaled_dot_product_attention(query, key, value, mask)
 
 
@@ -70,9 +70,9 @@ def one_head_sees_the_next_token(engine: Engine, size: float) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         wrong = mask.clone()
         wrong[:, 1] |= mask[:, 1].roll(-1, -2)
-        return _sdpa(query, key, value, wrong)
+        return sdpa(query, key, value, wrong)
 
-    _attention(engine, attend)
+    attention_of(engine, attend)
 
 
 def one_head_forgets_the_first_token(engine: Engine, size: float) -> None:
@@ -81,9 +81,9 @@ def one_head_forgets_the_first_token(engine: Engine, size: float) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         wrong = mask.clone()
         wrong[:, 1, 1:, 0] = False
-        return _sdpa(query, key, value, wrong)
+        return sdpa(query, key, value, wrong)
 
-    _attention(engine, attend)
+    attention_of(engine, attend)
 
 
 def scores_capped(engine: Engine, size: float) -> None:
@@ -94,7 +94,7 @@ def scores_capped(engine: Engine, size: float) -> None:
         capped = (size * (scores / size).tanh()).masked_fill(~mask, -torch.inf)
         return capped.softmax(-1).to(value.dtype) @ value
 
-    _attention(engine, attend)
+    attention_of(engine, attend)
 
 
 def silu_is_gelu(engine: Engine, size: float) -> None:

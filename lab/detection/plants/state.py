@@ -75,10 +75,10 @@ def _stale(engine: Engine) -> None:
 
     def keeping(right: Callable[..., Any]) -> Callable[..., Any]:
         def step(*args: Any, **options: Any) -> Any:
-            before = [_held(parameter).clone() for parameter in parameters]
+            before = [held(parameter).clone() for parameter in parameters]
             update = right(*args, **options)
             for parameter, old in zip(parameters, before, strict=True):
-                _held(parameter).copy_(old)
+                held(parameter).copy_(old)
             return update
 
         return step
@@ -86,7 +86,7 @@ def _stale(engine: Engine) -> None:
     around(engine, "step", keeping)
 
 
-def _held(parameter: Any) -> torch.Tensor:
+def held(parameter: Any) -> torch.Tensor:
     held: torch.Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.data
     return held
 

@@ -46,7 +46,8 @@ from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.optimizers import optimizer_of
-from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted, schedule
+from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted
+from training.corruption.rates import schedule
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 from training.schedule import learning_rate

@@ -211,7 +211,10 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
     found: list[dict[str, Any]] = []
     with session(resolved, world=world) as opened:
         FAULTS[fault](opened)
-        parts: dict[str, Any] = {"record": Record([collector]), "self_check": SelfCheck(opened.engine, resolved)}
+        parts: dict[str, Any] = {
+            "record": Record([collector]),
+            "self_check": SelfCheck(opened.engine, resolved, opened.model_config, opened.corpus),
+        }
         parts["checkpoints"] = opened.saved_checkpoints(folder / "none")
         run, progress = assemble(resolved, opened.engine, opened.batches, **parts)
         for _ in range(steps):

@@ -36,7 +36,7 @@ from tools.parity.oracle.comparison import START, Comparison, checksum_at_start,
 from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
-from tools.parity.oracle.rules import loss_scale, schedule
+from tools.parity.oracle.rules import loss_scale
 from tools.parity.oracle.tasks import TASKS, DroppedOut, OnAnswers, Task, undropped
 from tools.parity.plain import clip_coefficient
 from tools.parity.rounding import ROUNDOFF_FP8
@@ -45,6 +45,7 @@ from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
 from tracking.summary import read_inputs
 from training.checkpoint.partitions import open_saved_model
+from training.corruption.rates import schedule
 from training.engine.masters import Start
 from training.engine.tensors import as_text, checksum
 from training.tasks.shape import settle_labels, shape_of_model

@@ -1,8 +1,7 @@
-"""Independent implementations of a config's data order and learning rate.
+"""Independent implementations of a config's data order and loss scale.
 
-On purpose, nothing here is taken from data/corpora/sampler.py, its mixture.py, training/schedule.py or the engine: an
-error in shared code would never be found. The order is that of docs/data.md in plain Python integers, the schedules are
-transformers'.
+On purpose, nothing here is taken from data/corpora/sampler.py, its mixture.py or the engine: an error in shared code
+would never be found. The order is that of docs/data.md in plain Python integers.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from torch import nn
 
-from config.schema import Config, LossScaleSection, ScheduleSection, SourceSection
+from config.schema import Config, LossScaleSection, SourceSection
 from data.corpora.row_shards import RowShards
+from data.corpora.sequences import IGNORED as IGNORED
+from data.corpora.sequences import sequences
 from data.corpora.shards import TokenShards
 
 _STRETCH, _BLOCK, _ROUNDS, _WORD = 16, 1024, 8, (1 << 64) - 1
-IGNORED = -100
-"""Label of a token that is not predicted."""
 
 
 class Order:
@@ -102,22 +98,10 @@ class Order:
 
     def sequences(self, ids: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """A sample, inputs and labels, (n,) int64 each, of everything in these that is attended to as a whole."""
+        end = self._end if self._apart else None
         for sample in ids:
-            if isinstance(self._shards, RowShards):
-                for tokens, trained in self._shards.sequence(sample):
-                    labels = np.where(trained[1:].astype(bool), tokens[1:].astype(np.int64), IGNORED)
-                    yield sample, *_pair(tokens[:-1], labels)
-                continue
-            window = self.window(sample).astype(np.int64)
-            inputs, labels = window[:-1], window[1:].copy()
-            if not self._apart:
-                yield sample, *_pair(inputs, labels)
-                continue
-            labels[inputs == self._end] = IGNORED  # nothing follows from the end of a document
-            borders = [0, *(np.flatnonzero(inputs == self._end) + 1).tolist(), len(inputs)]
-            for start, end in pairwise(borders):
-                if start < end:
-                    yield sample, *_pair(inputs[start:end], labels[start:end])
+            for inputs, labels in sequences(self._shards, sample, self.window, end=end):
+                yield sample, torch.from_numpy(inputs), torch.from_numpy(labels)
 
     def _places(self, sample: int) -> int:
         if self._given_places is not None:
@@ -200,10 +184,6 @@ class Mixed:
         return given
 
 
-def _pair(inputs: np.ndarray, labels: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(labels.astype(np.int64))
-
-
 def permuted(index: int, *, samples: int, seed: int, epoch: int) -> int:
     """Element `index` of an epoch's permutation of [0, samples): a Feistel network with cycle walking."""
     half = max(3, ((samples - 1).bit_length() + 1) // 2)
@@ -228,37 +208,6 @@ def _mixed(value: int) -> int:
 def unit_interval(state: int, place: int) -> float:
     """Number `place` of the SplitMix64 stream in [0, 1) that starts from a state (Steele, Lea and Flood 2014)."""
     return (_mixed(state + (place + 1) * 0x9E3779B97F4A7C15 & _WORD) >> 11) * 2.0**-53
-
-
-def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
-    """Learning rate of the update after a number of applied ones, out of `total` planned, from transformers' schedules.
-
-    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are aligned.
-    """
-    warmup, last = section.warmup_steps, max(total - 1, 1)
-    rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)
-    ratio = section.final_ratio
-    if section.name == "constant" or last <= warmup:  # the decay starts with the last step, or never
-        falling = lambda step: 1.0  # noqa: E731
-    elif section.name == "cosine":
-        falling = _factor(
-            transformers.get_cosine_with_min_lr_schedule_with_warmup, warmup, num_training_steps=last, min_lr_rate=ratio
-        )
-    elif section.name == "linear":
-        line = _factor(transformers.get_linear_schedule_with_warmup, warmup, num_training_steps=last)
-        falling = lambda step: ratio + (1.0 - ratio) * line(step)  # noqa: E731
-    else:
-        decay = max(round(section.decay_fraction * total), 1)
-        start = max(warmup, last - decay)
-        options = {"num_stable_steps": start - warmup, "num_decay_steps": last - start, "decay_type": "linear"}
-        falling = _factor(transformers.get_wsd_schedule, warmup, min_lr_ratio=ratio, **options)
-    return lambda applied: peak * (rising(applied + 1) if applied < warmup else falling(min(applied, last)))
-
-
-def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[int], float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    found: Callable[[int], float] = make(optimizer, num_warmup_steps=warmup, **options).lr_lambdas[0]
-    return found
 
 
 def loss_scale(section: LossScaleSection) -> Callable[[bool], float] | None:

@@ -1,0 +1,130 @@
+"""What a model does between its blocks: what they get, against what its own code hands to modules that do nothing.
+
+Masks and positions are made again, of the first sample. Where such a pass hands on unchanged what a block, a norm or
+the embedding returned, the run has to do so, too, which some rows of it show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+
+from modeling.embedding_noise import has_noise
+from training.corruption.plain import is_random, plain, weights_of
+from training.engine import Engine
+
+_ROWS = 16
+"""Rows of what a module gets and returns that are kept."""
+
+
+class Between:
+    """One pass: `watching` around it, then `compared`."""
+
+    def __init__(self, engine: Engine, stations: Mapping[str, nn.Module], attention: str) -> None:
+        """stations: the model's blocks, and the norms and the output embedding after them."""
+        self._engine, self._stations, self._attention = engine, stations, attention
+        self._inside = tuple(f"{name}." for name in stations)
+        named = engine.model.named_modules()
+        leaves = [item for name, item in named if not name.startswith(self._inside) and not [*item.children()]]
+        self._draws = any(item.training and (is_random(item) or has_noise(item)) for item in leaves)
+        self._given: Any = None
+        self._plain = True
+        self._handed: dict[str, dict[str, torch.Tensor]] = {}
+        self._rows: dict[str, list[torch.Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around a pass; the first micro-batch is taken."""
+        with ExitStack() as stack:
+            stack.callback(self._engine.model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+            for name, module in self._stations.items():
+                hook = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+                stack.callback(hook.remove)
+                stack.callback(module.register_forward_hook(partial(self._leave, name)).remove)
+            yield
+
+    @torch.no_grad()
+    def compared(self) -> list[str]:
+        """Names of modules that do not get what the model's own code hands to them. A collective at ZeRO-3.
+
+        Raises an exception of a model whose blocks are more than functions of hidden states.
+        """
+        model: Any = self._engine.model
+        weights = weights_of(self._engine, model, leaving=self._inside)
+        copied, kept = plain(model, weights, None, self._attention), dict[str, Any]()
+        for name, module in self._stations.items():
+            owner, _, own = name.rpartition(".")
+            copied.get_submodule(owner)._modules[own] = _Handing(module, partial(kept.__setitem__, name))
+        if not self._plain:
+            raise TypeError("its blocks return more than hidden states")
+        args, kwargs = self._given
+        copied(*args, **kwargs)
+        wrong, before = [], None
+        for name, (hidden, further) in kept.items():
+            mine = self._handed[name]
+            same = all(_alike(mine[key], value) for key, value in _tensors(further).items() if key in mine)
+            got, _ = self._rows[name]
+            if before is None:
+                same = same and (self._draws or _alike(got, _some(hidden)))
+            elif torch.equal(hidden, kept[before][0]):
+                same = same and torch.equal(got, self._rows[before][1])
+            wrong += [] if same else [name]
+            before = name
+        return wrong
+
+    def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
+        if self._given is None:
+            self._given = tree_map(_first, (args, kwargs))
+
+    def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
+        if name not in self._handed:
+            self._handed[name] = _tensors(kwargs)
+            self._rows[name] = [_some(args[0])]
+
+    def _leave(self, name: str, module: Any, args: Any, output: Any) -> None:
+        if len(self._rows[name]) == 1:
+            self._plain = self._plain and torch.is_tensor(output)
+            self._rows[name].append(_some(output if torch.is_tensor(output) else output[0]))
+
+
+class _Handing(nn.Module):
+    """A module that keeps what it is given, and hands on its first input."""
+
+    def __init__(self, module: nn.Module, keep: Any) -> None:
+        super().__init__()
+        self._keep = keep
+        for name, value in vars(module).items():  # as a block's kind of attention
+            if not name.startswith("_") and name not in ("training", "forward"):
+                setattr(self, name, value)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._keep((hidden, kwargs))
+        return hidden
+
+
+def _first(value: Any) -> Any:
+    return value[:1] if torch.is_tensor(value) and value.dim() > 1 else value
+
+
+def _tensors(tree: Any) -> dict[str, torch.Tensor]:
+    found, _ = tree_flatten_with_path(tree)
+    return {keystr(path): _first(value).detach() for path, value in found if torch.is_tensor(value)}
+
+
+def _some(values: torch.Tensor) -> torch.Tensor:
+    rows = values.detach()[0].reshape(-1, values.shape[-1])
+    return rows[:: max(1, len(rows) // _ROWS)][:_ROWS].clone()
+
+
+def _alike(run: torch.Tensor, plan: torch.Tensor) -> bool:
+    """Whether values are the same but for their last bits."""
+    if not run.is_floating_point() or run.shape != plan.shape:
+        return torch.equal(run, plan)
+    u = 4 * torch.finfo(run.dtype).eps
+    return torch.allclose(run.double(), plan.double(), rtol=u, atol=u)

@@ -1,0 +1,173 @@
+"""A step's reduced gradients, against what its inputs and the gradients of its outputs sum up to.
+
+Each gradient G is a sum over tokens, micro-batches and ranks. Compared are v G u for random signs u and v (Freivalds
+1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
+
+from precision.dtypes import DTYPES
+from precision.tolerance import unit_roundoff
+from training.corruption.plain import plain
+from training.engine import Engine
+from training.engine.tensors import local_gradient, shape_of, shard_of
+
+_SIGNS = 8
+"""Pairs of random signs u and v for each parameter."""
+
+
+@dataclass
+class _Sum:
+    """What comes to one parameter's gradient on this rank."""
+
+    name: str
+    module: str
+    v: torch.Tensor
+    u: torch.Tensor
+    came: list[torch.Tensor] = field(default_factory=list)
+    roundings: torch.Tensor | float = 1.0
+    """[factor] Rounding of a sum over tokens that a kernel adds up in the run's dtype, one after the other."""
+
+
+class GradientSums:
+    """The sums of one step: `follow` the modules' calls, then `compared`, between backward and step."""
+
+    def __init__(self, engine: Engine, modules: Mapping[str, Any], *, turn: int) -> None:
+        """modules: by name, all of them `can_follow`; what other modules use as well is left out. turn: decides the
+        signs; the same on all ranks."""
+        self._engine = engine
+        users: dict[Any, set[nn.Module]] = defaultdict(set)
+        for module in engine.model.modules():
+            for parameter in module._parameters.values():
+                users[parameter].add(module)
+        self._sums: dict[Any, _Sum] = {}
+        for name, module in modules.items():
+            for key, parameter in module._parameters.items():
+                trained = parameter is not None and parameter.requires_grad
+                if trained and users[parameter] <= {*modules.values()} and parameter not in self._sums:
+                    dice = torch.Generator().manual_seed(1_000_003 * turn + len(self._sums))
+                    sizes = (1, *shape_of(parameter))[-2:]
+                    signs = torch.randint(2, (sum(sizes), _SIGNS), generator=dice).mul_(2).sub_(1)
+                    v, u = signs.to(engine.world.device, self.wide).split(sizes)
+                    self._sums[parameter] = _Sum(f"{name}.{key}", name, v, u)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of the sums, whose roundings are small beside the run's."""
+        return torch.float64 if self._engine.compute == "fp32" else torch.float32
+
+    @torch.no_grad()
+    def follow(self, module: Any, given: torch.Tensor, output: torch.Tensor) -> None:
+        """One call, before anything uses its output."""
+        if any(parameter in self._sums for parameter in module._parameters.values()):
+            try:
+                operand = self.operand(module, given.detach())
+            except Exception:  # a norm that does more
+                for parameter in module._parameters.values():
+                    self._sums.pop(parameter, None)
+                return
+            output.register_hook(lambda came: self.add(module, operand, came))
+
+    def operand(self, module: Any, given: torch.Tensor) -> torch.Tensor:
+        """(tokens, ...) What a call's input contributes to the products with the gradient of its output."""
+        weight = module._parameters.get(
+            "weight"
+        )  # at ZeRO-3 its attribute would be gathered, and known as the parent's
+        own = self._sums.get(weight)
+        if is_norm(module):  # the output is linear in the weight
+            shape, wide = shape_of(weight), given.reshape(-1, given.shape[-1]).to(self.wide)
+            one, zero = ({key: wide.new_full(shape, value) for key in module._parameters} for value in (1.0, 0.0))
+            made = [plain(module, weights | {"bias": zero["weight"]}, self.wide, "") for weights in (one, zero)]
+            return made[0](wide) - made[1](wide)
+        if own is None:  # its bias alone is trained
+            return given.new_zeros(0)
+        if given.is_floating_point():
+            return given.reshape(-1, given.shape[-1]).to(self.wide) @ (own.u if type(module) is nn.Linear else own.v)
+        ids = given.flatten()
+        counts = ids.bincount().double()
+        own.roundings = (1 + counts.square().sum() / counts.sum() / 2).sqrt()
+        factor = torch.as_tensor(getattr(module, "embed_scale", 1.0)).to(weight.dtype).to(self.wide)
+        padding = -1 if module.padding_idx is None else module.padding_idx
+        return own.v[ids] * factor * (ids != padding)[:, None]
+
+    @torch.no_grad()
+    def add(self, module: Any, operand: torch.Tensor, came: torch.Tensor) -> None:
+        """What one call contributes. came: the gradient of its output."""
+        came = came.detach().reshape(-1, came.shape[-1]).to(self.wide)
+        for key, parameter in module._parameters.items():
+            own = self._sums.get(parameter)
+            if own is None:
+                continue
+            size = operand.norm()
+            if key == "bias":
+                sums, size = (came @ own.u).double().sum(0), came.new_tensor(len(came)).sqrt()
+            elif is_norm(module):
+                sums = (came * operand @ own.u).double().sum(0)
+            else:
+                sums = ((came @ (own.v if type(module) is nn.Linear else own.u)).double() * operand.double()).sum(0)
+            sums = sums * own.v[0].double() if key == "bias" or is_norm(module) else sums
+            own.came.append(torch.cat([sums, sums.square().mean()[None], (came.norm() * size).double()[None]]))
+            if isinstance(module, nn.LayerNorm):
+                own.roundings = (1 + len(came) / 2) ** 0.5
+
+    def compared(self, terms: int, skipped: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Error and bound of each by name, relative to the terms of the sum over micro-batches and ranks, added in
+        quadrature: four roundings of each, and FP32's of the sums over tokens. terms: their number. A collective."""
+        engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
+        if not self._sums:
+            return
+        table = torch.zeros(len(self._sums), 2 * _SIGNS + 4, dtype=torch.float64, device=engine.world.device)
+        for row, (parameter, own) in zip(table, self._sums.items(), strict=True):
+            row[: _SIGNS + 1] = self._reduced(parameter, own) / (1 if engine.stage else ranks)
+            if own.came:
+                row[_SIGNS + 1 : -1] = torch.stack(own.came).sum(0) / ranks
+                row[-3] /= ranks
+                row[-1] = own.roundings / ranks
+        engine.world.sum(table)
+        for row, (parameter, own) in zip(table, self._sums.items(), strict=True):
+            if not own.came:  # as of Mamba's dt_proj
+                skipped[own.module] = "its weight is used without a call of the layer"
+                continue
+            u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(own.module, "fp32")])
+            mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 3])
+            # a few signs may all but cancel; the whole gradient's own norm does not
+            size = torch.maximum(sizes[0], square[0]).sqrt()
+            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(parameter).numel() * terms) ** 0.5
+            bound = 4 * u * size * sizes[2] + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
+            error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
+            yield own.name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
+
+    def _reduced(self, parameter: Any, own: _Sum) -> torch.Tensor:
+        """(_SIGNS + 1,) float64: v G u of this rank's part of a reduced gradient, and its norm squared."""
+        found = torch.zeros(_SIGNS + 1, dtype=torch.float64, device=self._engine.world.device)
+        shard = shard_of(self._engine, parameter)
+        gradient = local_gradient(parameter, shard, self._engine.stage) if shard is not None else None
+        if shard is None or gradient is None:
+            return found
+        first, before = divmod(shard.start, len(own.u))
+        after = -(before + shard.length) % len(own.u)
+        rows = functional.pad(gradient.to(found.device, self.wide), (before, after)).view(-1, len(own.u))
+        found[:-1] = ((rows @ own.u).double() * own.v[first : first + len(rows)].double()).sum(0)
+        found[-1] = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
+        return found
+
+
+def can_follow(module: nn.Module) -> bool:
+    """Whether `GradientSums` knows how a module's parameters get their gradients, norms aside."""
+    return type(module) in (nn.Linear, Conv1D, nn.Embedding) or hasattr(module, "embed_scale")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module divides its input by a size, and multiplies by a weight."""
+    weight = module._parameters.get("weight")
+    return "Norm" in type(module).__name__ and weight is not None and len(shape_of(weight)) == 1

@@ -1,0 +1,59 @@
+"""A batch against the samples that it stands for, which are read again apart from the loader."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from config.resolved import Resolved
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch
+from data.corpora.corpus import Corpus
+from data.corpora.row_shards import RowShards
+from data.corpora.sampler import sample_ids, split_for_rank
+from data.corpora.sequences import sequences
+
+
+def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out: bool = False) -> list[str]:
+    """What of this rank's batch is not as its samples have it. held_out: they are the validation set's.
+
+    For batches of next tokens of whole sequences, of documents or of rows.
+    """
+    config, plan, found = resolved.config, resolved.batch, list[str]()
+    shards = corpus.validation if held_out else corpus.train
+    length, end = config.data.sequence_length, corpus.end_of_document if config.keeps_documents_apart else None
+    found += ["the count of labels"] if batch.label_tokens != batch.counted.sum() else []
+    where = {"rank": resolved.rank // plan.sharing, "world_size": plan.data_ranks}
+    mine = split_for_rank(batch.sample_ids, micro_size=plan.micro_size, **where).reshape(-1).tolist()
+    width = batch.input_ids.shape[-1]
+    places = batch.position_ids if batch.position_ids is not None else torch.arange(width).expand(batch.labels.shape)
+    rows = (values.reshape(-1, width).numpy() for values in (batch.input_ids, batch.labels, places))
+    for sample, inputs, labels, positions in zip(mine, *rows, strict=True):
+        parts = [] if sample == NO_SAMPLE else sequences(shards, sample, partial(_window, shards, length), end=end)
+        columns: list[Any] = [np.zeros((3, 0), np.int64)]
+        columns += [(given, own, np.arange(len(given))) for given, own in parts]
+        expected: np.ndarray = np.concatenate(columns, axis=1)
+        n = expected.shape[1]
+        alike = (expected == (inputs[:n], labels[:n], positions[:n])).all(axis=1).tolist()
+        alike[1] = alike[1] and bool((labels[n:] == IGNORED_LABEL).all())
+        kinds = (name for name, good in zip(("inputs", "labels", "positions"), alike, strict=True) if not good)
+        found += [f"{kind} of sample {sample}" for kind in kinds]
+    return found
+
+
+def is_in_order(batch: Batch, position: int, resolved: Resolved, corpus: Corpus) -> bool:
+    """Whether a batch has the samples of its place. position: global batches before it. Not asked of mixtures, and of
+    rows that are sorted by length."""
+    config, size = resolved.config, resolved.batch.global_size
+    if corpus.mixture is not None or (isinstance(corpus.train, RowShards) and not config.keeps_documents_apart):
+        return True
+    samples = corpus.train.sequences(config.data.sequence_length)
+    right = sample_ids(position, samples=samples, seed=config.run.seed, global_size=size)
+    return np.array_equal(batch.sample_ids, right)
+
+
+def _window(shards: Any, length: int, sample: int) -> np.ndarray:
+    found: np.ndarray = shards.read(np.array([sample]), length)[0]
+    return found
