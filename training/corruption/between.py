@@ -1,7 +1,7 @@
-"""What a model does between its blocks: what they get, against what its own code hands to modules that do nothing.
+"""Comparison of what blocks get in a run with what the model's own code passes to modules without effect.
 
-Masks and positions are made again, of the first sample. Where such a pass hands on unchanged what a block, a norm or
-the embedding returned, the run has to do so, too, which some rows of it show.
+Masks and positions are computed again for the first sample. Where that pass forwards the output of a block, a norm or
+the embedding unchanged, the run must do so as well, which is checked on some rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from training.corruption.plain import is_random, plain, weights_of
 from training.engine import Engine
 
 _ROWS = 16
-"""Rows of what a module gets and returns that are kept."""
+"""Rows kept of a module's input and output."""
 
 
 class Between:
-    """One pass: `watching` around it, then `compared`."""
+    """Comparison of one forward pass: run it within `watching`, then call `compared`."""
 
     def __init__(self, engine: Engine, stations: Mapping[str, nn.Module], attention: str) -> None:
         """stations: the model's blocks, and the norms and the output embedding after them."""
@@ -40,7 +40,7 @@ class Between:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around a pass; the first micro-batch is taken."""
+        """Context manager around a pass, of which the first micro-batch is recorded."""
         with ExitStack() as stack:
             stack.callback(self._engine.model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             for name, module in self._stations.items():
@@ -51,9 +51,9 @@ class Between:
 
     @torch.no_grad()
     def compared(self) -> list[str]:
-        """Names of modules that do not get what the model's own code hands to them. A collective at ZeRO-3.
+        """Names of modules whose inputs differ from those that the model's own code passes. A collective at ZeRO-3.
 
-        Raises an exception of a model whose blocks are more than functions of hidden states.
+        Raises an exception for a model whose blocks are more than functions of hidden states.
         """
         model: Any = self._engine.model
         weights = weights_of(self._engine, model, leaving=self._inside)
@@ -94,7 +94,7 @@ class Between:
 
 
 class _Handing(nn.Module):
-    """A module that keeps what it is given, and hands on its first input."""
+    """Records its inputs and returns the first one unchanged."""
 
     def __init__(self, module: nn.Module, keep: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def _some(values: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(run: torch.Tensor, plan: torch.Tensor) -> bool:
-    """Whether values are the same but for their last bits."""
+    """Whether values agree up to their last bits."""
     if not run.is_floating_point() or run.shape != plan.shape:
         return torch.equal(run, plan)
     u = 4 * torch.finfo(run.dtype).eps

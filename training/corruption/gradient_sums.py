@@ -1,4 +1,4 @@
-"""A step's reduced gradients, against what its inputs and the gradients of its outputs sum up to.
+"""Comparison of a step's reduced gradients with the sums over its inputs and the gradients of its outputs.
 
 Each gradient G is a sum over tokens, micro-batches and ranks. Compared are v G u for random signs u and v (Freivalds
 1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
@@ -28,7 +28,7 @@ _SIGNS = 8
 
 @dataclass
 class _Sum:
-    """What comes to one parameter's gradient on this rank."""
+    """Contributions to one parameter's gradient on this rank."""
 
     name: str
     module: str
@@ -36,11 +36,11 @@ class _Sum:
     u: torch.Tensor
     came: list[torch.Tensor] = field(default_factory=list)
     roundings: torch.Tensor | float = 1.0
-    """[factor] Rounding of a sum over tokens that a kernel adds up in the run's dtype, one after the other."""
+    """[factor] Growth of the rounding error where a kernel sums over tokens one by one in the run's dtype."""
 
 
 class GradientSums:
-    """The sums of one step: `follow` the modules' calls, then `compared`, between backward and step."""
+    """Sums of one step: `follow` the modules' calls, then call `compared` between backward and step."""
 
     def __init__(self, engine: Engine, modules: Mapping[str, Any], *, turn: int) -> None:
         """modules: by name, all of them `can_follow`; what other modules use as well is left out. turn: decides the
@@ -63,12 +63,12 @@ class GradientSums:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of the sums, whose roundings are small beside the run's."""
+        """Dtype of the sums, whose rounding errors are small compared with the run's."""
         return torch.float64 if self._engine.compute == "fp32" else torch.float32
 
     @torch.no_grad()
     def follow(self, module: Any, given: torch.Tensor, output: torch.Tensor) -> None:
-        """One call, before anything uses its output."""
+        """Record one call, before anything uses its output."""
         if any(parameter in self._sums for parameter in module._parameters.values()):
             try:
                 operand = self.operand(module, given.detach())
@@ -79,10 +79,9 @@ class GradientSums:
             output.register_hook(lambda came: self.add(module, operand, came))
 
     def operand(self, module: Any, given: torch.Tensor) -> torch.Tensor:
-        """(tokens, ...) What a call's input contributes to the products with the gradient of its output."""
-        weight = module._parameters.get(
-            "weight"
-        )  # at ZeRO-3 its attribute would be gathered, and known as the parent's
+        """(tokens, ...) Factor from a call's input in the products with the gradient of its output."""
+        # not `module.weight`: at ZeRO-3 reading the attribute gathers it and registers it with the parent
+        weight = module._parameters.get("weight")
         own = self._sums.get(weight)
         if is_norm(module):  # the output is linear in the weight
             shape, wide = shape_of(weight), given.reshape(-1, given.shape[-1]).to(self.wide)
@@ -102,7 +101,7 @@ class GradientSums:
 
     @torch.no_grad()
     def add(self, module: Any, operand: torch.Tensor, came: torch.Tensor) -> None:
-        """What one call contributes. came: the gradient of its output."""
+        """Add the contribution of one call. came: gradient of its output."""
         came = came.detach().reshape(-1, came.shape[-1]).to(self.wide)
         for key, parameter in module._parameters.items():
             own = self._sums.get(parameter)
@@ -163,11 +162,11 @@ class GradientSums:
 
 
 def can_follow(module: nn.Module) -> bool:
-    """Whether `GradientSums` knows how a module's parameters get their gradients, norms aside."""
+    """Whether `GradientSums` supports the module, norms aside (`is_norm`)."""
     return type(module) in (nn.Linear, Conv1D, nn.Embedding) or hasattr(module, "embed_scale")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module divides its input by a size, and multiplies by a weight."""
+    """Whether a module normalises its input and multiplies it by a weight."""
     weight = module._parameters.get("weight")
     return "Norm" in type(module).__name__ and weight is not None and len(shape_of(weight)) == 1

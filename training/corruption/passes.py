@@ -232,7 +232,7 @@ class Passes:
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
     def _compare_backward(self, name: str, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
-        """Of a block: the gradient of its input, from that of its output, of the first sample."""
+        """Compare the gradient of a block's input, given that of its output, on the first sample."""
         came, made = self._back.pop(name, {}), list[torch.Tensor]()
         if len(came) < 2 or self._engine.regions is not None:
             return []

@@ -1,4 +1,4 @@
-"""Learning rates by transformers' schedules, which training/schedule.py has no part in."""
+"""Learning rates from transformers' schedules, independent of training/schedule.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from config.schema import ScheduleSection
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
     """Learning rate of the update after a number of applied ones, out of `total` planned, from transformers' schedules.
 
-    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are lined up.
+    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are aligned.
     """
     warmup, last = section.warmup_steps, max(total - 1, 1)
     rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)

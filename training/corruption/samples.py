@@ -1,4 +1,4 @@
-"""A batch against the samples that it stands for, which are read again apart from the loader."""
+"""Comparison of a batch with its samples, which are read again independently of the loader."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from data.corpora.sequences import sequences
 
 
 def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out: bool = False) -> list[str]:
-    """What of this rank's batch is not as its samples have it. held_out: they are the validation set's.
+    """Differences between this rank's batch and its samples. held_out: they belong to the validation set.
 
-    For batches of next tokens of whole sequences, of documents or of rows.
+    Supports next-token batches of whole sequences, documents or rows.
     """
     config, plan, found = resolved.config, resolved.batch, list[str]()
     shards = corpus.validation if held_out else corpus.train
@@ -44,8 +44,10 @@ def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out:
 
 
 def is_in_order(batch: Batch, position: int, resolved: Resolved, corpus: Corpus) -> bool:
-    """Whether a batch has the samples of its place. position: global batches before it. Not asked of mixtures, and of
-    rows that are sorted by length."""
+    """Whether a batch has the samples due at its position, the number of global batches before it.
+
+    Always true for mixtures and for rows sorted by length.
+    """
     config, size = resolved.config, resolved.batch.global_size
     if corpus.mixture is not None or (isinstance(corpus.train, RowShards) and not config.keeps_documents_apart):
         return True

@@ -69,7 +69,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _numbers(model: torch.nn.Module) -> dict[str, Any]:
-    """What modules compute with beside their weights: numbers, such as an adapter's scale or a window, and buffers."""
+    """Inputs of modules' computations besides weights: numbers, such as an adapter's scale or a window, and buffers."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         if {"dynamic", "longrope"} & {getattr(module, "rope_type", None)}:  # which depend on what was computed before

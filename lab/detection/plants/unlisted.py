@@ -322,7 +322,7 @@ def half_of_a_bias_gradient(engine: Engine, size: float) -> None:
 
 
 def gradient_of_a_convolution(engine: Engine, size: float) -> None:
-    """Of one of GPT-2's layers, which are convolutions of width 1."""
+    """Scale the gradient of one of GPT-2's layers, which are convolutions of width 1."""
     _of(engine, "h.1.mlp.c_fc.weight", lambda gradient: gradient * (1 + size))
 
 

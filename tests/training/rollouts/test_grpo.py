@@ -149,7 +149,7 @@ ENDS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "rewards see other texts": (0, "rewards saw row ", ()),
     "rewards of another function": (0, "rewards saw row ", BOTH),
 }
-"""What is found before anything is learned from it: after how many steps, in which words, with which overrides."""
+"""Faults found before anything is learned from them: after how many steps, in which words, with which overrides."""
 
 
 @pytest.mark.one_in(2)
