@@ -1,7 +1,4 @@
-"""The sequences that samples stand for, as inputs and labels: what batches are compared with.
-
-Nothing here is taken from the loader, which lays them out in rows.
-"""
+"""The sequences in a sample as inputs and labels, for comparison with batches; independent of the loader."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ IGNORED = -100
 def sequences(
     shards: TokenShards | RowShards, sample: int, window: Callable[[int], np.ndarray], *, end: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and labels, (n,) int64 each, of everything in a sample that is attended to as a whole.
+    """Inputs and labels, (n,) int64 each, of every part of a sample within which tokens attend to each other.
 
     window: (length + 1,) tokens of a sample of documents. end: the token that ends one; None: they are not kept apart.
     """

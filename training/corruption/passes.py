@@ -40,7 +40,7 @@ _TOKENS = 64
 _BLOCKS = 4
 """Blocks that a step recomputes; they take turns."""
 _LOGITS = 1 << 24
-"""Logits that are computed again at a time."""
+"""Logits that are recomputed at a time."""
 
 
 class Row(NamedTuple):
@@ -56,9 +56,9 @@ class _Call(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
-    """Some rows of them."""
+    """Some of their rows."""
     versions: list[tuple[torch.Tensor, int]]
-    """Inputs that are kept whole: a later version was changed in place."""
+    """Inputs that are kept whole, with their version: a larger one later means a change in place."""
 
 
 class Passes:
@@ -68,7 +68,7 @@ class Passes:
         self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool, trains: bool = True
     ) -> None:
         """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
-        all of it; else the gradients alone. trains: whether a backward pass follows."""
+        everything, else only gradients. trains: whether a backward pass follows."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = turn % len(batch.input_ids) if trains else 0, -1
         self.skipped: dict[str, str] = {}
@@ -99,7 +99,7 @@ class Passes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around forward and backward of the step."""
+        """Context manager around forward and backward of the step."""
         with ExitStack() as stack:
             stack.callback(self._engine.model.register_forward_pre_hook(self._begin).remove)
             for name, module in (self._modules | self._followed).items():
@@ -137,7 +137,7 @@ class Passes:
         kinds, regions = find_regions(self._engine.model), self._engine.regions
         found: dict[str, nn.Module] = {}
         if regions is not None:
-            self.skipped["manifest"] = "of its regions only linear layers and norms are compared, none in FP8"
+            self.skipped["manifest"] = "only linear layers and norms are compared, and none in FP8"
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
@@ -184,7 +184,7 @@ class Passes:
             return
         try:
             unlike = self._between.compared()
-        except Exception as error:  # a model that its blocks are more to than one after the other
+        except Exception as error:  # a model that is more than a chain of blocks
             self.skipped["between"] = one_line(error, 120)
             return
         one = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._engine.world.device)
@@ -200,7 +200,7 @@ class Passes:
         if name in self._followed and not output.requires_grad and any(p.requires_grad for p in module.parameters()):
             self._without.append(name)
         elif name in self._followed and len(args) + len(kwargs) == 1:
-            with unseen(output.device.type):  # a product of the check is none of the module's
+            with unseen(output.device.type):  # the check's own products are not the module's
                 self._sums.follow(module, args[0] if args else next(iter(kwargs.values())), output)
         if self._micro != self._drawn or name not in self._modules or name in self._calls:
             return
@@ -274,7 +274,7 @@ class Passes:
             self._add_loss(args[0].detach().flatten(0, -2), labels.to(args[0].device), module)
 
     def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
-        """Add a micro-batch's loss, and what its logits give to the head's gradient, from all of its labels."""
+        """Add a micro-batch's loss and its contribution to the head's gradient, over all of its labels."""
         u = unit_roundoff(hidden.dtype)
         chunk = max(_LOGITS // len(head.weight), 1)
         for given, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -290,7 +290,7 @@ class Passes:
             self._sums.add(head, self._sums.operand(head, given), came)
 
     def recorded(self, outcome: Outcome) -> list[Row]:
-        """This rank's recorded loss against plain torch's, where roundings of logits may make another; its divisor."""
+        """Comparisons of this rank's recorded loss, within the rounding of its logits, and of its divisor."""
         if not self._judges_loss:
             return []
         total, squares, count, loss, divisor = torch.stack(
@@ -314,9 +314,8 @@ class Passes:
             given, own = hidden.to(dtype).requires_grad_(), in_dtype(weights, dtype)
             with torch.enable_grad():
                 logits = functional.linear(given, own["weight"], own.get("bias"))
-                logits = (
-                    logits.to(wide) if engine.loss_path.chunked else logits
-                )  # else the model caps them in its dtype
+                if engine.loss_path.chunked:  # otherwise the model caps them in its dtype
+                    logits = logits.to(wide)
                 logits = self._cap * torch.tanh(logits / self._cap) if self._cap else logits
                 loss = functional.cross_entropy(logits.to(wide), labels, reduction="sum") * self._factor.to(wide)
             made += torch.autograd.grad(loss, given)

@@ -39,9 +39,9 @@ from training.engine.tensors import local_gradient, own_shards
 
 SIGNAL = "self_check"
 _EARLY = (3, 8, 24, 96, 240)
-"""Steps of a session that are compared beside its first: what is wrong in every 2nd to 6th, or every 8th, is in one."""
+"""Steps of a session compared besides its first; they include one of each 2nd to 6th and each 8th step."""
 _AHEAD = 8
-"""Tokens that others follow, to see whether they are moved by these."""
+"""Tokens at the start of a sequence, whose logits later tokens must not change."""
 _VALUES = 32
 """Values of each parameter whose update is compared."""
 _NORM = 1e-4
@@ -61,9 +61,9 @@ _WORDS = {
     "constants": "its numbers are not those of a model that the config makes",
 }
 _STATES = ("training", "gradient_checkpointing", "use_cache")
-"""Attributes of modules that are no constants of the architecture."""
+"""Attributes of modules that are not constants of the architecture."""
 _OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale")
-"""Checks of what ranks have or sum up together, which blame none of them."""
+"""Checks of what ranks share or sum, which blame none of them."""
 
 
 class SelfCheck:
@@ -87,8 +87,8 @@ class SelfCheck:
     def due(self, step: int, first: int) -> bool:
         """Whether an attempted step, from 1, is checked. first: the session's.
 
-        Some early ones, since most that is wrong is so from the start or after a few updates; and of each
-        `self_check_every` steps a drawn one: a fixed period would never meet what is wrong between.
+        Some early ones, since most errors exist from the start or after a few updates, and a random one in each
+        `self_check_every` steps: a fixed period would never meet an error between its steps.
         """
         if self._policy is None and (state := self._engine.scaler_state()) is not None:
             self._policy = make_policy(self._resolved.config.precision.loss_scale)
@@ -101,7 +101,7 @@ class SelfCheck:
         return self._whole or bool(self._gradients and step % self._gradients == 0)
 
     def watching(self, batch: Batch, position: int) -> AbstractContextManager[None]:
-        """Around forward and backward of a step that is due. position: global batches before the step's own."""
+        """Context of a due step's forward and backward. position: global batches before the step's own."""
         self._rows, self._skipped = [], {}
         self._samples = self._compare_samples(batch, position) + self._look_ahead()
         self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn, whole=self._whole)
@@ -135,7 +135,7 @@ class SelfCheck:
         self._updates.before_update()
 
     def forget(self) -> None:
-        """The state was loaded from elsewhere."""
+        """Start the replay of the loss scale again: the state was loaded."""
         self._policy = None
 
     def follow_scale(self, health: Health, update: Update) -> None:
@@ -145,7 +145,7 @@ class SelfCheck:
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
-        """Right after it was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
+        """Right after the step was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
         if not self._whole:
             return []
         rows = [Row("scale", "loss scale", float(self._scales), 0.0)] if self._policy is not None else []
@@ -165,7 +165,7 @@ class SelfCheck:
         return bool(self._evaluations == 1 and self._every and self._resolved.config.task not in SAMPLING_TASKS)
 
     def after_evaluation(self, found: Evaluation, batches: Iterable[Batch], step: int) -> list[EarlyWarning]:
-        """Make the session's first evaluation again, and compare its first micro-batch's modules. A collective."""
+        """Repeat the session's first evaluation and compare its first micro-batch's modules. A collective."""
         engine, self._rows, self._skipped = self._engine, [], {}
         totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
         wrong, rows, first = list[str](), list[Row](), True
@@ -235,7 +235,7 @@ class SelfCheck:
 
     @torch.no_grad()
     def _look_ahead(self) -> list[Row]:
-        """How far the second half of some tokens moves the logits of the first, in the session's first step."""
+        """How far later tokens move the logits of earlier ones, in the session's first step."""
         engine = self._engine
         if self._turn or not self._whole or not self._reads_samples:
             return []
@@ -249,12 +249,12 @@ class SelfCheck:
         return [Row("between", "causal mask", float(first.max()), LARGEST_LEAK * float(second.max()))]
 
     def _constants(self) -> list[Row]:
-        """Numbers in modules, buffers and the model's config, against those of a model that is made anew."""
+        """Numbers in modules, buffers and the model's config, compared with those of a newly built model."""
         if not self._whole or self._engine.world.experts is not None:
             return []
         try:
             unlike = [*self._unlike()]
-        except Exception as error:  # of an architecture that is made only from its files
+        except Exception as error:  # an architecture that can only be built from its files
             self._skipped["constants"] = one_line(error, 120)
             return []
         return _rows("constants", unlike)
@@ -301,12 +301,12 @@ class SelfCheck:
 
 
 def _rows(check: str, wrong: Sequence[str]) -> list[Row]:
-    """The comparisons of a check whose values are right or wrong."""
+    """Comparisons of a check whose values are right or wrong."""
     return [Row(check, name, 1.0, 0.0) for name in wrong] or [Row(check, "all", 0.0, 1.0)]
 
 
 def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of numbers that are others."""
+    """Keys of numbers that differ."""
     for key, value in right.items():
         if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
             yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))
