@@ -145,7 +145,7 @@ class SelfCheck:
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
-        """Right after the step was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
+        """After the step was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
         if not self._whole:
             return []
         rows = [Row("scale", "loss scale", float(self._scales), 0.0)] if self._policy is not None else []
