@@ -12,7 +12,7 @@ from tests.training.tasks.mlm_cases import write_text
 _SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2"
 _LLAMA = f"{_SHAPE}, num_key_value_heads: 2"
 _COMMON = (
-    *("run.resume=never", "run.steps=100", "generate.tokens=0", "telemetry.every_steps=2", "guard.spike_sigmas=6"),
+    *("run.resume=never", "run.steps=100", "generate.tokens=0", "telemetry.every_steps=3", "guard.spike_sigmas=6"),
     *("tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes", "data.sequence_length=64"),
     *("evaluate={every_steps: 100, batches: 1}", "model.activation_checkpointing=none"),
 )
@@ -112,7 +112,7 @@ def cases(folder: Path) -> dict[str, Any]:
         extras = _EXTRAS if name.endswith(" bf16") else ()
         found[name] = {"arguments": given, "ranks": ranks, "extras": extras, "bare": name in BARE}
     for name in _TASKS:
-        given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=2"]
+        given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=3"]
         found[name] = {"arguments": given, "ranks": 2, "extras": ("evaluate",)}
     for name in SCALED:
         stage, ranks = int(name[5]), int(name.split()[1].replace(",", ""))

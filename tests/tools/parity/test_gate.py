@@ -16,10 +16,11 @@ from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fie
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.judge_runs import Settling
-from tools.parity.oracle.rules import loss_scale, schedule
+from tools.parity.oracle.rules import loss_scale
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
+from training.corruption.rates import schedule
 
 DEMO = str(REPOSITORY / "config/recipes/demo.yaml")
 NORM = "model.layers.1.post_attention_layernorm"
