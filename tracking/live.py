@@ -100,7 +100,7 @@ class LiveRun:
         )
 
     def known_facts(self) -> RunFacts:
-        """As `facts`, but without those files if one is damaged or being written."""
+        """The facts that can be read: those of the three files are left out if one is damaged or being written."""
         try:
             return self.facts()
         except UserError:
