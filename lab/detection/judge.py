@@ -26,12 +26,12 @@ def judged(
     *,
     code: int,
     recomputed: int,
-    apart: Path | None = None,
+    apart: Sequence[Path] = (),
     points: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """{"found_by", "modules", "ranks", "said", "oracle"} of a finished run.
 
-    code: its exit code. recomputed: steps that the oracle recomputes. apart: an FP32 run a bit apart from the twin.
+    code: its exit code. recomputed: steps that the oracle recomputes. apart: FP32 runs a bit apart from the twin.
     points: steps after which the gate's checks outside of the engine recompute one, in place of the oracle's. found_by:
     names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
     """
@@ -40,9 +40,9 @@ def judged(
     other = Run(twin, True, "", None)
     half, fp32 = trajectory(run), trajectory(other)
     of_runs = judge_trajectories([half], [fp32], bounds)
-    if apart is not None:
-        bit = trajectory(Run(RunDir(apart), True, "", None))
-        of_runs = unless_chaotic(judge_trajectories([half], [fp32], bounds, [bit]), bit, fp32, bounds)
+    if apart:
+        bits = [trajectory(Run(RunDir(path), True, "", None)) for path in apart]
+        of_runs = unless_chaotic(judge_trajectories([half], [fp32], bounds, bits), bits, fp32, bounds)
     checks = [
         Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
         *of_runs,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from config.command_line import read_command_line
 from config.files import write_atomically
 from config.resolved import Resolved
+from config.schema import ParitySection
 from lab.detection.cells import Cell, base, precision
 from lab.detection.judge import judged, judged_steps
 from lab.detection.made_of import made_of, made_with
@@ -18,7 +20,7 @@ from lab.detection.plants.site import Plant, planted
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
 from tools.parity.jobs import Run, trajectory
-from tools.parity.judge_runs import CHAOTIC, judge_trajectories
+from tools.parity.judge_runs import MOST_APART, in_doubt, judge_trajectories, rounding_to, unless_chaotic
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
@@ -29,24 +31,26 @@ from training.session import locked_run_dir, run_dir_of, session
 WALK = 2
 
 
-def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: bool = False) -> None:
+def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: int | None = None) -> None:
     """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments.
 
-    a_bit: from weights that are `A_BIT` off, a change that only a chaotic run amplifies.
+    a_bit: draw of weights that are off by the cell's rounding, a change that only a chaotic run amplifies.
     """
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"
     overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0"]
     if not cell.is_wide:
         overrides.append("checkpoint.at_end=false")
-    elif not a_bit:
+    elif a_bit is None:
         overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
     made = made_with(code, [*_arguments(where, cell, name), *overrides])
     if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
         return
     plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
-    with moved_start() if a_bit else nullcontext():
-        _train(world, _resolve(where, cell, name, overrides), plant, size)
+    resolved = _resolve(where, cell, name, overrides)
+    off = rounding_to(_resolve(where, cell, name, precision(where, cell.path, 2)).config.precision)
+    with nullcontext() if a_bit is None else moved_start(off, a_bit):
+        _train(world, resolved, plant, size)
     if world.is_main:
         write_atomically(mark, made.encode())
     world.gather_objects(None)
@@ -76,10 +80,10 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     code = _train(world, resolved, plant, size)
     with _planted(plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
-    apart, points = None, cell.points[1:] if cell.is_wide else None
-    if cell.is_wide and world.from_main(world.is_main and differs(run_dir_of(resolved), where, cell, resolved)):
-        apart = where / "runs" / f"{twin_name(cell)}-a-bit-apart"
-        twin(world, folder=folder, cell=cell, name=apart.name, code=made_of(), a_bit=True)
+    apart, points = list[Path](), cell.points[1:] if cell.is_wide else None
+    while cell.is_wide and world.from_main(world.is_main and differs(run_dir_of(resolved), where, cell, bounds, apart)):
+        apart.append(where / "runs" / f"{twin_name(cell)}-{cell.path}-apart-{len(apart) + 1}")
+        twin(world, folder=folder, cell=cell, name=apart[-1].name, code=made_of(), a_bit=len(apart) - 1)
     if not world.is_main:
         return None
     mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
@@ -87,11 +91,12 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
 
 
-def differs(mine: RunDir, folder: Path, cell: Cell, resolved: Resolved) -> bool:
-    """Whether a whole run and its twin differ by more than the bounds: by a defect, or by chaos alone."""
-    runs = [trajectory(Run(run, True, "", None)) for run in (mine, RunDir(folder / "runs" / twin_name(cell)))]
-    checks = judge_trajectories(runs[:1], runs[1:], resolved.config.parity)
-    return any(check.name in CHAOTIC and not check.passed for check in checks)
+def differs(mine: RunDir, folder: Path, cell: Cell, bounds: ParitySection, apart: Sequence[Path]) -> bool:
+    """Whether one more FP32 run has to tell if a whole run differs from its twin by a defect, or by chaos alone."""
+    folders = [mine, RunDir(folder / "runs" / twin_name(cell)), *map(RunDir, apart)]
+    half, fp32, *bits = (trajectory(Run(run, True, "", None)) for run in folders)
+    checks = unless_chaotic(judge_trajectories([half], [fp32], bounds, bits), bits, fp32, bounds)
+    return in_doubt(checks) and len(apart) < MOST_APART
 
 
 def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float) -> dict[str, Any] | None:

@@ -3,17 +3,19 @@
 The reference's gradients in the run's dtype are recomputed with linear layers that sum in halves, with eager instead of
 fused attention or vice versa, and with another number of threads. Each rounds in other places and is equally valid.
 
-    python -m tools.parity.alternatives --config FILE ...
+    python -m tools.parity.alternatives OFF DRAW --config FILE ...
 
-is `train.py` from weights that are off by a bit of FP16: an FP32 run as sound as its twin. If a whole run and its twin
-differ, the gate checks with it whether chance alone makes as large a difference. Weights are perturbed rather than the
-learning rate: Adam's first steps are little more than the signs of the gradients, which another rate does not change,
-while rounding flips some of them, which moves their weights by twice the rate.
+is `train.py` from weights that are off by the error of rounding them to the run's dtype: an FP32 run as sound as its
+twin. If a whole run and its twin differ, the gate checks with a few of them whether chance alone makes as large a
+difference. Weights are perturbed rather than the learning rate: Adam's first steps are little more than the signs of
+the gradients, which another rate does not change, while rounding flips some of them, which moves their weights by twice
+the rate.
 """
 
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -27,8 +29,6 @@ from launch.job import TRAIN
 from tools.parity.recompute import by_halves
 from training.engine import build
 
-A_BIT = 2.0**-12
-"""[fraction] Random change of each weight, up or down, as large as the error of rounding it to FP16."""
 _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 
@@ -70,18 +70,21 @@ def _other_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
 
 
 @contextmanager
-def moved_start() -> Iterator[None]:
-    """Context manager: models are built with weights that are off by A_BIT."""
+def moved_start(off: float, draw: int) -> Iterator[None]:
+    """Context manager: each weight of a newly built model is larger or smaller by the fraction `off`, by chance.
+
+    draw: seed of the signs.
+    """
     build_model = build.build_model
 
     def moved(*args: Any, **kwargs: Any) -> Any:
         model = build_model(*args, **kwargs)
-        dice = torch.Generator().manual_seed(0)
+        dice = torch.Generator().manual_seed(draw)
         for parameter in model.parameters():
             values = getattr(parameter, "ds_tensor", parameter).data  # a rank's slice at ZeRO-3
             up = torch.randint(2, values.shape, generator=dice).to(values.device)
             if values.is_floating_point():
-                values.mul_(1 + A_BIT * (2 * up - 1))
+                values.mul_(1 + off * (2 * up - 1))
         return model
 
     with patch.object(build, "build_model", moved):
@@ -89,5 +92,7 @@ def moved_start() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    with moved_start():
+    fraction, seed = sys.argv[1:3]
+    del sys.argv[1:3]
+    with moved_start(float(fraction), int(seed)):
         runpy.run_path(*TRAIN, run_name="__main__")

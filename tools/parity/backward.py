@@ -51,6 +51,9 @@ from tools.parity.rounding import GRADIENT, Kind, further_off, sums_of
 from tools.parity.slices import Slices
 from training.engine.tensor_slices import joined_in
 
+LOST = 0.1
+"""[fraction] Relative error of an attention's gradient from which 16 bits are no measure of its condition: it cannot
+exceed 1 by much, while FP32's error still grows with the condition."""
 LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
 
@@ -215,7 +218,10 @@ class Backward:
         }
         if kind == "attention":
             size["moved"] = self._moved(small, computed[-1], torch.float64)
-        elif _is_far(computed[1], computed[-1], max(terms_of(kind, small), tokens)):
+            if _is_far(computed[0], computed[-1], LOST):
+                redrawn = self._moved(small, computed[1], torch.float32)
+                size["moved"] = {part: max(redrawn.get(part, 0.0), moved) for part, moved in size["moved"].items()}
+        elif _is_far(computed[1], computed[-1], expected(max(terms_of(kind, small), tokens), torch.float32)):
             size["moved"] = self._moved(small, computed[1], torch.float32)
         return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
 
@@ -403,13 +409,12 @@ HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
 """Half of FP16's smallest number: the largest error of rounding to nearest among subnormal numbers."""
 
 
-def _is_far(fp32: _Gradients, exact: _Gradients, terms: int) -> bool:
-    """Whether FP32's rounding alone fails to explain its distance from FP64's, as when terms nearly cancel."""
-    least = expected(terms, torch.float32)
+def _is_far(found: _Gradients, exact: _Gradients, bound: float) -> bool:
+    """Whether any gradient's relative distance from FP64's exceeds the bound."""
     return any(
-        bool((fp32[part].double() - values.double()).norm() > least * values.double().norm())
+        bool((found[part].double() - values.double()).norm() > bound * values.double().norm())
         for part, values in exact.items()
-        if part in fp32
+        if part in found
     )
 
 

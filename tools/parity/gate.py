@@ -53,11 +53,12 @@ from tools.parity.jobs import (
     walk_steps,
 )
 from tools.parity.judge_runs import (
-    CHAOTIC,
+    MOST_APART,
     Trajectory,
     confidence,
     confidence_line,
     first_departure,
+    in_doubt,
     judge_trajectories,
     unless_chaotic,
 )
@@ -101,9 +102,10 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         if twins and run.settling is not None:
             fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
     of_runs = judge_trajectories(half, fp32, bounds, nudged, whole=whole) if twins else []
-    if whole and any(check.name in CHAOTIC and not check.passed for check in of_runs):  # by a defect, or by chaos alone
-        apart = trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=True))
-        of_runs = judge_trajectories(half, fp32, bounds, [*nudged, apart], whole=whole)
+    apart: list[Trajectory] = []
+    while whole and len(apart) < MOST_APART and in_doubt(of_runs):  # by a defect, or by chaos alone
+        apart.append(trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=len(apart))))
+        of_runs = judge_trajectories(half, fp32, bounds, [*nudged, *apart], whole=whole)
         of_runs = unless_chaotic(of_runs, apart, whole, bounds)
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)

@@ -32,7 +32,7 @@ from launch.job import (
 )
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
-from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
+from tools.parity.judge_runs import Settling, Trajectory, control_factor, rounding_to, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
@@ -149,12 +149,12 @@ def train_twin(
     *,
     control: int | None = None,
     settling: Settling | None = None,
-    a_bit: bool = False,
+    a_bit: int | None = None,
 ) -> Run:
     """Train the job in FP32. Raises UserError if it fails, since there is then nothing to compare with.
 
     control: its index, which sets a slightly different learning rate. settling: its steps are not applied here either.
-    a_bit: start from weights that differ by so little that only chaos makes it matter.
+    a_bit: draw of starting weights that differ by so little that only chaos makes it matter.
     """
     twin = chosen.folder / "fp32_twin.json"
     write_in_fp32(chosen.resolved.deepspeed_path, twin)
@@ -163,18 +163,20 @@ def train_twin(
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
         *("checkpoint.every_steps=0", "faults=[]"),
     ]
-    if seed == chosen.resolved.config.run.seed and control is None and settling is None and not a_bit:
+    if seed == chosen.resolved.config.run.seed and control is None and settling is None and a_bit is None:
         overrides = [*overrides, *_saving(chosen)]
     name = f"{TWIN}seed-{seed}"
-    if a_bit:
-        name = f"{TWIN}a-bit-apart"
+    program: Sequence[str] = TRAIN
+    if a_bit is not None:
+        off = rounding_to(chosen.resolved.config.precision)
+        name, program = f"{TWIN}a-bit-apart-{a_bit + 1}", (*APART, repr(off), str(a_bit))
     if control is not None:
         rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
         name, overrides = f"{TWIN}settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
-    run = _train(chosen, name, seed, overrides, log, program=APART if a_bit else TRAIN)
+    run = _train(chosen, name, seed, overrides, log, program=program)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run

@@ -17,14 +17,19 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Any
 
-from config.schema import ParitySection
+from config.schema import ParitySection, PrecisionSection
+from precision.dtypes import DTYPES
+from precision.tolerance import unit_roundoff
 from tools.parity.judge_steps import Check
 from tools.parity.power import ALPHA, POWER, detectable, half_width, pairs_needed
 
 NUDGE = 2.0**-8
 """[fraction] BF16's unit roundoff: the relative change of the nearest control's learning rate."""
 CHAOTIC = ("validation_delta", "loss_gap", "grad_norm_ratio")
-"""Checks of whole runs that a sound run fails if training amplifies a change of 2^-12 beyond a bound."""
+"""Checks of whole runs that a sound run fails if training amplifies the rounding of its weights beyond a bound."""
+MOST_APART = 3
+"""Largest number of FP32 runs from perturbed weights. One is too few: where four draws were 0.1% to 3.5% apart in a
+step's loss, the first was the one of 0.1%."""
 
 
 @dataclass(frozen=True)
@@ -117,12 +122,25 @@ def judge_trajectories(
     ]
 
 
-def unless_chaotic(checks: Sequence[Check], apart: Trajectory, whole: Trajectory, bounds: ParitySection) -> list[Check]:
-    """The checks of whole runs; those whose bounds two nearly equal FP32 runs exceed as well are not judged.
+def rounding_to(precision: PrecisionSection) -> float:
+    """[fraction] Error of rounding a weight to the dtype that a run computes in; BF16's under a manifest."""
+    return unit_roundoff(DTYPES["fp16" if precision.compute == "fp16" and precision.path == "cast" else "bf16"]) / 2
 
-    apart: an FP32 run that starts a bit of FP16 from `whole`'s weights (`tools.parity.alternatives`).
+
+def in_doubt(checks: Sequence[Check]) -> bool:
+    """Whether a check failed that chaos alone may fail."""
+    return any(check.name in CHAOTIC and not check.passed for check in checks)
+
+
+def unless_chaotic(
+    checks: Sequence[Check], apart: Sequence[Trajectory], whole: Trajectory, bounds: ParitySection
+) -> list[Check]:
+    """The checks of whole runs; those whose bounds nearly equal FP32 runs exceed as well are not judged.
+
+    apart: FP32 runs from `whole`'s weights, perturbed as by rounding (`tools.parity.alternatives`).
     """
-    again = {check.name: check for check in judge_trajectories([apart], [whole], bounds) if not check.passed}
+    differing = [check for run in apart for check in judge_trajectories([run], [whole], bounds) if not check.passed]
+    again = {check.name: check for check in differing}
     found = []
     for check in checks:
         if not check.passed and check.name in CHAOTIC and check.name in again:

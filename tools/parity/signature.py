@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from config.errors import one_line
 from modeling.embedding_noise import has_noise
 from precision.regions import Regions
+from precision.tolerance import expected
 from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
 from tools.parity.recompute import (
@@ -40,6 +41,7 @@ from tools.parity.recompute import (
     floats_of,
     is_off,
     parts_of,
+    rounded,
     row_of,
     terms_of,
 )
@@ -167,6 +169,7 @@ class Signatures:
                     computed_as[0] = again(self._plan, call, None)
         own = None if self._slices.group is not None else own_code(self._plan, self._candidate, call)
         terms = terms_of(kind, call)
+        moved = self._moved(call, *computed_as[1:], terms) if kind == "attention" else {}
         for part, found in parts_of(call).items():
             computed = [floats_of(tree.get(part)) for tree in computed_as]
             if floats_of(found) and not all(computed):
@@ -179,8 +182,32 @@ class Signatures:
                 in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
                 of_part = f"{part}, {index}" if index else part
                 roundoff = self._plan.roundoff(call.name, values[1])
-                sums = sums_of(*values, roundoff=roundoff, width=self._plan.width(call.name), own=in_fp32)
+                width, by_rounding = self._plan.width(call.name), moved.get((part, index), 0.0)
+                sums = sums_of(*values, roundoff=roundoff, width=width, moved=by_rounding, own=in_fp32)
                 self._rows += row_of(call.name, of_part, kind, roundoff, terms, sums)
+
+    def _moved(
+        self, call: Call, fp32: dict[str, Any], exact: dict[str, Any], terms: int
+    ) -> dict[tuple[str, int], float]:
+        """Sum of squared changes in FP64, by part and index, when all inputs are off by FP32's rounding.
+
+        Empty where FP32's rounding explains its distance from FP64's, as it does unless scores are large: a softmax
+        with a few competing scores of hundreds turns a rounding of the scores into another choice. Its error in 16 bits
+        is no measure of that, since it cannot exceed that of one choice.
+        """
+        pairs = {
+            (part, index): pair
+            for part, tree in exact.items()
+            for index, pair in enumerate(zip(floats_of(tree), floats_of(fp32.get(part)), strict=False))
+        }
+        least = expected(terms, torch.float32)
+        if all(bool((near.double() - value).norm() <= least * value.norm()) for value, near in pairs.values()):
+            return {}
+        other = again(self._plan, rounded(call), torch.float64)
+        return {
+            (part, index): float((floats_of(other[part])[index] - value).square().sum())
+            for (part, index), (value, _) in pairs.items()
+        }
 
 
 def own_errors(signature: Mapping[str, Any]) -> dict[str, Any]:

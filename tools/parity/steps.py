@@ -282,7 +282,7 @@ class StepParity:
             return _agreement(self._reference.gradients_in(engine.compute, batch, engine.loss_scale), gradients)
 
     def _routed(self) -> AbstractContextManager[None]:
-        """Context manager: the reference's routers reuse the run's expert choices wherever the two differ."""
+        """Context manager: the reference reuses the choices of the run's routers and ReLUs if the two differ."""
         chosen = self._chosen
         return nullcontext() if chosen is None else choosing(self._reference.model, {}, chosen)
 

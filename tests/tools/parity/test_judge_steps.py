@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from config.schema import LossScaleSection, ModelSection, ParitySection
+from config.schema import LossScaleSection, ModelSection, ParitySection, PrecisionSection
 from modeling.build import model_config
 from precision.loss_scale import make_policy
 from tools.parity.alternatives import moved_start
@@ -17,6 +18,7 @@ from tools.parity.judge_runs import (
     Trajectory,
     first_departure,
     judge_trajectories,
+    rounding_to,
     settling_of,
     unless_chaotic,
 )
@@ -183,23 +185,32 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
 def test_a_whole_run_is_not_judged_where_one_bit_of_fp32_grows_beyond_the_bound() -> None:
     mine, calm = run(factor=1.03, validation=4.1), run(validation=4.001)
     checks = judge_trajectories([mine], [run()], BOUNDS)
-    assert failed({check.name: check for check in unless_chaotic(checks, calm, run(), BOUNDS)}) == {
+    assert failed({check.name: check for check in unless_chaotic(checks, [calm], run(), BOUNDS)}) == {
         *("validation_delta", "loss_gap"),
     }
-    found = {check.name: check for check in unless_chaotic(checks, run(validation=4.2), run(), BOUNDS)}
+    apart = [calm, run(validation=4.2)]
+    found = {check.name: check for check in unless_chaotic(checks, apart, run(), BOUNDS)}
     assert failed(found) == {"loss_gap"}, "what did not grow is judged"
     assert found["validation_delta"].note.startswith("not judged: chaotic at this rate: two FP32 runs a bit apart")
 
 
-def test_the_run_a_bit_apart_starts_from_weights_as_far_off_as_fp16_rounds() -> None:
+def test_a_run_a_bit_apart_starts_from_weights_as_far_off_as_its_dtype_rounds() -> None:
     section = ModelSection(architecture="gpt2", config={"n_embd": 32, "n_layer": 1, "n_head": 2})
     config = model_config(section, vocab_size=64, sequence_length=16)
     whole = dict(build.build_model(section, config, seed=0).named_parameters())
-    with moved_start():
-        moved = build.build_model(section, config, seed=0)
+
+    def moved_model(draw: int) -> PreTrainedModel:
+        with moved_start(2.0**-12, draw):
+            return build.build_model(section, config, seed=0)
+
+    sections = [PrecisionSection(compute=compute) for compute in ("fp16", "bf16")]
+    assert [rounding_to(each) for each in sections] == [2.0**-12, 2.0**-9]
+    assert rounding_to(PrecisionSection(compute="fp32", path="manifest")) == 2.0**-9
+    moved, other = (moved_model(draw) for draw in (0, 1))
+    assert not torch.equal(moved.lm_head.weight, other.lm_head.weight)
     signs = torch.cat([((item / whole[name]).flatten() - 1) * 2**12 for name, item in moved.named_parameters()])
     signs = signs[signs.isfinite()]  # no bias, which is 0
-    assert torch.allclose(signs.abs(), torch.ones(()), atol=1e-2) and abs(float(signs.mean())) < 0.1
+    assert torch.allclose(signs.detach().abs(), torch.ones(()), atol=1e-2) and abs(float(signs.mean())) < 0.1
     assert torch.equal(build.build_model(section, config, seed=0).lm_head.weight, whole["transformer.wte.weight"])
 
 
