@@ -51,9 +51,6 @@ from tools.parity.rounding import GRADIENT, Kind, further_off, sums_of
 from tools.parity.slices import Slices
 from training.engine.tensor_slices import joined_in
 
-LOST = 0.1
-"""[fraction] Relative error of an attention's gradient from which 16 bits are no measure of its condition: it cannot
-exceed 1 by much, while FP32's error still grows with the condition."""
 LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
 
@@ -218,9 +215,6 @@ class Backward:
         }
         if kind == "attention":
             size["moved"] = self._moved(small, computed[-1], torch.float64)
-            if _is_far(computed[0], computed[-1], LOST):
-                redrawn = self._moved(small, computed[1], torch.float32)
-                size["moved"] = {part: max(redrawn.get(part, 0.0), moved) for part, moved in size["moved"].items()}
         elif _is_far(computed[1], computed[-1], expected(max(terms_of(kind, small), tokens), torch.float32)):
             size["moved"] = self._moved(small, computed[1], torch.float32)
         return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
@@ -299,12 +293,11 @@ class Backward:
         return self._gradients(call, leaves, ends, parts, in_turn=in_turn)
 
     def _moved(self, call: Call, made: _Gradients, dtype: torch.dtype) -> dict[str, float]:
-        """Sum of squared changes of gradients, by part, when all that they are computed from is off by FP32's rounding.
+        """Sum of squared changes of gradients, by part, when all inputs and results are off by FP32's rounding.
 
-        made: those in this dtype. In FP64 the changes are what rounding does to the definition; in FP32 all roundings
-        are redrawn as well, which shows terms that cancel inside a module; casts to fewer bits stay as they are.
+        made: those in this dtype. FP64 skips casts to fewer bits inside the module; in FP32 they stay as they are.
         """
-        with Redrawn() if dtype is torch.float32 else nullcontext():
+        with Redrawn(dtype):
             found = self._again(rounded(call), dtype, made)
         there = ((part, values) for part, values in made.items() if part in found)
         return {part: float((found[part] - values).double().square().sum()) for part, values in there}

@@ -462,20 +462,21 @@ def rounded(call: Call) -> Call:
 
 
 class Redrawn(TorchDispatchMode):
-    """Monte Carlo arithmetic (Parker 1997): every FP32 result is randomly off by the unit roundoff, up or down.
+    """Monte Carlo arithmetic (Parker 1997): each result in `dtype` is randomly off by FP32's unit roundoff, up or down.
 
-    It changes a computation by as much as its own roundings do, including terms that cancel inside it.
+    It changes a computation by as much as FP32's roundings do, including terms that cancel inside it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
+        self._dtype = dtype
         self._chance = _Chance()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if not any(item.alias_info for item in func._schema.returns):  # neither a view nor in place
             for value in leaves_of(made):
-                if value.dtype == torch.float32:
+                if value.dtype == self._dtype:
                     value.copy_(self._chance.off(value))
         return made
 

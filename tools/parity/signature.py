@@ -36,6 +36,7 @@ from tools.parity.recompute import (
     COMPUTED_IN,
     Call,
     Plan,
+    Redrawn,
     again,
     fewer_rows,
     floats_of,
@@ -189,7 +190,7 @@ class Signatures:
     def _moved(
         self, call: Call, fp32: dict[str, Any], exact: dict[str, Any], terms: int
     ) -> dict[tuple[str, int], float]:
-        """Sum of squared changes in FP64, by part and index, when all inputs are off by FP32's rounding.
+        """Sum of squared changes in FP64, by part and index, when all inputs and results are off by FP32's rounding.
 
         Empty where FP32's rounding explains its distance from FP64's, as it does unless scores are large: a softmax
         with a few competing scores of hundreds turns a rounding of the scores into another choice. Its error in 16 bits
@@ -203,7 +204,8 @@ class Signatures:
         least = expected(terms, torch.float32)
         if all(bool((near.double() - value).norm() <= least * value.norm()) for value, near in pairs.values()):
             return {}
-        other = again(self._plan, rounded(call), torch.float64)
+        with Redrawn(torch.float64):
+            other = again(self._plan, rounded(call), torch.float64)
         return {
             (part, index): float((floats_of(other[part])[index] - value).square().sum())
             for (part, index), (value, _) in pairs.items()

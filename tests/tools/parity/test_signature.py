@@ -6,6 +6,7 @@ alone. What is planted stays below what the bounds on a module's output, gradien
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from operator import mul
@@ -36,7 +37,7 @@ from tests.support.rows import labelled, seq2seq
 from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
-from tools.parity.rounding import figures, findings, pooled, resolution
+from tools.parity.rounding import figures, findings, pooled, resolution, size_of
 from tools.parity.signature import Signatures
 
 Plant = Callable[[Any], None]
@@ -480,6 +481,24 @@ def test_a_softmax_in_16_bits_is_named_where_its_gradients_cancel_too(compute: s
     rounds = softmax(lambda scores: torch.softmax(scores.to(DTYPES[compute]), -1))
     found = named(measured("qwen2", compute, both=alike, plant=rounds))
     assert found == (ATTENTION,)
+
+
+def hard(model: Any) -> None:
+    """Each query attends to about one key, and the values hardly differ: most of a score's gradient cancels."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for item in layer.self_attn.q_proj.parameters():
+                item *= 1000.0
+            layer.self_attn.v_proj.weight *= 1e-2
+            layer.self_attn.v_proj.bias += 1.0
+
+
+def test_what_rounding_does_inside_a_kernel_is_measured_in_fp64() -> None:
+    """FP16 is no measure of it where it loses the gradient altogether, or gradients are subnormal."""
+    for part in pooled(measured("qwen2", "fp16", both=hard)):
+        if part.part == "gradient of what q_proj returned":
+            moved = math.sqrt(part.sums["moved"] / part.sums["xx"])
+            assert 0.2 < moved / size_of(part, "fp32") < 5
 
 
 def fused(run: Any) -> None:
