@@ -16,26 +16,9 @@ from modeling.tensor_parallel import cut
 from training.checkpoint.contents import TAG
 from training.checkpoint.partitions import SavedModel, SavedTensor, Stored, open_saved_model
 from training.checkpoint.reader import PLAIN, Opener, Reader
-from training.engine import Engine
+from training.engine import Engine, tensors
 from training.engine.masters import Start
-from training.engine.tensor_slices import slice_group
-from training.engine.tensors import (
-    Checksums,
-    as_text,
-    checksum,
-    checksums_of,
-    names_by_group,
-    own_shards,
-    partitioned,
-    shape_of,
-    shard_of,
-    state_after,
-    states_of,
-    states_of_flat_masters,
-    tensor_kinds,
-    trainable_parameters,
-    whole_shape_of,
-)
+from training.engine.tensor_slices import own_slice
 
 
 @dataclass(frozen=True)
@@ -55,7 +38,7 @@ class Restored:
 
 
 def restore(
-    engine: Engine, path: Path, *, recorded: Checksums | None, change: str | None, opener: Opener
+    engine: Engine, path: Path, *, recorded: tensors.Checksums | None, change: str | None, opener: Opener
 ) -> str | None:
     """Restore a checkpoint of the engine's layout or another one, and compare every checksum.
 
@@ -64,9 +47,10 @@ def restore(
     collective. Raises UserError like `load_resharded`.
     """
     kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
+    parameters = tensors.trainable_parameters(engine) if kept else {}  # before the first update there is no state
     differences = (
         _optimizer_difference(engine, parameter, path, [kind for kind, texts in kept.items() if name in texts])
-        for name, parameter in (trainable_parameters(engine) if kept else {}).items()  # none before the first update
+        for name, parameter in parameters.items()
     )
     engine.world.raise_first(next(filter(None, differences), None), UserError)
     change = change or engine.world.on_main(lambda: _group_difference(engine, path / TAG, opener))
@@ -77,12 +61,14 @@ def restore(
     else:
         restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
         line = f"checkpoint {path}: {change}; {restored}"
-    engine.start = Start(f"those of {path.name}", (recorded or checksums_of(engine))["master"])
+    engine.start = Start(f"those of {path.name}", (recorded or tensors.checksums_of(engine))["master"])
     return line
 
 
 @torch.no_grad()
-def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, opener: Opener = PLAIN) -> Restored:
+def load_resharded(
+    engine: Engine, folder: Path, *, recorded: tensors.Checksums | None, opener: Opener = PLAIN
+) -> Restored:
     """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
 
     recorded: `checksums_of` the engine that saved; None computes them from the files, which then detects only errors of
@@ -99,35 +85,37 @@ def load_resharded(engine: Engine, folder: Path, *, recorded: Checksums | None, 
     engine.world.raise_first(problem, UserError)
     updates = max((tensor.state.updates for tensor in saved.tensors.values() if tensor.state), default=0)
     with engine.whole_masters():
-        with partitioned(engine):
+        with tensors.partitioned(engine):
             for name, parameter in engine.model.named_parameters():
                 if parameter.requires_grad or not engine.has_frozen_base:
                     _restore(engine, parameter, saved.tensors[name])
-        _restore_padding(engine, updates)
+        flats = {id(shard.flat) for _, _, shard in tensors.own_shards(engine)}
+        for flat, names in tensors.states_of_flat_masters(engine) if engine.stage else ():
+            if id(flat) not in flats:  # only padding on this rank, whose state is in later checkpoints all the same
+                tensors.state_after(engine, flat, names, updates)
     buffers = dict(engine.model.named_buffers())
     for name in saved.buffers.keys() & buffers.keys():
         buffers[name].copy_(saved.buffers[name])
     recorded = recorded or _checksums_of_files(engine, saved)
     require_same_checksums(engine, folder, recorded)
     return Restored(
-        parameters=len(trainable_parameters(engine)),
+        parameters=len(tensors.trainable_parameters(engine)),
         updates=updates if engine.optimizer_spec.counts_updates else None,
-        compared=sum(len(recorded.get(kind, {})) for kind in tensor_kinds(engine)),
+        compared=sum(len(recorded.get(kind, {})) for kind in tensors.tensor_kinds(engine)),
     )
 
 
-def require_same_checksums(engine: Engine, where: Path, recorded: Checksums) -> None:
+def require_same_checksums(engine: Engine, where: Path, recorded: tensors.Checksums) -> None:
     """Compare every master and state tensor with `recorded`. A collective. Raises UserError on every rank."""
-    engine.world.raise_first(_difference(where, recorded, checksums_of(engine)), UserError)
+    engine.world.raise_first(_difference(where, recorded, tensors.checksums_of(engine)), UserError)
 
 
 def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
-    """The difference between the optimizer's groups, or their order, and those saved at the same ZeRO stage,
-    human-readable; None if there is none. Raises UserError instead at ZeRO-0, whose files do not name parameters.
-    """
+    """How the optimizer's groups, or their order, differ from those saved at the same ZeRO stage; None if they do not.
+    Raises UserError instead at ZeRO-0, whose files do not name parameters."""
     of_rank = "zero_pp_rank_0_" if engine.stage == 3 else ""
     state = opener.read(folder / f"{of_rank}mp_rank_00_model_states.pt", mmap=True)
-    own = names_by_group(engine)
+    own = tensors.names_by_group(engine)
     if engine.stage > 0:
         same = [list(shapes) for shapes in state["param_shapes"]] == own
         return None if same else "the optimizer's groups have other parameters"
@@ -144,7 +132,7 @@ def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | Non
 
 def _optimizer_difference(engine: Engine, parameter: Any, where: Path, saved: Collection[str]) -> str | None:
     """An error message if a parameter's saved state tensors differ from this run's by name; else None."""
-    mine = states_of(engine, parameter)
+    mine = tensors.states_of(engine, parameter)
     if set(saved) == set(mine):
         return None
     there, here = (", ".join(names) or "nothing" for names in (saved, mine))
@@ -179,7 +167,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
     """Why the checkpoint does not fit the engine, or None."""
     counts: dict[int, tuple[int, str]] = {}
     for name, parameter in engine.model.named_parameters():
-        tensor, shape = saved.tensors.get(name), whole_shape_of(parameter)
+        tensor, shape = saved.tensors.get(name), tensors.whole_shape_of(parameter)
         if engine.has_frozen_base and not parameter.requires_grad:
             continue  # no checkpoint has it
         if tensor is None or tensor.shape != shape:
@@ -191,7 +179,7 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
         problem = _optimizer_difference(engine, parameter, folder, tensor.state.tensors) if tensor.state else None
         if problem is not None:
             return problem
-        shard = shard_of(engine, parameter) if parameter.requires_grad else None
+        shard = tensors.shard_of(engine, parameter) if parameter.requires_grad else None
         if shard is not None:
             count = tensor.state.updates if tensor.state else 0
             before, other = counts.setdefault(id(shard.flat), (count, name))
@@ -204,82 +192,66 @@ def _mismatch(engine: Engine, saved: SavedModel, folder: Path) -> str | None:
 def _restore(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     """Restore a parameter's weight and, if it trains, this rank's part of its master and optimizer state."""
     _restore_weight(engine, parameter, tensor)
-    shard = shard_of(engine, parameter) if tensor.master else None
+    shard = tensors.shard_of(engine, parameter) if tensor.master else None
     if shard is None or tensor.master is None:
         return
     shard.of(shard.flat).copy_(_own(engine, parameter, tensor.master, shard.start, shard.length))
     saved = tensor.state
-    names = states_of(engine, parameter)
-    state = state_after(engine, shard.flat, names, saved.updates if saved else 0)
-    for name in names:
+    state = tensors.state_after(engine, shard.flat, tensors.states_of(engine, parameter), saved.updates if saved else 0)
+    for name in tensors.states_of(engine, parameter):
         if saved is None:
             shard.of(state[name]).zero_()
         else:
-            own = _own(engine, parameter, saved.tensors[name], shard.start, shard.length)
-            shard.of(state[name]).copy_(own)
-
-
-def _restore_padding(engine: Engine, updates: int) -> None:
-    """Create the optimizer state of partitions that are only padding on this rank; later checkpoints contain it."""
-    if engine.stage == 0:
-        return
-    flats = {id(shard.flat) for _, _, shard in own_shards(engine)}
-    for flat, names in states_of_flat_masters(engine):
-        if id(flat) not in flats:
-            state_after(engine, flat, names, updates)
+            shard.of(state[name]).copy_(_own(engine, parameter, saved.tensors[name], shard.start, shard.length))
 
 
 def _restore_weight(engine: Engine, parameter: Any, tensor: SavedTensor) -> None:
     """Restore the weight that computes: the rounded master or, at ZeRO-3, this rank's partition of it."""
     if engine.stage < 3:
-        whole, how, group = tensor.read(), cut(parameter), slice_group(parameter, engine.world)
-        parameter.data.copy_(whole if group is None or how is None else how.slice_of(whole, group.rank))
+        parameter.data.copy_(own_slice(tensor.read(), parameter, engine.world))
         return
     part = parameter.ds_tensor
-    numel, length = shape_of(parameter).numel(), part.numel()
+    numel, length = tensors.shape_of(parameter).numel(), part.numel()
     start = min(parameter.ds_zero_partition_rank * length, numel)
     length = min(length, numel - start)
-    if tensor.master:
-        values = _own(engine, parameter, tensor.master, start, length)
-    else:
-        values = tensor.read().view(-1)[start : start + length]
-    part.data.view(-1)[:length].copy_(values)
+    whole = tensor.master or Stored(tensor.shape, [tensor.read()])
+    part.data.view(-1)[:length].copy_(_own(engine, parameter, whole, start, length))
 
 
 def _own(engine: Engine, parameter: Any, whole: Stored, start: int, length: int) -> torch.Tensor:
     """(length,) values from `start` on, of a tensor or, if ranks share it, of this rank's slice."""
-    how, group = cut(parameter), slice_group(parameter, engine.world)
-    if group is None or how is None:
+    if cut(parameter) is None:
         return whole.values(start, length)
-    return how.slice_of(whole.read(), group.rank).reshape(-1)[start : start + length]
+    return own_slice(whole.read(), parameter, engine.world).reshape(-1)[start : start + length]
 
 
-def _checksums_of_files(engine: Engine, saved: SavedModel) -> Checksums:
+def _checksums_of_files(engine: Engine, saved: SavedModel) -> tensors.Checksums:
     """The checksums of the files' tensors; each rank computes those of some parameters."""
     world, found = engine.world, []
-    for index, name in enumerate(trainable_parameters(engine)):
+    for index, name in enumerate(tensors.trainable_parameters(engine)):
         tensor = saved.tensors[name]
         if index % world.world_size != world.rank or tensor.master is None:
             continue
         pieces = {"master": tensor.master}
         if tensor.state is not None:
             pieces |= tensor.state.tensors
-        found += [(kind, name, as_text(checksum(one.read().view(-1), 0).tolist())) for kind, one in pieces.items()]
-    result: Checksums = {}
+        found += [
+            (kind, name, tensors.as_text(tensors.checksum(one.read().view(-1), 0).tolist()))
+            for kind, one in pieces.items()
+        ]
+    result: tensors.Checksums = {}
     for kind, name, text in (row for rows in world.gather_objects(found) for row in rows):
         result.setdefault(kind, {})[name] = text
     return result
 
 
-def _difference(folder: Path, recorded: Checksums, found: Checksums) -> str | None:
+def _difference(folder: Path, recorded: tensors.Checksums, found: tensors.Checksums) -> str | None:
     """An error message for the first master or state tensor that differs from the saved one, or None."""
     for kind, texts in recorded.items():
         for name, text in texts.items():
             here = found.get(kind, {}).get(name)
             if here != text:
                 what = "the master" if kind == "master" else f"the optimizer's {kind}"
-                return (
-                    f"{folder}: {what} of {name} differs from the saved one (checksum {here} here, {text} when "
-                    "saved); use another checkpoint"
-                )
+                sums = f"checksum {here} here, {text} when saved"
+                return f"{folder}: {what} of {name} differs from the saved one ({sums}); use another checkpoint"
     return None

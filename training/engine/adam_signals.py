@@ -16,16 +16,12 @@ from training.engine.engine import Engine
 from training.engine.tensors import Shard
 
 COLUMNS = ("surprise", "first", "second", "averaged", "updates")
-"""Columns of `adam_sums`: squares of g / sqrt(v), of m, sums of v, number of values, and number of updates that made
-them."""
+"""Columns of `adam_sums`: sums of g^2 / v, m^2 and v, the number of values, and of updates that made them."""
 
 
 def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Tensor | None:
-    """(5,) float64, COLUMNS of this rank's part of a parameter after an update; None without two averages.
-
-    They are estimated from the sample that `sampled` takes. gradient: its sample, FP32, as used by the update: unscaled
-    and clipped.
-    """
+    """(5,) float64, COLUMNS of this rank's part of a parameter after an update, estimated from a sample; None without
+    two averages. gradient: its `sampled` values as the update used them, FP32, unscaled and clipped."""
     state = engine.deepspeed.basic_optimizer.state.get(shard.flat, {})
     if not all(torch.is_tensor(state.get(key)) for key in AVERAGES) or COUNT not in state:
         return None
@@ -35,17 +31,14 @@ def adam_sums(engine: Engine, shard: Shard, gradient: torch.Tensor) -> torch.Ten
     updates = torch.as_tensor(state[COUNT], dtype=torch.float64, device=first.device)
     seen1, seen2 = 1 - beta1**updates, 1 - beta2**updates
     surprise = gradient.to(first.device).square() / (second / seen2.float()).clamp(min=group["eps"] ** 2)
-    sums = [surprise.sum(dtype=torch.float64), first.square().sum(dtype=torch.float64) / seen1**2]
-    sums.append(second.sum(dtype=torch.float64) / seen2)
-    whole = torch.stack(sums) * (shard.length / len(first))
+    sums = torch.stack([values.sum(dtype=torch.float64) for values in (surprise, first.square(), second)])
+    whole = sums / torch.stack([torch.ones_like(seen1), seen1**2, seen2]) * (shard.length / len(first))
     return torch.cat([whole, torch.full_like(whole[:1], shard.length), updates.view(1)])
 
 
 def adam_figures(engine: Engine, sums: Sequence[float]) -> dict[str, float]:
-    """`rms`, and `signal` once the first average has seen enough gradients to tell; empty without averages.
-
-    sums: `COLUMNS`, all but `updates` summed over ranks and a module's parameters.
-    """
+    """`rms`, and `signal` once the first average has seen enough gradients; empty without averages. sums: `COLUMNS`,
+    all but `updates` summed over ranks and a module's parameters."""
     surprise, first, second, averaged, updates = sums
     if not averaged:
         return {}

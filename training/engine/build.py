@@ -25,7 +25,7 @@ from modeling.kernels import require_liger
 from modeling.sequence_parallel import LARGEST_IN_16_BITS, LARGEST_IN_FP32, SequenceAttention, require_equal_logits
 from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
-from training.distributed import SliceGroup, World
+from training.distributed import World
 from training.engine.engine import Engine
 from training.engine.expert_slices import experts_name
 from training.engine.kernels import choose_fp8_kernel, choose_kernels
@@ -38,10 +38,8 @@ _FAULTS = "training.engine.faults"
 
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World, drawn: bool = True) -> Engine:
-    """The model under the resolved DeepSpeed config, with its activation checkpointing, on this rank.
-
-    drawn: False: a new model's weights are 0, and the engine has no start until a checkpoint is loaded.
-    """
+    """This rank's engine for the resolved config. drawn: False leaves a new model's weights at 0 and the engine without
+    a start, until a checkpoint is loaded."""
     config = resolved.config
     if config.model.compile:
         require_compilable(resolved.zero_stage)
@@ -77,21 +75,22 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     attention = None
     if world.sequence is not None:
         attention = SequenceAttention(model, world.sequence, apart=config.keeps_documents_apart)
-    apply_activation_checkpointing(
-        model,
-        config.model.activation_checkpointing,
-        reentrant=config.model.checkpointing_reentrant,
-        every=config.model.checkpointing_every,
-    )
+    recomputation, every = config.model.activation_checkpointing, config.model.checkpointing_every
+    apply_activation_checkpointing(model, recomputation, reentrant=config.model.checkpointing_reentrant, every=every)
     engine = engine_on(model, resolved, world, teacher, attention)
     engine.start = engine.start if drawn else None
     if config.faults:
         import_module(_FAULTS).attach_faults(engine, config.faults)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
+    engine.model.eval()
     if config.keeps_documents_apart:
-        _require_documents_apart(engine)
+        require_documents_apart(engine.logits, engine.model.config, world.device)
     if world.sequence is not None:
-        _require_equal_logits(engine, world.sequence, apart=config.keeps_documents_apart)
+        largest = LARGEST_IN_FP32 if engine.compute == "fp32" and engine.regions is None else LARGEST_IN_16_BITS
+        shape, apart = engine.model.config, config.keeps_documents_apart
+        problem = require_equal_logits(engine.logits, shape, world.sequence, world.device, apart=apart, largest=largest)
+        world.raise_first(problem, UserError)
+    engine.model.train()
     if config.model.activation_memory_gib is not None:
         _recompute_within(engine, resolved, config.model.activation_memory_gib)
     if config.model.compile:
@@ -123,29 +122,10 @@ def _require_quantisable(resolved: Resolved) -> None:
     """Raises UserError for settings of a DeepSpeed config that were not verified with a quantised base."""
     base, zero = resolved.config.adapter.base, resolved.deepspeed.get("zero_optimization", {})
     secondary = zero.get("zero_hpz_partition_size", 1)
-    for key, value, wrong in (
-        ("deepspeed.offload", resolved.offload, resolved.offload != "none"),
-        ("zero_optimization.zero_hpz_partition_size", secondary, secondary != 1),
-    ):
-        if wrong:
+    name = "zero_optimization.zero_hpz_partition_size"
+    for key, value, verified in (("deepspeed.offload", resolved.offload, "none"), (name, secondary, 1)):
+        if value != verified:
             raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
-
-
-def _require_documents_apart(engine: Engine) -> None:
-    engine.model.eval()
-    require_documents_apart(engine.logits, engine.model.config, engine.world.device)
-    engine.model.train()
-
-
-def _require_equal_logits(engine: Engine, group: SliceGroup, *, apart: bool) -> None:
-    engine.model.eval()
-    exact = engine.compute == "fp32" and engine.regions is None
-    shape, device = engine.model.config, engine.world.device
-    problem = require_equal_logits(
-        engine.logits, shape, group, device, apart=apart, largest=LARGEST_IN_FP32 if exact else LARGEST_IN_16_BITS
-    )
-    engine.model.train()
-    engine.world.raise_first(problem, UserError)
 
 
 def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:

@@ -8,6 +8,7 @@ they count as one rank.
 
 from __future__ import annotations
 
+import copyreg
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -60,14 +61,9 @@ from training.loss_scaler import LossScaler
 from training.progress import START, Progress
 from training.tasks.task import objective_of
 
-
-def _by_value(stage: ZeroStageEnum, protocol: Any) -> tuple[type[ZeroStageEnum], tuple[int]]:
-    return type(stage), (stage.value,)
-
-
 # Checkpoints name the ZeRO stage. Python 3.11.0 to 3.11.3 pickle an enum as a call of getattr, which a reader that
 # runs no code refuses.
-ZeroStageEnum.__reduce_ex__ = _by_value
+copyreg.pickle(ZeroStageEnum, lambda stage: (ZeroStageEnum, (stage.value,)))
 
 
 class Engine:
@@ -81,10 +77,8 @@ class Engine:
         teacher: Teacher | None = None,
         attention: SequenceAttention | None = None,
     ) -> None:
-        """teacher: run live while the student trains. attention: the model's, for sequences split over ranks.
-
-        Both are closed with the engine.
-        """
+        """teacher: runs live while the student trains. attention: the model's, if ranks share sequences. Both are
+        closed with the engine."""
         optimizer_section = resolved.config.optimizer
         self.world = world
         self.stage = resolved.zero_stage
@@ -95,8 +89,7 @@ class Engine:
         self.has_frozen_base = resolved.config.adapter.kind != "none"
         """Whether frozen weights belong to a base model, which checkpoints leave out."""
         self.clipping = optimizer_section.gradient_clipping
-        held = model.named_buffers()
-        self.buffer_dtypes = {name: buffer.dtype for name, buffer in held if buffer.is_floating_point()}
+        self.buffer_dtypes = {name: buffer.dtype for name, buffer in model.named_buffers()}
         """Dtypes by buffer name, as set by the model's own code."""
         allow_fp16_on_cpu()
         import_muon_uncompiled()
@@ -172,10 +165,8 @@ class Engine:
         return flats if split is None else [split.of[flat].values(0, len(flat)) for flat in flats]
 
     def whole_masters(self) -> AbstractContextManager[None]:
-        """Context in which the masters are writable FP32 tensors; split masters take more memory there.
-
-        A collective. Raises UserError at the end if weights differ from their rounded masters.
-        """
+        """Context in which the masters are writable FP32 tensors. A collective. Raises UserError at its end if weights
+        differ from their rounded masters, which split masters cannot represent."""
         return nullcontext() if self.split_masters is None else self.split_masters.made_whole()
 
     def forward_backward(
@@ -202,10 +193,8 @@ class Engine:
         sums: Outcome,
         on_loss: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:
-        """Run one micro-batch forward and backward, and add its part to the sums of the step.
-
-        share: () float64, the weight of its summed loss in the loss of the step.
-        """
+        """Run one micro-batch forward and backward, and add to the step's sums. share: () float64, the factor on its
+        summed loss."""
         share = share.float()
         with self._work.measured():
             scored = self.loss_path.score(inputs, labels, share * self.loss_scale)
@@ -256,10 +245,7 @@ class Engine:
 
     @torch.no_grad()
     def _tokens_by_expert(self, batch: Batch) -> torch.Tensor:
-        """(layers, experts) counts of the whole step, by forward passes: gradients need all counts first.
-
-        A step with one micro-batch does not need this: its own counts are complete.
-        """
+        """(layers, experts) counts of the whole step, which the gradients of its first micro-batch need already."""
         assert self.router is not None
         before = generators(self.world.device)
         found: Any = 0
@@ -365,10 +351,9 @@ class Engine:
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
-        A group of `optimizer.groups` with its own rate is scaled in proportion.
-
-        Non-finite gradients are never applied. The loss scaler sees their overflow, but neither a discarded finite step
-        nor a non-finite forward pass. If the guard bounds the update ratio, it is measured, which copies the masters.
+        A group of `optimizer.groups` with its own rate is scaled in proportion. Non-finite gradients are never applied.
+        The loss scaler sees their overflow, but neither a discarded finite step nor a non-finite forward pass. If the
+        guard bounds the update ratio, it is measured, which copies the masters.
         """
         for group in self.deepspeed.optimizer.param_groups:
             group["lr"] = lr * group["lr_factor"]
@@ -378,7 +363,11 @@ class Engine:
         measures = applied and self._measures_updates
         before = [master.detach().clone() for master in self.masters()] if measures else []
         if applied:
-            self._apply()
+            self.gradients.apply()
+            if self.split_masters is not None:
+                self.split_masters.hide()
+            if self.stage > 0 and not self.deepspeed.was_step_applied():
+                raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
         elif health.scale_overflowed:
             self.gradients.discard()
         else:
@@ -393,13 +382,6 @@ class Engine:
             scale_change=change,
             update_ratio=update_ratio(before, self.masters(), stage=self.stage, world=self.world) if measures else None,
         )
-
-    def _apply(self) -> None:
-        self.gradients.apply()
-        if self.split_masters is not None:
-            self.split_masters.hide()
-        if self.stage > 0 and not self.deepspeed.was_step_applied():
-            raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
     def discard_gradients(self) -> None:
         """Discard the gradients; the loss scaler does not count it as an overflow."""
@@ -538,10 +520,8 @@ def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
 
 
 def _by_source(parts: torch.Tensor, sources: torch.Tensor, count: int) -> torch.Tensor:
-    """(count,) float64: sums of a micro-batch's loss parts by source. sources: (micro,) int64, one per sample.
-
-    Not by index_add, whose order of summation on a GPU varies.
-    """
+    """(count,) float64: sums of a micro-batch's loss parts by source. sources: (micro,) int64, one per sample."""
+    # not index_add, whose order of summation varies on a GPU
     of_samples = parts.double().view(len(sources), -1).sum(1)
     belongs = sources[:, None] == torch.arange(count, device=sources.device)
     return torch.where(belongs, of_samples[:, None], 0.0).sum(0)

@@ -26,14 +26,15 @@ _OF_EXPERTS = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
 
 
 class _Marker(MoE):
-    """A DeepSpeed layer without parameters, by which DeepSpeed sees that there are experts."""
+    """A DeepSpeed layer without parameters, by which DeepSpeed sees that there are experts; the groups exist
+    already."""
 
     def __init__(self, ranks: int) -> None:
         nn.Module.__init__(self)
         self.num_experts = ranks
 
     def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-        """Does nothing: the groups exist already."""
+        pass
 
 
 def experts_name(group: ExpertGroup) -> str:

@@ -4,6 +4,7 @@ A fault strikes in the last micro-batch of its step, and again when that step is
 unless it persists. Faults wrap methods of the engine: an engine without faults is not touched.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -28,12 +29,8 @@ _HELD = ("weight", "master", "moment", "second_moment")
 def attach_faults(engine: Engine, faults: Sequence[Fault]) -> None:
     """Attach the faults to this engine. Raises UserError when one names no module, or a module without parameters."""
     attached = _Faults(engine, faults)
-    for owner, name in (
-        (engine, "forward_backward"),
-        (engine, "add_micro_batch"),
-        (engine.loss_path, "score"),
-        (engine, "step"),
-    ):
+    for name in ("forward_backward", "add_micro_batch", "score", "step"):
+        owner = engine.loss_path if name == "score" else engine
         setattr(owner, name, partial(getattr(attached, name), getattr(owner, name)))
 
 
@@ -51,7 +48,7 @@ class _Faults:
         for fault, _, parameters in self._targets:
             if fault.kind == "flipped_bit" and fault.place == "gradient" and fault.rank == engine.world.rank:
                 # from the start, so that it runs before any hook that reads the gradient
-                parameters[0].register_hook(self._flip_of(fault))
+                parameters[0].register_hook(partial(self._flip_armed, fault))
 
     def forward_backward(self, right: Callable[..., Outcome], batch: Batch, *, step: int, **options: Any) -> Outcome:
         """Flip bits of held tensors before the step's passes, and of the reduced gradients after them."""
@@ -63,16 +60,16 @@ class _Faults:
 
     def add_micro_batch(self, right: Callable[..., None], index: int, *given: Any) -> None:
         """Corrupt activations, loss and gradients of the last micro-batch."""
-        inputs, labels, share, sums, *further = given
+        sums: Outcome = given[3]
         with self._injected() if index == sums.micro_batches - 1 else nullcontext():
-            right(index, inputs, labels, share, sums, *further)
+            right(index, *given)
 
     def score(self, right: Callable[..., Scored], *args: Any, **options: Any) -> Scored:
         """Corrupt the loss of the last micro-batch."""
         scored = right(*args, **options)
         for fault, _, _ in self._due_here() if self._corrupts_loss else ():
             if fault.kind == "nan_loss":
-                scored = scored._replace(loss=scored.loss * float("nan"))
+                scored = scored._replace(loss=scored.loss * math.nan)
             elif fault.kind == "loss_spike":
                 scored = scored._replace(loss=scored.loss * fault.factor)
         return scored
@@ -107,16 +104,17 @@ class _Faults:
         self._struck.add(id(fault))
         return fault.persists or not again
 
-    def _flip_of(self, fault: Fault) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        return lambda gradient: flipped(gradient, fault.bit) if id(fault) in self._armed else None
+    def _flip_armed(self, fault: Fault, gradient: torch.Tensor) -> torch.Tensor | None:
+        return flipped(gradient, fault.bit) if id(fault) in self._armed else None
 
     def _inject(self, fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
         if fault.kind in ("inf_gradient", "nan_gradient"):
-            return [parameters[0].register_hook(_overwrite(float("inf" if fault.kind == "inf_gradient" else "nan")))]
+            value = math.inf if fault.kind == "inf_gradient" else math.nan
+            return [parameters[0].register_hook(partial(_overwritten, value))]
         if fault.kind == "gradient_spike":
             return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
         if fault.kind == "nan_activation":
-            return [_on_output(module, _overwrite(float("nan")))]
+            return [_on_output(module, partial(_overwritten, math.nan))]
         if fault.kind == "flipped_bit" and fault.place == "gradient" and self._strikes(fault):
             self._armed.add(id(fault))
         if fault.kind == "flipped_bit" and fault.place == "activation" and self._strikes(fault):
@@ -141,16 +139,13 @@ def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | No
     shard = shard_of(engine, parameter)
     if shard is None:
         return None
+    states = list(shard.states(engine).values())
+    found = next(iter(states[fault.place == "second_moment" :]), None)
     if fault.place == "collective":
         found = local_gradient(parameter, shard, engine.stage)
     elif fault.place == "master":
         found = shard.of(shard.flat)
-    else:
-        states = list(shard.states(engine).values())
-        found = next(iter(states[fault.place == "second_moment" :]), None)
-    if found is None:
-        return None
-    return flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)
+    return None if found is None else flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)
 
 
 def _on_output(module: torch.nn.Module, corrupt: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -173,10 +168,8 @@ def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list
     raise UserError(f"faults: module = {fault.module}: the model has no such module with parameters")
 
 
-def _overwrite(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def corrupt(tensor: torch.Tensor) -> torch.Tensor:
-        corrupted = tensor.clone()
-        corrupted.view(-1)[0] = value
-        return corrupted
-
-    return corrupt
+def _overwritten(value: float, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose first value is `value`."""
+    corrupted = tensor.clone()
+    corrupted.view(-1)[0] = value
+    return corrupted

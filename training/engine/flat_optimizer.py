@@ -32,34 +32,28 @@ class Piece:
 class Pieces:
     """The pieces of parameters that are whole on every rank, as torch gives them to an optimizer."""
 
+    _parameters = 1
+
     def of(self, flat: torch.Tensor) -> list[Piece]:
         """The pieces in a flat tensor that the optimizer updates."""
         return [Piece(0, 0, 0, flat.numel(), flat.numel())]
 
     def sums(self, parts: Iterable[tuple[Piece, torch.Tensor]], like: torch.Tensor) -> torch.Tensor:
         """(parameters,) sums over all ranks of the scalars that this rank's pieces give, FP64, on the device of `like`.
-
-        A collective if parameters are spread over ranks: all call it equally often, even for a flat tensor in which
-        they have no piece.
-        """
+        A collective if parameters are spread over ranks, also for a rank without a piece."""
         total = torch.zeros(self._parameters, dtype=torch.float64, device=like.device)
         for piece, value in parts:
             total[piece.row] += value
         return total
 
     def replace_matrices(self, flat: torch.Tensor, values: torch.Tensor, rule: Rule) -> torch.Tensor:
-        """`values`, laid out like `flat`, with every whole matrix replaced by `rule`.
-
-        A three-dimensional tensor holds fused experts, one matrix each. A collective if parameters are spread over
-        ranks, like `sums`. Each matrix is computed once, by one rank, and the others get the result.
-        """
+        """`values`, laid out like `flat`, with every whole matrix, and each of fused experts (three dimensions),
+        replaced by `rule`, which one rank computes. A collective if parameters are spread over ranks."""
         if values.dim() < 3:
             return rule(values)
         for matrix in values:
             matrix.copy_(rule(matrix))
         return values
-
-    _parameters = 1
 
 
 class FlatOptimizer(torch.optim.Optimizer):

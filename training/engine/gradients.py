@@ -49,8 +49,7 @@ bf16_optimizer.get_global_norm_of_tensors = _norm_of
 
 def reduced_gradient(parameter: torch.nn.Parameter, stage: int) -> torch.Tensor | None:
     """The whole gradient, still scaled; None for a parameter without one. A collective from ZeRO-1 on."""
-    gradient: torch.Tensor | None = parameter.grad if stage == 0 else safe_get_full_grad(parameter)
-    return gradient
+    return parameter.grad if stage == 0 else safe_get_full_grad(parameter)
 
 
 class ReducedGradients:
@@ -80,8 +79,7 @@ class ReducedGradients:
             optimizer.get_grads_for_norm = self._bf16_tensors
         elif stage == 3:
             self._norm_groups = optimizer._get_norm_groups
-            offloaded = optimizer.offload_optimizer or optimizer.offload_param
-            if not offloaded:
+            if not (optimizer.offload_optimizer or optimizer.offload_param):
                 self._norm_groups = self._norms_of_pieces
                 if not engine.zero_overlap_comm():
                     # The device runs everything in the order in which it is queued, so the host need not wait for what
@@ -113,9 +111,7 @@ class ReducedGradients:
             norm = combine_grad_norm_groups(self._norm_groups())
         else:
             norm = self._scaled_norm()
-        norm = norm.float()
-        if norm.device != self._engine.device:  # with offload DeepSpeed has it in host memory
-            norm = norm.to(self._engine.device)
+        norm = norm.to(self._engine.device, torch.float32)  # with offload DeepSpeed has it in host memory
         # DeepSpeed writes -1 for a norm that is not finite.
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm

@@ -100,9 +100,6 @@ def difference(what: str, values: list[float], *, most: float = 0.0) -> str:
     """A line with the ranks whose value is not rank 0's; empty if all are equal, to within `most` of it. values: by
     rank, none NaN."""
     bound = most * abs(values[0]) if math.isfinite(values[0]) else 0.0
-    different = [
-        f"rank {rank} has {value!r}"
-        for rank, value in enumerate(values)
-        if value != values[0] and not abs(value - values[0]) <= bound
-    ]
-    return f"{what} differs between ranks: rank 0 has {values[0]!r}, {', '.join(different)}" if different else ""
+    unlike = (item for item in enumerate(values) if item[1] != values[0] and not abs(item[1] - values[0]) <= bound)
+    others = ", ".join(f"rank {rank} has {value!r}" for rank, value in unlike)
+    return f"{what} differs between ranks: rank 0 has {values[0]!r}, {others}" if others else ""

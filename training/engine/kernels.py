@@ -25,8 +25,8 @@ FALLEN_BACK = "on every rank, because of rank"
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
     """Let the model compute with Liger's kernels if the config asks for them, or is `auto` and they are available.
 
-    Returns the decision, for the record; nothing if there is no choice, as on a CPU. A collective. Raises UserError if
-    the config asks for kernels that are not available.
+    Returns the decision, for the record; nothing without a choice, as on a CPU. A collective. Raises UserError if the
+    kernels that the config asks for are not available.
     """
     wanted, device = resolved.config.model.kernels, world.device
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
@@ -37,11 +37,10 @@ def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> 
     if resolved.offload != "none":
         problem = problem or f"liger is not verified with offload of the {resolved.offload}"
     plan: Plan | None = None
-    if problem is None:
-        try:
-            plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device)
-        except UserError as error:
-            problem = str(error)
+    try:
+        plan = plan_liger(model, dtype=DTYPES[resolved.compute], device=device) if problem is None else None
+    except UserError as error:
+        problem = str(error)
     where, first = _first_problem(problem, world)
     if plan is not None and first is None:
         return [plan.apply()]

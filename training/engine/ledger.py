@@ -55,11 +55,9 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     _require("moments", moments, torch.float32)
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
     for name, buffer in buffers.items():
-        own = engine.buffer_dtypes.get(name, buffer.dtype)
-        if buffer.dtype != own:
-            raise PrecisionError(
-                f"buffer {name} is in {_name(buffer.dtype)}, the model's own code has it in {_name(own)}"
-            )
+        own = _name(engine.buffer_dtypes.get(name, buffer.dtype))
+        if _name(buffer.dtype) != own:
+            raise PrecisionError(f"buffer {name} is in {_name(buffer.dtype)}, the model's own code has it in {own}")
     if accumulation != torch.float32:
         raise PrecisionError(f"gradients accumulate in {_name(accumulation)}, the config promises fp32")
     promised = torch.float32 if reduce == "fp32" else compute
@@ -95,11 +93,11 @@ def read_start(engine: Engine) -> Entry:
 
 def _require_no_state_of_frozen(engine: Engine) -> None:
     """A frozen parameter is held once: without master, moments and gradient."""
-    frozen = {id(p): name for name, p in engine.model.named_parameters() if not p.requires_grad}
+    frozen = [(name, p) for name, p in engine.model.named_parameters() if not p.requires_grad]
     if not frozen:
         return
-    for name, parameter in engine.model.named_parameters():
-        if id(parameter) in frozen and (parameter.grad is not None or getattr(parameter, "_hp_mapping", None)):
+    for name, parameter in frozen:
+        if parameter.grad is not None or getattr(parameter, "_hp_mapping", None):
             raise PrecisionError(f"{name} is frozen, but has a gradient or a master")
     trained = sum(shape_of(p).numel() for p in engine.model.parameters() if p.requires_grad)
     held = sum(master.numel() for master in local_masters(engine.deepspeed.optimizer))

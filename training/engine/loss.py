@@ -65,7 +65,9 @@ class LossPath:
             self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared, softmax=softmax)
             self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
-            self.close()
+            if self._head is not None:
+                self._head.close()
+            self._head = None
             self.unchunked_reason = f"model {model.config.model_type}: {problem}"
             if section.loss == "chunked":
                 fix = "set model.loss=auto or full"
@@ -85,19 +87,14 @@ class LossPath:
         forward: Forward | None = None,
     ) -> Scored:
         """Summed loss of a micro-batch. gradient_scale: factor of the backward pass. forward: None is the engine's."""
+        head, chunked, forward = self._head, self._labels, forward or self._forward
         with rows_of(inputs):
-            return self._score(inputs, labels, gradient_scale, forward or self._forward)
-
-    def _score(
-        self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor | float, forward: Forward
-    ) -> Scored:
-        head, chunked = self._head, self._labels
-        if head is None or chunked is None:
-            return self._objective.score(forward, inputs, labels)
-        weights = chunked.weights(inputs, labels)
-        with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):
-            loss = forward(**given, use_cache=False).logits.sum()
-        return chunked.scored(loss, head.label_losses, labels, weights, head.right)
+            if head is None or chunked is None:
+                return self._objective.score(forward, inputs, labels)
+            weights = chunked.weights(inputs, labels)
+            with chunked.noisy(inputs) as given, head.loss_of(labels, gradient_scale, weights, judged=chunked.judges):
+                loss = forward(**given, use_cache=False).logits.sum()
+            return chunked.scored(loss, head.label_losses, labels, weights, head.right)
 
     def unhooked(self) -> set[nn.Module]:
         """Modules that cannot be observed: those inside compiled blocks, which would run uncompiled under hooks, and
@@ -106,12 +103,6 @@ class LossPath:
         blocks = [item for item in model.modules() if isinstance(item.__dict__.get("forward"), CompiledBlock)]
         found = {inner for block in blocks for inner in block.modules() if inner is not block}
         return found | ({model.get_output_embeddings()} if self.chunked else set())
-
-    def close(self) -> None:
-        """Restore the model."""
-        if self._head is not None:
-            self._head.close()
-            self._head = None
 
     @torch.no_grad()
     def _forward_two_tokens(self) -> Any:

@@ -21,9 +21,8 @@ class Start:
     """Maps a parameter's name to the checksum of those values (`tensors.checksums_of`)."""
 
     def __str__(self) -> str:
-        content = json.dumps(self.checksums, sort_keys=True)
-        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        return f"{self.source}, equal to the bit (checksum {digest})"
+        digest = hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode()).hexdigest()
+        return f"{self.source}, equal to the bit (checksum {digest[:16]})"
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:
@@ -43,7 +42,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor], device: torch.device) -> tor
     """Sum of squares over all values of the tensors: a () float64 tensor."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     for tensor in tensors:
-        total += tensor.double().square().sum().to(device)
+        total += torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).square().to(device)
     return total
 
 

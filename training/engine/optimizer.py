@@ -21,11 +21,8 @@ class Implementation(Protocol):
     def build(
         self, groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool
     ) -> torch.optim.Optimizer:
-        """The optimizer of these parameter groups (`modeling.parameter_groups`).
-
-        options: `lr` and its settings, under torch's names. offload_to_host: a GPU run keeps masters and state in host
-        memory.
-        """
+        """The optimizer of these `modeling.parameter_groups`. options: `lr` and its settings, under torch's names.
+        offload_to_host: a GPU run keeps masters and state in host memory."""
 
     def update(self, given: UpdateInputs) -> torch.Tensor:
         """The change of one parameter's master, FP64 and in its shape, computed without torch's optimizer."""
@@ -65,8 +62,8 @@ def build_optimizer(
 def import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
 
-    Compiling its kernels imports all of torch's compiler, in the first step of every run: 1.3 s of CPU time in each
-    process when a small Llama starts (python -X importtime). Mantissa has its own Muon.
+    Compiling its kernels, which Mantissa does not use, imports torch's compiler in the first step of every run: 1.3 s
+    of CPU time per process (python -X importtime).
     """
     compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:

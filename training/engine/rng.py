@@ -26,8 +26,8 @@ def load_generators(saved: dict[str, torch.Tensor] | None, device: torch.device,
     """Restore saved states; a rank that did not exist when they were saved is seeded from `fallback_seed`."""
     if saved is not None:
         restore_generators(saved, device)
-        return
-    seed_everything(int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big") % 2**63)
+    else:
+        seed_everything(int.from_bytes(hashlib.sha256(fallback_seed.encode()).digest()[:8], "big") % 2**63)
 
 
 def seed_everything(seed: int) -> None:

@@ -29,10 +29,8 @@ class Batch:
 
 
 class ShardedPieces(Pieces):
-    """The pieces of parameters that ZeRO partitions, and of experts that ranks share (`parallel.expert`).
-
-    A rank's experts are consecutive rows of the whole parameter, so its pieces are also pieces of that.
-    """
+    """The pieces of parameters that ZeRO partitions, and of experts that ranks share: consecutive rows, so that a piece
+    of a slice is one of the whole parameter."""
 
     def __init__(self, engine: Engine) -> None:
         """Reads shapes and places; no collective."""
@@ -116,23 +114,16 @@ class ShardedPieces(Pieces):
     def _exchange(self, batch: Batch, values: torch.Tensor, rule: Rule) -> None:
         """Send pieces to the ranks that compute their matrices, and get them back as `rule` leaves them."""
         device = self._world.device
-        sent, received = (
-            [sum(piece.length for piece in pieces) for pieces in each] for each in (batch.mine, batch.theirs)
-        )
+        sent, received = ([sum(p.length for p in pieces) for pieces in each] for each in (batch.mine, batch.theirs))
         parts = [piece.of(values) for piece in chain(*batch.mine)]
-        gathered = self._world.exchange(_joined(parts, values).to(device), sent, received)
+        gathered = self._world.exchange(torch.cat([values.new_empty(0), *parts]).to(device), sent, received)
         wholes = {number: gathered.new_empty(shape) for number, shape in batch.shapes.items()}
-        places = [
-            wholes[piece.row].view(-1)[piece.start : piece.start + piece.length] for piece in chain(*batch.theirs)
-        ]
+        places = [wholes[p.row].view(-1)[p.start : p.start + p.length] for p in chain(*batch.theirs)]
         _spread(gathered, places)
         for whole in wholes.values():
             whole.copy_(rule(whole))
-        _spread(self._world.exchange(_joined(places, gathered), received, sent).to(values.device), parts)
-
-
-def _joined(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat(parts) if parts else like.new_empty(0)
+        made = self._world.exchange(torch.cat([gathered.new_empty(0), *places]), received, sent)
+        _spread(made.to(values.device), parts)
 
 
 def _spread(values: torch.Tensor, places: list[torch.Tensor]) -> None:

@@ -21,7 +21,6 @@ from training.distributed import World
 from training.engine.masters import local_masters
 
 _AVERAGES = OPTIMIZERS["adamw"].states
-"""Averages of the gradient and of its square."""
 
 
 class SplitMaster:
@@ -102,10 +101,8 @@ class SplitMaster:
 
 
 class SplitAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, on masters that are split: joined, updated and split piece by piece, bit for bit the same.
-
-    A piece begins at a multiple of 64 bytes, so that no further value falls into the tail of a vectorised loop.
-    """
+    """torch's fused AdamW on split masters, bit for bit: piece by piece, each from a multiple of 64 bytes on, so that
+    no further value falls into the tail of a vectorised loop."""
 
     def __init__(self, groups: list[dict[str, Any]], options: dict[str, Any]) -> None:
         super().__init__(groups, fused=True, **options)
@@ -130,24 +127,11 @@ class SplitAdamW(torch.optim.AdamW):
             state |= {name: torch.zeros_like(gradient) for name in _AVERAGES}
         first, second = (state[name] for name in _AVERAGES)
         beta1, beta2 = group["betas"]
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+        settings |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
         for where, piece in split.pieces():
-            adamw(
-                [piece],
-                [gradient[where]],
-                [first[where]],
-                [second[where]],
-                [],
-                [state[COUNT].clone()],
-                foreach=False,
-                fused=True,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            averages = [first[where]], [second[where]], list[torch.Tensor]()
+            adamw([piece], [gradient[where]], *averages, [state[COUNT].clone()], fused=True, foreach=False, **settings)
         state[COUNT] += 1
         split.show_weight()
 

@@ -19,10 +19,8 @@ from training.distributed import World, allow_fp16_on_cpu
 
 
 class Teacher:
-    """The model of `distill.teacher` in evaluation mode, without gradients. Calls are collectives if it is sharded.
-
-    It is built before the student, whose own ZeRO-3 settings would otherwise apply to it.
-    """
+    """The model of `distill.teacher` in evaluation mode, without gradients; calls are collectives if it is sharded.
+    Built before the student, whose ZeRO-3 settings would otherwise apply to it."""
 
     def __init__(self, resolved: Resolved, world: World, *, vocabulary: int) -> None:
         """vocabulary: rows of the student's embedding. Raises UserError if the teacher cannot be loaded, or has another
@@ -43,7 +41,12 @@ class Teacher:
                     "choose a teacher with the student's tokenizer"
                 )
             dtype = shape.dtype or torch.float32 if section.dtype == "auto" else DTYPES[section.dtype]
-            document = _document(dtype)
+            document: dict[str, Any] = {
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "bf16": {"enabled": dtype == torch.bfloat16},
+                "fp16": {"enabled": dtype == torch.float16},
+            }
             zero3 = HfDeepSpeedConfig(document) if section.sharded else None
             options |= {"dtype": dtype, "output_loading_info": True}
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
@@ -52,8 +55,7 @@ class Teacher:
                 raise ValueError(f"its files lack {min(found['missing_keys'])}")
         except (ImportError, ValueError, OSError, SafetensorError, UnpicklingError) as error:
             raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
-        model.requires_grad_(False)
-        model.eval()
+        model.requires_grad_(False).eval()
         self._forward: Any = model.to(world.device) if zero3 is None else None
         self._engine: Any = None
         if zero3 is not None:
@@ -78,13 +80,3 @@ class Teacher:
         if self._engine is not None:
             self._engine.destroy()
         self._forward = self._engine = None
-
-
-def _document(dtype: torch.dtype) -> dict[str, Any]:
-    """DeepSpeed's JSON for an engine without an optimizer."""
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "bf16": {"enabled": dtype == torch.bfloat16},
-        "fp16": {"enabled": dtype == torch.float16},
-    }

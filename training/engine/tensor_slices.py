@@ -70,6 +70,12 @@ def slice_group(parameter: Any, world: World) -> SliceGroup | None:
     return None if cut(parameter) is None else world.tensor or world.experts
 
 
+def own_slice(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
+    """This rank's slice of a whole parameter's tensor, as a view; all of it if the parameter is whole here."""
+    how, group = cut(parameter), slice_group(parameter, world)
+    return values if how is None or group is None else how.slice_of(values, group.rank)
+
+
 def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
     """The whole tensor of which `values` are this rank's slice; a replica's values unchanged. A group's collective."""
     return joined_in(slice_group(parameter, world), values, parameter)
@@ -110,17 +116,13 @@ class Replicas:
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         if all(len({row[1:] for row in group}) == 1 and _equal(*(row[0] for row in group)) for group in groups):
             return
-        bits = {name: int(bit_sum(values)) for name, values in self._held()}
-        everywhere = self._world.gather_objects(bits)
-        parted = (
-            (rank, name)
-            for rank, found in enumerate(everywhere)
-            for name in found
-            if found[name] != everywhere[rank // size * size][name]
-        )
-        rank, name = next(parted, (None, None))
-        losses = ", ".join(repr(row[0]) for row in rows)
-        what = f"their losses are {losses}" if rank is None else f"{name} differs on rank {rank}"
+        everywhere = self._world.gather_objects({name: int(bit_sum(values)) for name, values in self._held()})
+        what = f"their losses are {', '.join(repr(row[0]) for row in rows)}"
+        for rank, found in enumerate(everywhere):
+            first = everywhere[rank // size * size]
+            if parted := [name for name in found if found[name] != first[name]]:
+                what = f"{parted[0]} differs on rank {rank}"
+                break
         raise RanksDisagree(
             f"ranks that share matrices (parallel.tensor = {size}) no longer compute the same: {what}; their replicas "
             "diverge while the gradient norm stays equal; resume from the last checkpoint"
@@ -128,8 +130,8 @@ class Replicas:
 
     def _held(self) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's part of the weights: all of a replica, or at ZeRO-3 its partition."""
-        for name, parameter in replicas(self._model):
-            yield name, getattr(parameter, "ds_tensor", parameter).detach().view(-1)
+        held = replicas(self._model)
+        return ((name, getattr(parameter, "ds_tensor", parameter).detach().view(-1)) for name, parameter in held)
 
 
 def _equal(*losses: float) -> bool:

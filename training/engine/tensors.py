@@ -39,10 +39,8 @@ class Shard:
     """The split master, if `flat` has no values."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """(length,) view of the part's values in a state tensor of the size of `flat`.
-
-        With `flat` itself it serves to write a master, inside `Engine.whole_masters`.
-        """
+        """(length,) view of the part's values in a state tensor of the size of `flat`; in `flat` itself only to write a
+        master, inside `Engine.whole_masters`."""
         return tensor.detach().view(-1)[self.at : self.at + self.length]
 
     def master(self, start: int = 0, length: int | None = None) -> torch.Tensor:
@@ -73,10 +71,16 @@ def whole_shape_of(parameter: torch.nn.Parameter) -> torch.Size:
     return own if how is None else how.whole(own)
 
 
+def place_of(engine: Engine, parameter: torch.nn.Parameter) -> Place | None:
+    """The place of this rank's slice in the whole parameter; None if the parameter is whole here."""
+    how, group = cut(parameter), slice_group(parameter, engine.world)
+    return None if how is None or group is None else how.place(shape_of(parameter), group.rank)
+
+
 def first_of_slice(engine: Engine, parameter: torch.nn.Parameter) -> int:
     """Index of this rank's first value in the whole parameter, if its rows are cut, as those of shared experts."""
-    how, group = cut(parameter), slice_group(parameter, engine.world)
-    return 0 if how is None or group is None else how.place(shape_of(parameter), group.rank).first
+    place = place_of(engine, parameter)
+    return 0 if place is None else place.first
 
 
 def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -88,10 +92,8 @@ def whole_gradient(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tenso
 
 
 def local_gradient(parameter: Any, shard: Shard, stage: int) -> torch.Tensor | None:
-    """(shard.length,) this rank's part of the reduced gradient, still scaled; between backward and step.
-
-    None for a parameter without one. Nothing is gathered or copied, except offloaded gradients, which are on the CPU.
-    """
+    """(shard.length,) this rank's part of the reduced gradient, still scaled, between backward and step; None without
+    one. A view, except of offloaded gradients, which are on the CPU."""
     if parameter.grad is None and stage == 3:
         return safe_get_local_grad(parameter).view(-1)[: shard.length]
     mapping = getattr(parameter, "_hp_mapping", None)
@@ -115,20 +117,15 @@ def local_weight(parameter: Any, shard: Shard, stage: int) -> torch.Tensor:
 
 def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     """A copy of the FP32 master in the parameter's shape."""
+    shape = shape_of(parameter)
     if engine.split_masters is not None and parameter.requires_grad:
-        return _whole_split_master(engine, parameter)
+        shard = shard_of(engine, parameter)
+        bits = torch.zeros(shape.numel(), dtype=torch.int32, device=engine.world.device)
+        if shard is not None:
+            bits[shard.start : shard.start + shard.length] = shard.master().view(torch.int32)
+        return engine.world.sum(bits).view(torch.float32).view(shape)  # as integers, a sum with zeros keeps every bit
     master = parameter.data if engine.stage == 0 else safe_get_full_fp32_param(parameter)
-    own = master.detach().float().clone().view(shape_of(parameter))
-    return joined(own, parameter, engine.world)
-
-
-def _whole_split_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The whole master, summed over ranks as integers, which keeps every bit."""
-    shape, shard = shape_of(parameter), shard_of(engine, parameter)
-    whole = torch.zeros(shape.numel(), dtype=torch.int32, device=engine.world.device)
-    if shard is not None:
-        whole[shard.start : shard.start + shard.length] = shard.master().view(torch.int32)
-    return engine.world.sum(whole).view(torch.float32).view(shape)
+    return joined(master.detach().float().clone().view(shape), parameter, engine.world)
 
 
 def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -155,16 +152,14 @@ def shard_of(engine: Engine, parameter: Any) -> Shard | None:
         group, at, padded = optimizer.grad_position[optimizer.get_param_id(parameter)]
         start = min(parameter.ds_zero_partition_rank * padded, numel)
         length = min(padded, numel - start)
-        return _shard(engine, local_masters(optimizer)[group], at, start, length) if length else None
-    mapping = parameter._hp_mapping
-    if mapping is None:
+    elif mapping := parameter._hp_mapping:
+        here, there, group = mapping.lp_fragment_address, mapping.hp_fragment_address, mapping.param_group_index
+        at, start, length = there.start, here.start, here.numel
+    else:
+        length = 0
+    if not length:
         return None
-    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-    flat = local_masters(optimizer)[mapping.param_group_index]
-    return _shard(engine, flat, there.start, here.start, here.numel)
-
-
-def _shard(engine: Engine, flat: torch.Tensor, at: int, start: int, length: int) -> Shard:
+    flat = local_masters(optimizer)[group]
     return Shard(flat, at, start, length, engine.split_masters.of[flat] if engine.split_masters is not None else None)
 
 
@@ -221,15 +216,13 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
     exists[0] = 1.0  # masters are always there
     rows = dict(zip(parameters, sums, strict=True))
     for name, parameter, shard in own_shards(engine):
-        how, group, row = cut(parameter), slice_group(parameter, engine.world), rows[name]
         if not counts_here(parameter, engine.world.tensor):
             continue
         given = {"master": others[name]} if others and name in others else {}
         for kind, values in (shard.tensors(engine) | given).items():
             column = names.index(kind)
             exists[column] = 1.0
-            place = None if group is None or how is None else how.place(shape_of(parameter), group.rank)
-            row[column] = checksum(values, shard.start, place)
+            rows[name][column] = checksum(values, shard.start, place_of(engine, parameter))
     parts = halves(sums).to(engine.world.device)
     if engine.stage > 0:
         engine.world.sum(parts)
@@ -249,10 +242,8 @@ def checksums_of(engine: Engine, others: Mapping[str, torch.Tensor] | None = Non
 
 
 def checksum(values: torch.Tensor, start: int, place: Place | None = None) -> torch.Tensor:
-    """(2,) int64 on the CPU: the two sums of FP32 `values`, which begin at index `start` of their tensor.
-
-    place: where that tensor, if it is a slice, lies in the whole one, whose indices are then used.
-    """
+    """(2,) int64 on the CPU: the two sums of FP32 `values`, which begin at index `start` of their tensor. place: that
+    tensor's in the whole one, whose indices then count."""
     bits = values.detach().float().contiguous().view(torch.int32)
     size = _CHUNK if bits.device.type == "cpu" else _CHUNK_ON_A_GPU
     ramp = torch.arange(1, min(len(bits), size) + 1, dtype=torch.int64, device=bits.device)

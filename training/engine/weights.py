@@ -19,23 +19,13 @@ from safetensors import safe_open
 from modeling.adapter import base_name
 from modeling.disk_names import equivalent_names
 from modeling.quantised_base import quantised_parameters
-from modeling.tensor_parallel import cut
 from precision.dtypes import DTYPES
 from training.distributed import World
+from training.engine import tensors
 from training.engine.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.engine.masters import Start
-from training.engine.tensor_slices import slice_group
-from training.engine.tensors import (
-    Shard,
-    checksums_of,
-    local_weight,
-    own_shards,
-    shape_of,
-    shard_of,
-    whole_shape_of,
-    whole_weight,
-)
+from training.engine.tensor_slices import own_slice
 
 Held = Mapping[str, tuple[torch.Tensor, int]]
 """Maps a parameter to FP32 values, all of it or this rank's partition, and the index of the first of them."""
@@ -46,10 +36,8 @@ class StaleMaster(PrecisionError):
 
 
 def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
-    """Round a model to the compute dtype in place, as DeepSpeed would, and return the FP32 values that are trained.
-
-    Nothing is copied if that is FP32. At ZeRO-3 each rank holds its partitions only, otherwise whole parameters.
-    """
+    """Round a model to the compute dtype in place, as DeepSpeed would, and return the trained FP32 values: at ZeRO-3
+    those of this rank's partitions, none if the dtype is FP32."""
     dtype, held = DTYPES[compute], dict[str, tuple[torch.Tensor, int]]()
     parameter: Any
     for name, parameter in model.named_parameters():
@@ -77,12 +65,12 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
     """
     parts: dict[str, torch.Tensor] = {}
     with engine.whole_masters():
-        for name, parameter, shard in own_shards(engine):
+        for name, parameter, shard in tensors.own_shards(engine):
             if name in held:
                 parts[name] = _part(engine, parameter, shard, *held[name])
                 # not safe_set_full_fp32_param: at ZeRO-3 it fails if the ranks do not divide the parameter's size
                 shard.of(shard.flat).copy_(parts[name])
-    checksums = checksums_of(engine, parts)["master"]
+    checksums = tensors.checksums_of(engine, parts)["master"]
     require_fresh_masters(engine)
     source = "drawn in float32"
     if name_or_path is not None:
@@ -116,21 +104,20 @@ def compare_with_files(engine: Engine, folder: Path) -> set[str]:
                 problems += _distance(engine, name, coded[id(parameter)], value, f"{folder} has")
                 continue
             if not parameter.requires_grad:
-                problems += _difference(name, whole_weight(engine, parameter), saved, 0, f"{folder} has")
+                problems += _difference(name, tensors.whole_weight(engine, parameter), saved, 0, f"{folder} has")
                 continue
             dtypes.add(str(saved.dtype).removeprefix("torch."))
-            if (shard := shard_of(engine, parameter)) is not None:
+            if (shard := tensors.shard_of(engine, parameter)) is not None:
                 part = _part(engine, parameter, shard, saved)
                 problems += _difference(name, shard.master(), part, shard.start, f"{folder} has")
     engine.world.raise_first(next(iter(problems), None), StaleMaster)
     return dtypes
 
 
-def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+def _part(engine: Engine, parameter: Any, shard: tensors.Shard, values: torch.Tensor, first: int = 0) -> torch.Tensor:
     """(shard.length,) view of this rank's part of values that begin at index `first` of the parameter."""
-    how, group = cut(parameter), slice_group(parameter, engine.world)
-    if how is not None and group is not None and values.shape != shape_of(parameter):
-        values = how.slice_of(values, group.rank)
+    if values.shape != tensors.shape_of(parameter):
+        values = own_slice(values, parameter, engine.world)
     return values.reshape(-1)[shard.start - first :][: shard.length]
 
 
@@ -138,8 +125,8 @@ def _part(engine: Engine, parameter: Any, shard: Shard, values: torch.Tensor, fi
 def require_fresh_masters(engine: Engine) -> None:
     """Require cast(master) == weight for every trainable parameter, bit for bit. A collective. Raises StaleMaster."""
     problems: list[str] = []
-    for name, parameter, shard in own_shards(engine):
-        weight = local_weight(parameter, shard, engine.stage)
+    for name, parameter, shard in tensors.own_shards(engine):
+        weight = tensors.local_weight(parameter, shard, engine.stage)
         problems += _difference(name, weight, shard.master(), shard.start, "its master has")
     engine.world.raise_first(next(iter(problems), None), StaleMaster)
 
@@ -156,7 +143,7 @@ def _find(engine: Engine, folder: Path) -> dict[str, tuple[str, str]]:
         layer = coded.get(id(parameter))
         if layer is not None and getattr(layer, "source_cls", torch.nn.Linear) is not torch.nn.Linear:
             continue  # GPT-2's layer, which is transposed in the files
-        shape = whole_shape_of(parameter) if layer is None else layer.whole_shape
+        shape = tensors.whole_shape_of(parameter) if layer is None else layer.whole_shape
         own = base_name(name)
         inner = own.removeprefix(f"{engine.model.base_model_prefix}.")  # as in a folder of the model without a head
         for key in (*equivalent_names(engine.model, own, shape), inner):

@@ -37,11 +37,11 @@ class WorkTime:
             yield
             self._seconds += time.perf_counter() - started
             return
-        pair = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        pair[0].record()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
         yield
-        pair[1].record()
-        self._pairs.append(pair)
+        end.record()
+        self._pairs.append((begin, end))
 
     def take(self) -> float:
         """Seconds since the last call; on CUDA between the two calls before, whose work the device has finished."""
@@ -77,10 +77,8 @@ def forget_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync.
-
-    getrusage also counts what started this process, up to the exec, and cannot be reset: it is the fallback to /proc.
-    """
+    """Peak so far in bytes: allocated device memory, or the resident set on a CPU. No device sync."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # the fallback cannot be reset, and counts what started this process, up to the exec
     return peak_resident_bytes("self") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -10,10 +10,7 @@ from deepspeed.accelerator import get_accelerator
 
 from config.errors import UserError, one_line
 from config.machine import op_builds
-from training.engine.optimizers.rule import UpdateInputs, adam_averages
-
-_UNIT = 2.0**-24
-"""Unit round-off of FP32."""
+from training.engine.optimizers.rule import UNIT, UpdateInputs, adam_averages
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
@@ -64,8 +61,8 @@ def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     (beta1, beta2), gradient, eps = given.section.betas, given.gradient, given.section.eps
     master = given.master + update(given)
     averages = [beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient.square()]
-    slack = [8 * _UNIT * (first.abs() + gradient.abs()), 16 * _UNIT * averages[1]]
+    slack = [8 * UNIT * (first.abs() + gradient.abs()), 16 * UNIT * averages[1]]
     corrected = (averages[1] / (1 - beta2**given.step)).sqrt() + eps
-    of_quotient = (slack[0] + 32 * _UNIT * averages[0].abs()) / (1 - beta1**given.step) / corrected
-    change = given.lr * (of_quotient + 4 * _UNIT * given.weight_decay * given.master.abs())
-    return [master, *averages], [2 * _UNIT * (given.master.abs() + master.abs()) + change, *slack]
+    of_quotient = (slack[0] + 32 * UNIT * averages[0].abs()) / (1 - beta1**given.step) / corrected
+    change = given.lr * (of_quotient + 4 * UNIT * given.weight_decay * given.master.abs())
+    return [master, *averages], [2 * UNIT * (given.master.abs() + master.abs()) + change, *slack]

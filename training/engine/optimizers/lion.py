@@ -6,7 +6,7 @@ import torch
 
 from config.optimizers import OPTIMIZERS
 from training.engine.flat_optimizer import FlatOptimizer
-from training.engine.optimizers.rule import UpdateInputs
+from training.engine.optimizers.rule import UNIT, UpdateInputs
 
 (AVERAGE,) = OPTIMIZERS["lion"].states
 
@@ -35,13 +35,11 @@ def update(given: UpdateInputs) -> torch.Tensor:
 
 
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Master and average after the step, FP64, and how far a computation in FP32 may be from each.
-
-    If the mix is zero within rounding, either sign is right.
-    """
+    """Master and average after the step, FP64, and how far a computation in FP32 may be from each."""
     (average,), (mix, decay) = given.states, given.section.betas
-    size, unit = average.abs() + given.gradient.abs(), 2.0**-24
+    size = average.abs() + given.gradient.abs()
     mixed, master = mix * average + (1 - mix) * given.gradient, given.master + update(given)
-    slack = 4 * unit * (given.master.abs() + master.abs() + given.lr)
-    slack = torch.where(mixed.abs() <= 8 * unit * size, slack + 2 * given.lr, slack)
-    return [master, decay * average + (1 - decay) * given.gradient], [slack, 8 * unit * size]
+    slack = 4 * UNIT * (given.master.abs() + master.abs() + given.lr)
+    # where the mix is zero within rounding, either sign is right
+    slack = torch.where(mixed.abs() <= 8 * UNIT * size, slack + 2 * given.lr, slack)
+    return [master, decay * average + (1 - decay) * given.gradient], [slack, 8 * UNIT * size]

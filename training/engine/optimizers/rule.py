@@ -9,6 +9,9 @@ import torch
 from config.optimizers import COUNT
 from config.schema import OptimizerSection
 
+UNIT = 2.0**-24
+"""Unit round-off of FP32."""
+
 
 @dataclass(frozen=True)
 class UpdateInputs:

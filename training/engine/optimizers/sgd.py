@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from config.optimizers import settings_of
-from training.engine.optimizers.rule import UpdateInputs
+from training.engine.optimizers.rule import UNIT, UpdateInputs
 
 
 def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_host: bool) -> torch.optim.Optimizer:
@@ -15,16 +15,14 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
 
 def update(given: UpdateInputs) -> torch.Tensor:
     """v <- momentum v + (g + decay w); w <- w - lr v."""
-    (velocity,) = given.states
-    return -given.lr * (
-        settings_of(given.section)["momentum"] * velocity + given.gradient + given.weight_decay * given.master
-    )
+    (velocity,), momentum = given.states, settings_of(given.section)["momentum"]
+    return -given.lr * (momentum * velocity + given.gradient + given.weight_decay * given.master)
 
 
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and velocity after the step, FP64, and how far a computation in FP32 may be from each."""
-    (velocity,), unit = given.states, 2.0**-24
+    (velocity,) = given.states
     moved, master = update(given), given.master + update(given)
     parts = velocity.abs() + given.gradient.abs() + given.weight_decay * given.master.abs()
-    slack = 2 * unit * (given.master.abs() + master.abs()) + 8 * unit * given.lr * parts
-    return [master, -moved / given.lr if given.lr else velocity], [slack, 8 * unit * parts]
+    slack = 2 * UNIT * (given.master.abs() + master.abs()) + 8 * UNIT * given.lr * parts
+    return [master, -moved / given.lr if given.lr else velocity], [slack, 8 * UNIT * parts]
