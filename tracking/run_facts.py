@@ -8,7 +8,7 @@ evaluations, checkpoints, incidents) are kept whole. After a resume or rollback 
 import math
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,6 @@ MAX_RARE_EVENTS = 20_000
 """Maximum number of events kept per kind: the first half and the newest half."""
 _FEW_RARE_EVENTS = 1000
 
-_NUMBERS = (
-    *("time", "tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale"),
-    *("step_seconds", "tokens_per_second", "memory_bytes", "data_seconds"),
-)
-_TYPES = dict.fromkeys((*_NUMBERS, "seconds"), "d") | dict.fromkeys(("step", "order", "offset"), "q") | {"applied": "b"}
 _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that recorded them
 _STEP, _TELEMETRY = beginnings("step", "telemetry")
 _RESCALED = ("overflow", "hysteresis")  # reasons of scale events caused by an overflow
@@ -74,6 +69,11 @@ class Columns:
     def __len__(self) -> int:
         """Number of steps."""
         return len(self.step)
+
+
+_TYPES = {column.name: "d" for column in fields(Columns) if column.name != "metrics"}
+_TYPES |= {"step": "q", "order": "q", "offset": "q", "applied": "b"}
+_NUMBERS = [name for name, code in _TYPES.items() if code == "d" and name != "seconds"]
 
 
 @dataclass

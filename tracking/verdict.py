@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,27 +22,16 @@ from tracking.numbers import number, percent
 from tracking.run_dir import setting
 from tracking.status import Status
 
-Word = Literal[
-    "diverged",
-    "not learning",
-    "failed",
-    "crashed",
-    "killed",
-    "stalled",
-    "stopped",
-    "finished with warnings",
-    "running",
-    "healthy",
-]
+Bad = Literal["diverged", "not learning", "failed", "crashed", "killed"]
+Warn = Literal["stalled", "stopped", "finished with warnings"]
+Word = Literal[Bad, Warn, "running", "healthy"]
 Tone = Literal["bad", "warn", "live", "good"]
-
-_WORDS_OF: dict[Tone, tuple[Word, ...]] = {
-    "bad": ("diverged", "not learning", "failed", "crashed", "killed"),
-    "warn": ("stalled", "stopped", "finished with warnings"),
-    "live": ("running",),
-    "good": ("healthy",),
+TONES: dict[Word, Tone] = {
+    **dict.fromkeys(get_args(Bad), "bad"),
+    **dict.fromkeys(get_args(Warn), "warn"),
+    "running": "live",
+    "healthy": "good",
 }
-TONES = {word: tone for tone, words in _WORDS_OF.items() for word in words}
 """Verdict word to its tone, worst first."""
 WORDS = tuple(TONES)
 STYLES: dict[Tone, str] = {"bad": "bold red", "warn": "bold yellow", "live": "bold green", "good": "bold green"}

@@ -70,11 +70,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         "different precision: losses differ by rounding from the first step",
         (),
     ),
-    (
-        ("run.steps", "schedule."),
-        "different schedule: at equal tokens the learning rates differ",
-        (),
-    ),
+    (("run.steps", "schedule."), "different schedule: at equal tokens the learning rates differ", ()),
     (
         ("evaluate.batches",),
         "different share of the validation set: validation losses are on different text",

@@ -6,6 +6,7 @@ rate are not repeats: why they differ is the question to answer.
 
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,3 +77,10 @@ def common_label(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     return _SEED.sub("", os.path.commonprefix(names)) or names[0]
+
+
+def shortest_ends(names: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """The shortest end of each name's parts that no other name has; all of its parts if there is none."""
+    ends = Counter(tuple(parts[at:]) for parts in names for at in range(len(parts)))
+    own = ((parts, [parts[at:] for at in reversed(range(len(parts)))]) for parts in names)
+    return [next((end for end in longer if ends[tuple(end)] == 1), parts) for parts, longer in own]

@@ -13,14 +13,7 @@ from tracking.compare.curves import band, curve, gaps, marks, means, plain_list,
 from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.compare.measures import Measure, format_measure, relative_change
 from tracking.compare.result import Comparison, Pair
-from tracking.compare.text import (
-    COLUMN_TITLES,
-    SIDE_BY_SIDE,
-    comparable,
-    event_line,
-    means_table,
-    runs_by_value,
-)
+from tracking.compare.text import COLUMN_TITLES, SIDE_BY_SIDE, comparable, event_line, means_table, runs_by_value
 from tracking.compare.winners import MAIN_MEASURES
 from tracking.figures import FIGURES
 from tracking.heatmap.page import differences_of, static_heat
@@ -37,20 +30,14 @@ def page(comparison: Comparison) -> str:
     labels, heats = [run.label for run in comparison.runs], [run.heat for run in comparison.runs[:2]]
     return render(
         "compare/page.html",
+        **vars(comparison) | {"means": means_table(comparison) if comparison.means else None},
         title=" / ".join(labels[:3]) + (" / ..." if len(labels) > 3 else ""),
-        runs=comparison.runs,
         labels=labels,
         few=len(labels) <= SIDE_BY_SIDE,
         repeats=any(len(group.runs) > 1 for group in comparison.groups),
-        caveats=comparison.caveats,
         comparable=comparable(comparison),
-        verdicts=comparison.verdicts,
-        pairs=comparison.pairs,
-        measures=comparison.measures,
-        means=means_table(comparison) if comparison.means else None,
         main=COLUMN_TITLES.keys() | {"verdict"},
         titles=COLUMN_TITLES,
-        differences=comparison.differences,
         data=data(comparison),
         scatter=scatter(comparison),
         heat=differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0]),

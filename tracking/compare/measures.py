@@ -55,41 +55,33 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
     reaching, early = split_early(runs)
     tokens = _shared(reaching, lambda run: run.columns.tokens)
     seconds = _shared(reaching, lambda run: run.columns.seconds)
+    goal = loss_at(runs[0], last_tokens(runs[0]), "tokens")[0]
+    to_goal = f"time to the baseline's final loss, {loss(goal)}"
+
+    def row(key: str, title: str, kind: str, better: str, value: Callable[[RunFacts], float]) -> Measure:
+        return Measure(key, title, kind, better, _each(runs, value))
+
     rows = [
         Measure("verdict", "verdict", "text", "", tuple(run.verdict.word for run in runs)),
-        _loss(
-            "loss_at_equal_tokens",
-            f"training {_name(runs)} at {tokens:,.0f} tokens{_whose(runs, tokens)}",
-            runs,
-            tokens,
-            "tokens",
-        ),
-        _loss(
-            "loss_at_equal_time", f"training {_name(runs)} after {precise_duration(seconds)}", runs, seconds, "seconds"
-        ),
+        _loss("loss_at_equal_tokens", f"at {tokens:,.0f} tokens{_whose(runs, tokens)}", runs, tokens, "tokens"),
+        _loss("loss_at_equal_time", f"after {precise_duration(seconds)}", runs, seconds, "seconds"),
         *_validation(runs, reaching),
         *_where_they_ended(runs, early[:MOST_EARLY]),
-        Measure("steps", "steps attempted", "count", "", _each(runs, lambda run: len(run.columns))),
-        Measure("tokens", "tokens", "count", "", _each(runs, last_tokens)),
-        Measure(
-            "skipped",
-            "skipped steps",
-            "count",
-            "lower",
-            _each(runs, lambda run: (~run.columns.applied).sum()),
-        ),
+        row("steps", "steps attempted", "count", "", lambda run: len(run.columns)),
+        row("tokens", "tokens", "count", "", last_tokens),
+        row("skipped", "skipped steps", "count", "lower", lambda run: (~run.columns.applied).sum()),
         Measure("scale", "loss scale", "text", "", tuple(_scale(run) for run in runs)),
-        Measure("nonfinite", "non-finite tensors", "count", "lower", _each(runs, lambda run: run.counts["nonfinite"])),
-        Measure("incidents", "incidents", "count", "lower", _each(runs, lambda run: run.counts["incident"])),
-        _median("tokens_per_second", "tokens/s (median)", "rate", "higher", runs),
-        _median("step_seconds", "seconds per step (median)", "seconds", "lower", runs),
-        _median("data_seconds", "data wait per step (median)", "seconds", "lower", runs),
-        Measure("memory_bytes", "peak memory", "bytes", "lower", _each(runs, lambda run: run.peak_memory_bytes)),
-        Measure("sessions", "sessions", "count", "", _each(runs, lambda run: max(1, run.counts["run_start"]))),
-        Measure("abandoned", "repeated steps", "count", "lower", _each(runs, lambda run: run.abandoned)),
-        Measure("running_seconds", "time in steps", "seconds", "", _each(runs, lambda run: run.running_seconds)),
-        Measure("wall_seconds", "wall time", "seconds", "", _each(runs, lambda run: run.wall_seconds)),
-        _to_reach(runs),
+        row("nonfinite", "non-finite tensors", "count", "lower", lambda run: run.counts["nonfinite"]),
+        row("incidents", "incidents", "count", "lower", lambda run: run.counts["incident"]),
+        row("tokens_per_second", "tokens/s (median)", "rate", "higher", lambda run: run.tokens_per_second),
+        row("step_seconds", "seconds per step (median)", "seconds", "lower", _median_of("step_seconds")),
+        row("data_seconds", "data wait per step (median)", "seconds", "lower", _median_of("data_seconds")),
+        row("memory_bytes", "peak memory", "bytes", "lower", lambda run: run.peak_memory_bytes),
+        row("sessions", "sessions", "count", "", lambda run: max(1, run.counts["run_start"])),
+        row("abandoned", "repeated steps", "count", "lower", lambda run: run.abandoned),
+        row("running_seconds", "time in steps", "seconds", "", lambda run: run.running_seconds),
+        row("wall_seconds", "wall time", "seconds", "", lambda run: run.wall_seconds),
+        row("seconds_to_baseline", to_goal, "seconds", "lower", lambda run: _reached(run, goal)),
         *_costs(runs, price),
     ]
     return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
@@ -108,10 +100,9 @@ def _where_they_ended(runs: Sequence[RunFacts], early: Sequence[RunFacts]) -> li
     """Losses of all runs at the points where the runs in `early` ended."""
     rows = []
     for tokens in dict.fromkeys(last_tokens(run) for run in early):
-        whose = _whose(runs, tokens)
         label = next(run.label for run in early if last_tokens(run) == tokens)
-        title = f"training {_name(runs)} at {tokens:,.0f} tokens{whose}"
-        rows.append(_loss(f"loss_where_ended_{label}", title, runs, tokens, "tokens"))
+        where = f"at {tokens:,.0f} tokens{_whose(runs, tokens)}"
+        rows.append(_loss(f"loss_where_ended_{label}", where, runs, tokens, "tokens"))
         evaluated = [run.evaluations[1] for run in early if last_tokens(run) == tokens]
         if place := max((float(at[-1]) for at in evaluated if len(at)), default=0.0):
             title = f"validation {_name(runs)} at {place:,.0f} tokens, the last of {label}"
@@ -126,20 +117,17 @@ def format_measure(kind: str, value: float | str) -> str:
         return value or "-"
     if math.isnan(value):
         return "-"
-    match kind:
-        case "loss":
-            return loss(value)
-        case "count":
-            return f"{value:,.0f}"
-        case "seconds":
-            return precise_duration(value)
-        case "bytes":
-            return mib(value)
-        case "rate":
-            return human(value)
-        case "hours":
-            return f"{number(value)} h"
-    return number(value)
+    return _FORMATS.get(kind, number)(value)
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "loss": loss,
+    "count": "{:,.0f}".format,
+    "seconds": precise_duration,
+    "bytes": mib,
+    "rate": human,
+    "hours": lambda value: f"{number(value)} h",
+}
 
 
 def relative_change(base: float, value: float) -> float:
@@ -157,11 +145,12 @@ def _shared(runs: Sequence[RunFacts], axis: Callable[[RunFacts], np.ndarray]) ->
     return min((float(axis(run)[-1]) for run in runs if len(run.columns)), default=0.0)
 
 
-def _loss(key: str, title: str, runs: Sequence[RunFacts], place: float, axis: str) -> Measure:
+def _loss(key: str, where: str, runs: Sequence[RunFacts], place: float, axis: str) -> Measure:
     reached = [len(run.columns) > 0 and getattr(run.columns, axis)[-1] >= place for run in runs]
     nothing = (math.nan, math.nan)
     found = [loss_at(run, place, axis) if far else nothing for run, far in zip(runs, reached, strict=True)]
-    return Measure(key, title, "loss", "lower", tuple(mean for mean, _ in found), tuple(noise for _, noise in found))
+    losses, noise = zip(*found, strict=True)
+    return Measure(key, f"training {_name(runs)} {where}", "loss", "lower", losses, noise)
 
 
 def _name(runs: Sequence[RunFacts]) -> str:
@@ -225,18 +214,12 @@ def _scale(run: RunFacts) -> str:
     return f"{first} -> {last} ({why or 'set by the config'})"
 
 
-def _median(name: str, title: str, kind: str, better: str, runs: Sequence[RunFacts]) -> Measure:
-    return Measure(name, title, kind, better, _each(runs, lambda run: median(getattr(run.columns, name))))
-
-
-def _to_reach(runs: Sequence[RunFacts]) -> Measure:
-    """Running time until the mean loss over a share of WINDOW of the run's steps reaches the baseline's final loss."""
-    goal = loss_at(runs[0], last_tokens(runs[0]), "tokens")[0]
-    title = f"time to the baseline's final loss, {loss(goal)}"
-    return Measure("seconds_to_baseline", title, "seconds", "lower", _each(runs, lambda run: _reached(run, goal)))
+def _median_of(name: str) -> Callable[[RunFacts], float]:
+    return lambda run: median(getattr(run.columns, name))
 
 
 def _reached(run: RunFacts, goal: float) -> float:
+    """Running time until the mean loss over a share of WINDOW of the run's steps reaches `goal`; nan if it does not."""
     columns = run.columns
     losses, seconds = _minimised(run)[columns.applied], columns.seconds[columns.applied]
     width = max(1, round(WINDOW * losses.size))

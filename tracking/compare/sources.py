@@ -5,6 +5,7 @@ from glob import has_magic
 from pathlib import Path
 
 from config.errors import UserError
+from tracking.compare.groups import shortest_ends
 from tracking.report.files import matching
 from tracking.run_dir import RunDir
 from tracking.run_facts import RunFacts
@@ -55,10 +56,4 @@ def labels(sources: Sequence[str]) -> list[str]:
         source.removeprefix(WANDB).split("/") if source.startswith(WANDB) else list(Path(source).resolve().parts)
         for source in sources
     ]
-    chosen = []
-    for own in parts:
-        count = 1
-        while count < len(own) and sum(other[-count:] == own[-count:] for other in parts) > 1:
-            count += 1
-        chosen.append("/".join(own[-count:]))
-    return chosen
+    return ["/".join(end) for end in shortest_ends(parts)]

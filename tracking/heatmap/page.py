@@ -1,7 +1,7 @@
 """Heat-map panels of one run, or the difference of two, as JSON-ready values drawn by heat.js."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -48,31 +48,22 @@ def panel_data(
     if PANELS[key].log:
         values = np.log10(np.where(values > 0, values, np.nan))
         low, high = math.log10(low), math.log10(high)
-    return _plain_panel(key, shown.rows, shown.edges, values, low, high)
+    return _plain_panel(shown, key, values, low, high)
 
 
-def _plain_panel(
-    key: str,
-    rows: Sequence[str],
-    edges: np.ndarray,
-    values: np.ndarray,
-    low: float,
-    high: float,
-    *,
-    diverging: bool = False,
-) -> dict[str, Any]:
-    """The object that heat.js draws. diverging: whether the colour scale is centred at 0."""
+def _plain_panel(heat: Heat, key: str, values: np.ndarray, low: float, high: float) -> dict[str, Any]:
+    """The object that heat.js draws; `diverging` is whether its colour scale is centred at 0."""
     panel = PANELS[key]
     return {
         "key": key,
         "title": panel.title,
         "log": panel.log,
         "percent": panel.percent,
-        "diverging": diverging,
+        "diverging": False,
         "codes": list(DTYPES) if key == "dtype" else [],
-        "rows": [short_name(name, _LABEL) for name in rows],
-        "names": list(rows),
-        "edges": edges.tolist(),
+        "rows": [short_name(name, _LABEL) for name in heat.rows],
+        "names": list(heat.rows),
+        "edges": heat.edges.tolist(),
         "values": [[round(value, 4) if math.isfinite(value) else None for value in row] for row in values.tolist()],
         "low": low,
         "high": high,
@@ -82,15 +73,11 @@ def _plain_panel(
 def static_heat(heat: Heat) -> list[dict[str, Any]]:
     """All panels, for a page that is one file; those that vary are folded by kind of module and by block."""
     folds: tuple[Fold, ...] = ("kinds", "blocks")
-    return [
-        panel
-        | {
-            "folds": {
-                fold: panel_data(heat, panel["key"], fold, columns=_FEWER_COLUMNS) for fold in folds if panel["varies"]
-            }
-        }
-        for panel in panels_of(heat)
-    ]
+    found = panels_of(heat)
+    for panel in found:
+        drawn = folds if panel["varies"] else ()
+        panel["folds"] = {fold: panel_data(heat, panel["key"], fold, columns=_FEWER_COLUMNS) for fold in drawn}
+    return found
 
 
 def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str, Any] | None:
@@ -116,8 +103,8 @@ def difference_data(run: Heat, baseline: Heat, key: str, fold: Fold) -> dict[str
     if not kept.size:
         return None
     end = max(_LEAST, float(np.quantile(np.abs(values[known]), 0.99)))
-    names = [mine.rows[rows[row]] for row in kept]
-    return _plain_panel(key, names, mine.edges, values[kept], -end, end, diverging=True)
+    shown = mine.chosen([rows[row] for row in kept])
+    return _plain_panel(shown, key, values[kept], -end, end) | {"diverging": True}
 
 
 def differences_of(run: Heat, baseline: Heat) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ the same categories, and the rest is idle.
 """
 
 import json
+import math
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,18 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
     for event in timeline.events:
         event.category = _category(event)
     matmuls = [product for event in timeline.events if (product := matmul_of(event)) is not None]
-    on_device = bool(timeline.device)
     found: dict[str, Any] = {
         **facts,
         "steps_seconds": [(end - start) / 1e6 for start, end in timeline.steps],
         "host": _host(timeline),
-        "device_time": _device(timeline) if on_device else None,
+        "device_time": _device(timeline) if timeline.device else None,
         "stages": _by(timeline, lambda event: event.stage or "rest of the step"),
         "phases": _by(timeline, lambda event: event.phase or "none"),
         "communication": _communication(timeline),
         "casts": _casts(timeline),
     }
-    _time_matmuls(matmuls, timeline, on_device)
+    if timeline.device:
+        _time_matmuls(matmuls, timeline)
     found["matmuls"] = table(matmuls)
     found["fp32_matmuls"] = fp32_matmuls(matmuls, compute=facts.get("compute", "fp32"), regions=facts.get("regions"))
     found["misfits"] = misaligned_sizes(matmuls, timeline.events)
@@ -131,7 +132,7 @@ def _device(timeline: Timeline) -> dict[str, Any]:
         found[OPERATORS if category == PYTHON else category] += inside
         busy.append((kernel.start, kernel.end))
     together = sum(overlap(start, end, timeline.steps) for start, end in merged(busy))
-    found[IDLE] = timeline.wall_us - together
+    found[IDLE] = sum(end - start for start, end in timeline.steps) - together
     return {"categories": _seconds(found), "busy_seconds": together / 1e6}
 
 
@@ -151,12 +152,9 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
         if kind is None or event.category != CAST:
             continue
         row = found[kind, event.module]
-        elements = 1
-        for size in event.dims[0] if event.dims else []:
-            elements *= size
         row[0] += 1
         row[1] += (event.device_us if timeline.device else event.end - event.start) / 1e6
-        row[2] += elements
+        row[2] += math.prod(event.dims[0]) if event.dims else 1
     rows = [
         {"kind": kind, "module": module, "count": int(count), "seconds": seconds, "elements": int(elements)}
         for (kind, module), (count, seconds, elements) in found.items()
@@ -164,10 +162,8 @@ def _casts(timeline: Timeline) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["seconds"])
 
 
-def _time_matmuls(matmuls: list[Matmul], timeline: Timeline, on_device: bool) -> None:
-    """On a GPU, set each matmul's time to that of the kernels it launched."""
-    if not on_device:
-        return
+def _time_matmuls(matmuls: list[Matmul], timeline: Timeline) -> None:
+    """Set each matmul's time to that of the kernels it launched."""
     by_event = {id(found.event): found for found in matmuls}
     for found in matmuls:
         found.seconds = 0.0

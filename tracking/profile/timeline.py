@@ -8,7 +8,7 @@ import bisect
 import gzip
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -65,13 +65,8 @@ class Timeline:
     """GPU kernels and copies; `parent` is the operator that launched them."""
     elsewhere: list[Event]
     """Operators of other threads."""
-    steps: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[tuple[float, float]]
     """Start and end of each step."""
-
-    @property
-    def wall_us(self) -> float:
-        """Total time of all steps."""
-        return sum(end - start for start, end in self.steps)
 
 
 def read_trace(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Counters start at zero in each process, which `rate` and `increase` handle. Gaug
 
 import math
 from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
@@ -16,9 +17,6 @@ from tracking.verdict import WORDS
 
 STEP_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, 300.0)
 VERDICTS = ("SKIP", "CUT_LR", "CORRECT", "PROMOTE", "ROLLBACK", "ABORT")
-_TENSORS = ("activation", "gradient", "parameter", "loss")
-_KINDS = ("inf", "nan")
-_SCALE_REASONS = ("overflow", "hysteresis", "growth")
 _RANKS_SHOWN = 16  # maximum number of ranks with their own series; a step event lists no more
 
 # Name without the prefix to (type, help, labels besides `run`).
@@ -77,9 +75,9 @@ METRICS: dict[str, tuple[type[MetricWrapperBase], str, tuple[str, ...]]] = {
 # Create counters at zero from the start: `increase` misses the first count of a series that appears with it.
 _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "steps_total": [("applied",), ("skipped",)],
-    "scale_changes_total": [(reason,) for reason in _SCALE_REASONS],
+    "scale_changes_total": [(reason,) for reason in ("overflow", "hysteresis", "growth")],
     "incidents_total": [(verdict,) for verdict in VERDICTS],
-    "nonfinite_total": [(tensor, kind) for tensor in _TENSORS for kind in _KINDS],
+    "nonfinite_total": [*product(("activation", "gradient", "parameter", "loss"), ("inf", "nan"))],
     "checkpoints_total": [("true",), ("false",)],
 }
 

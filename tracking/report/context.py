@@ -49,22 +49,22 @@ LIMITS = {
 """Limits by measure, in report order."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Finding:
-    """A measure, its value and its verdict.
-
-    value: compared with the limit; None if not measured. shown: the value as text; may be set even if the value
-    relative to the baseline is unknown. how: how it was computed. reason: why it fails, or why it was not measured.
-    """
+    """A measure, its value and its verdict."""
 
     key: str
     title: str
-    value: float | None
-    shown: str
-    limit: str
-    verdict: Verdict
-    how: str
+    value: float | None = None
+    """Compared with the limit; None if not measured."""
+    shown: str = ""
+    """The value as text; may be set even if the value relative to the baseline is unknown."""
+    limit: str = ""
+    verdict: Verdict = "not measured"
+    how: str = ""
+    """How it was computed."""
     reason: str = ""
+    """Why it fails, or why it was not measured."""
 
 
 @dataclass(frozen=True)
@@ -81,35 +81,25 @@ class MeasureContext:
     peak: float | None = None
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The value of a measure. why: reason to show if it fails; other fields as in `Finding`."""
-
-    value: float
-    shown: str
-    how: str
-    why: str = ""
-
-
 class NotMeasured(Exception):
-    """A measure has no verdict. reason: why. shown: what is known nevertheless."""
-
-    def __init__(self, reason: str, how: str, shown: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.how, self.shown = reason, how, shown
+    """Raised by a measure that has no value, with the reason."""
 
 
-def find(measure: Callable[[MeasureContext], Measured], context: MeasureContext) -> Finding:
-    """Compute a measure and compare it with the limit of the same name."""
-    key = measure.__name__
-    limit = context.limits[key]
-    own = "; there is no published limit, this one was chosen by Mantissa" if limit.chosen else ""
+def find(measure: Callable[[MeasureContext, Finding], float], context: MeasureContext) -> Finding:
+    """Compute a measure and compare it with the limit of the same name.
+
+    measure: returns the value, and fills in `shown` and the `reason` to give if the value fails. Its docstring is the
+    `how` that readers see, to which it may add.
+    """
+    limit, how = context.limits[measure.__name__], " ".join(str(measure.__doc__).split()).rstrip(".")
+    found = Finding(measure.__name__, limit.title, limit=str(limit), how=how[0].lower() + how[1:])
     try:
-        found = measure(context)
+        found.value = measure(context, found)
+        found.verdict = "pass" if limit.allows(found.value) else "fail"
     except NotMeasured as error:
-        how, reason = error.how + own, error.reason
-        return Finding(key, limit.title, None, error.shown, str(limit), "not measured", how, reason)
-    passed = limit.allows(found.value)
-    verdict: Verdict = "pass" if passed else "fail"
-    why = "" if passed else found.why
-    return Finding(key, limit.title, found.value, found.shown, str(limit), verdict, found.how + own, why)
+        found.reason = str(error)
+    if found.verdict == "pass":
+        found.reason = ""
+    if limit.chosen:
+        found.how += "; there is no published limit, this one was chosen by Mantissa"
+    return found

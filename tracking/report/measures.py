@@ -13,7 +13,7 @@ import numpy as np
 
 from tracking.heatmap.still import still_of_run
 from tracking.numbers import change, human, loss, mib, number, percent, precise_duration
-from tracking.report.context import Finding, MeasureContext, Measured, NotMeasured, find
+from tracking.report.context import Finding, MeasureContext, NotMeasured, find
 from tracking.run_dir import setting
 from tracking.run_facts import WIDE, RunFacts
 
@@ -50,17 +50,15 @@ def caveats(context: MeasureContext) -> list[str]:
     return found
 
 
-def comparable_baseline(
-    context: MeasureContext, *, same: tuple[str, ...], how: str, shown: str, hint: str = ""
-) -> RunFacts:
+def comparable_baseline(context: MeasureContext, same: tuple[str, ...], hint: str = "") -> RunFacts:
     """The baseline. Raises NotMeasured if there is none, or if it differs from the run in one of `same`."""
     baseline = context.baseline
     if baseline is None:
-        raise NotMeasured(f"no baseline; give one with --baseline{hint}", how, shown)
+        raise NotMeasured(f"no baseline; give one with --baseline{hint}")
     for what in same:
         mine, its = _COMPARED[what](context.run), _COMPARED[what](baseline)
         if mine is not None and its is not None and mine != its:
-            raise NotMeasured(f"{baseline.label} has a different {what}: {its}, not {mine}{hint}", how, shown)
+            raise NotMeasured(f"{baseline.label} has a different {what}: {its}, not {mine}{hint}")
     return baseline
 
 
@@ -77,101 +75,88 @@ SAME_MEMORY = (*SAME_SPEED, "micro-batch")
 SAME_DATA = ("training set", "sequence length")
 
 
-def epoch_time(context: MeasureContext) -> Measured:
-    """Time per epoch relative to the baseline's."""
+def epoch_time(context: MeasureContext, found: Finding) -> float:
+    """Seconds for an epoch, against the baseline's speed."""
     tokens, what = _amount(context.run)
-    how = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
-    if what != "an epoch":
-        how += "; the tokens per epoch were not recorded, the ratio is the same as for an epoch"
-    speed = context.run.tokens_per_second
-    if not speed > 0:
-        raise NotMeasured("no step was recorded", how)
-    own = f"{precise_duration(tokens / speed)} for {what}"
-    baseline = comparable_baseline(context, same=SAME_SPEED, how=how, shown=own)
-    base = baseline.tokens_per_second
-    if not base > 0:
-        raise NotMeasured(f"{baseline.label} recorded no step", how, own)
-    shown = f"{base / speed:.3f}x ({own}; baseline {precise_duration(tokens / base)})"
-    return Measured(base / speed, shown, how)
+    speed = f"seconds for {what} ({tokens:,} tokens) at the median tokens/s of all steps, against the baseline's speed"
+    unknown = "; the tokens per epoch were not recorded, the ratio is the same as for an epoch"
+    found.how = speed if what == "an epoch" else speed + unknown
+    own = _positive(context.run.tokens_per_second, "no step was recorded")
+    found.shown = f"{precise_duration(tokens / own)} for {what}"
+    baseline = comparable_baseline(context, SAME_SPEED)
+    base = _positive(baseline.tokens_per_second, f"{baseline.label} recorded no step")
+    found.shown = f"{base / own:.3f}x ({found.shown}; baseline {precise_duration(tokens / base)})"
+    return base / own
 
 
-def utilisation(context: MeasureContext) -> Measured:
-    """Model FLOPs utilisation: share of the device's peak FLOP/s that the model uses."""
+def utilisation(context: MeasureContext, found: Finding) -> float:
+    """Model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden size
+    x sequence length), over the device's dense 16-bit peak; recomputed activations do not count."""
     run = context.run
-    how = (
-        "model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden "
-        "size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count"
-    )
     parameters = int(run.start["parameters"])
     trained = int(run.start.get("trained_parameters", parameters))
     if trained < parameters:
-        how += f"; {parameters - trained:,} frozen parameters count 4, since they need no gradients"
-    peak = context.peak or peak_flops(_device(run))
+        found.how += f"; {parameters - trained:,} frozen parameters count 4, since they need no gradients"
+    peak, device = context.peak or peak_flops(_device(run)), _device(run)
     if peak is None:
-        device = _device(run)
         no_peak = "the peak FLOP/s of a CPU are unknown" if device == "cpu" else f"no peak FLOP/s known for {device}"
-        raise NotMeasured(f"{no_peak}; give --peak-tflops", how)
+        raise NotMeasured(f"{no_peak}; give --peak-tflops")
     if run.low_precision is None:
-        raise NotMeasured("the run computes in FP32, whose peak depends on TF32", how)
-    if not run.tokens_per_second > 0:
-        raise NotMeasured("no step was recorded", how)
+        raise NotMeasured("the run computes in FP32, whose peak depends on TF32")
+    speed = _positive(run.tokens_per_second, "no step was recorded")
     keys = ("model.config.num_hidden_layers", "model.config.hidden_size", "data.sequence_length")
     layers, hidden, length = (setting(run.config, key) for key in keys)
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
-        how += "; the attention term is left out, since the config does not name layers and hidden size"
-    flops = run.tokens_per_second / run.world_size * (4 * parameters + 2 * trained + attention)
-    return Measured(flops / peak, f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)", how)
+        found.how += "; the attention term is left out, since the config does not name layers and hidden size"
+    flops = speed / run.world_size * (4 * parameters + 2 * trained + attention)
+    found.shown = f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)"
+    return flops / peak
 
 
-def peak_memory(context: MeasureContext) -> Measured:
-    """Peak memory relative to the baseline's."""
-    how = "peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU"
-    own = context.run.peak_memory_bytes
-    if not own > 0:
-        raise NotMeasured("no step recorded its memory", how)
-    baseline = comparable_baseline(context, same=SAME_MEMORY, how=how, shown=mib(own))
-    base = baseline.peak_memory_bytes
-    if not base > 0:
-        raise NotMeasured(f"{baseline.label} recorded no memory", how, mib(own))
-    return Measured(own / base, f"{own / base:.3f}x ({mib(own)}; baseline {mib(base)})", how)
+def peak_memory(context: MeasureContext, found: Finding) -> float:
+    """Peak of the largest rank: device memory allocated by torch, or the process's resident set on a CPU."""
+    own = _positive(context.run.peak_memory_bytes, "no step recorded its memory")
+    found.shown = mib(own)
+    baseline = comparable_baseline(context, SAME_MEMORY)
+    base = _positive(baseline.peak_memory_bytes, f"{baseline.label} recorded no memory")
+    found.shown = f"{own / base:.3f}x ({mib(own)}; baseline {mib(base)})"
+    return own / base
 
 
-def validation_delta(context: MeasureContext) -> Measured:
-    """Validation loss relative to the baseline's at equal tokens."""
-    how = "validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between"
+def validation_delta(context: MeasureContext, found: Finding) -> float:
+    """Validation loss over the baseline's, at the most tokens at which both were evaluated, interpolated between."""
     _, tokens, _, losses = context.run.evaluations
     if not len(losses):
-        raise NotMeasured("no evaluation was recorded", how)
+        raise NotMeasured("no evaluation was recorded")
     unit = context.run.start.get("loss_unit", "nats")
     unit = f" {unit}" if unit else ""
-    own = f"{loss(losses[-1])}{unit} at {human(tokens[-1])} tokens"
-    baseline = comparable_baseline(context, same=SAME_DATA, how=how, shown=own)
+    found.shown = f"{loss(losses[-1])}{unit} at {human(tokens[-1])} tokens"
+    baseline = comparable_baseline(context, SAME_DATA)
     _, its_tokens, _, its_losses = baseline.evaluations
     if not len(its_losses):
-        raise NotMeasured(f"{baseline.label} recorded no evaluation", how, own)
+        raise NotMeasured(f"{baseline.label} recorded no evaluation")
     place = min(tokens[-1], its_tokens[-1])
     if place < max(tokens[0], its_tokens[0]):
-        raise NotMeasured(f"{baseline.label} has no evaluation within the range of the run's", how, own)
+        raise NotMeasured(f"{baseline.label} has no evaluation within the range of the run's")
     mine, base = float(np.interp(place, tokens, losses)), float(np.interp(place, its_tokens, its_losses))
     delta = (mine - base) / abs(base) if base else math.nan
-    shown = f"{change(delta)} ({loss(mine)}, baseline {loss(base)}{unit} at {human(place)} tokens)"
-    return Measured(delta, shown, how)
+    found.shown = f"{change(delta)} ({loss(mine)}, baseline {loss(base)}{unit} at {human(place)} tokens)"
+    return delta
 
 
-def norm_variance(context: MeasureContext) -> Measured:
-    """Relative variance of gradient norms, as a multiple of the baseline's."""
-    how = "variance of the finite gradient norms over their squared mean, over the second half of the applied steps"
+def norm_variance(context: MeasureContext, found: Finding) -> float:
+    """Variance of the finite gradient norms over their squared mean, over the second half of the applied steps."""
     own, count = _relative_variance(context.run)
     if count < _FEWEST_NORMS:
-        reason = f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest"
-        raise NotMeasured(reason, how)
-    same = (*SAME_DATA, "number of parameters")
-    baseline = comparable_baseline(context, same=same, how=how, shown=number(own, 3))
+        raise NotMeasured(f"the second half of the run has {count} applied steps; {_FEWEST_NORMS} are the fewest")
+    found.shown = number(own, 3)
+    baseline = comparable_baseline(context, (*SAME_DATA, "number of parameters"))
     base, its = _relative_variance(baseline)
     if its < _FEWEST_NORMS or not base > 0:
-        raise NotMeasured(f"{baseline.label} has too few applied steps", how, number(own, 3))
-    return Measured(own / base, f"{own / base:.3f}x ({number(own, 3)}; baseline {number(base, 3)})", how)
+        raise NotMeasured(f"{baseline.label} has too few applied steps")
+    found.shown = f"{own / base:.3f}x ({number(own, 3)}; baseline {number(base, 3)})"
+    return own / base
 
 
 def _relative_variance(facts: RunFacts) -> tuple[float, int]:
@@ -183,29 +168,31 @@ def _relative_variance(facts: RunFacts) -> tuple[float, int]:
     return float(half.var(ddof=1) / half.mean() ** 2), half.size
 
 
-def epoch_cost(context: MeasureContext) -> Measured:
-    """Cost per epoch relative to the baseline's."""
+def epoch_cost(context: MeasureContext, found: Finding) -> float:
+    """Price x devices x hours for an epoch, relative to the baseline's."""
     tokens, what = _amount(context.run)
-    how = (
+    found.how = (
         f"price x devices x hours for {what}; hours are those of all sessions, with evaluations, saves and steps done "
         "again, over the tokens that count"
     )
-    own = _hours_a_token(context.run) * tokens
-    if not own > 0:
-        raise NotMeasured("no step was recorded", how)
+    own = _positive(_hours_a_token(context.run) * tokens, "no step was recorded")
     price = context.price
-    shown = f"{number(own, 3)} device hours" if price is None else number(own * price)
-    shown += f" for {what}"
+    found.shown = f"{number(own, 3)} device hours" if price is None else number(own * price)
+    found.shown += f" for {what}"
     same = ("number of parameters", "sequence length", "device")
-    hint = "" if price is not None else "; --price gives money"
-    baseline = comparable_baseline(context, same=same, how=how, shown=shown, hint=hint)
-    base = _hours_a_token(baseline) * tokens
-    if not base > 0:
-        raise NotMeasured(f"{baseline.label} recorded no step", how, shown)
+    baseline = comparable_baseline(context, same, hint="" if price is not None else "; --price gives money")
+    base = _positive(_hours_a_token(baseline) * tokens, f"{baseline.label} recorded no step")
     if price is None:
-        how += "; without --price, hours stand for money"
-    its = number(base * (price or 1.0), 3)
-    return Measured(own / base, f"{own / base:.3f}x ({shown}; baseline {its})", how)
+        found.how += "; without --price, hours stand for money"
+    found.shown = f"{own / base:.3f}x ({found.shown}; baseline {number(base * (price or 1.0), 3)})"
+    return own / base
+
+
+def _positive(value: float, otherwise: str) -> float:
+    """The value; raises NotMeasured with `otherwise` as the reason if it is 0 or nan."""
+    if not value > 0:
+        raise NotMeasured(otherwise)
+    return value
 
 
 def _hours_a_token(run: RunFacts) -> float:
@@ -248,87 +235,79 @@ def peak_flops(device: str) -> float | None:
     return next((tflops * 1e12 for name, tflops in _PEAK_TFLOPS if words.issuperset(name.split())), None)
 
 
-def nonfinite(context: MeasureContext) -> Measured:
-    """Number of non-finite steps, not counting overflows handled by the loss scale."""
+def nonfinite(context: MeasureContext, found: Finding) -> float:
+    """Attempted steps whose loss or gradient norm was not finite, over all sessions, except overflows: steps with a
+    finite loss that the dynamic loss scale handled."""
     run = context.run
-    how = (
-        "attempted steps whose loss or gradient norm was not finite, over all sessions, except overflows: steps with "
-        "a finite loss that the dynamic loss scale handled"
-    )
     if not run.counts["step"]:
-        raise NotMeasured("no step was recorded", how)
-    why = [f"the first: step {first.step}{first.cause and f': {first.cause}'}" for first in run.nonfinite[:1]]
-    return Measured(len(run.nonfinite), f"{len(run.nonfinite):,}", how, *why)
+        raise NotMeasured("no step was recorded")
+    for first in run.nonfinite[:1]:
+        found.reason = f"the first: step {first.step}{first.cause and f': {first.cause}'}"
+    found.shown = f"{len(run.nonfinite):,}"
+    return len(run.nonfinite)
 
 
-def restore_success(context: MeasureContext) -> Measured:
-    """Share of restores that succeeded from the newest checkpoint."""
-    how = (
-        "rollbacks, and sessions that had a checkpoint to resume from; one succeeds that resumes from the newest "
-        "without skipping a damaged one or another run's. A start that fails before its first event is not seen"
-    )
+def restore_success(context: MeasureContext, found: Finding) -> float:
+    """Rollbacks, and sessions that had a checkpoint to resume from; one succeeds that resumes from the newest without
+    skipping a damaged one or another run's. A start that fails before its first event is not seen."""
     restored, due = context.run.restores
     if not due:
-        raise NotMeasured("nothing had to be restored", how)
-    return Measured(restored / due, f"{percent(restored / due, 3)} ({restored} of {due})", how)
+        raise NotMeasured("nothing had to be restored")
+    found.shown = f"{percent(restored / due, 3)} ({restored} of {due})"
+    return restored / due
 
 
-def overflow_rate(context: MeasureContext) -> Measured:
-    """Share of attempted steps that overflowed."""
-    how = "attempts whose overflow the dynamic loss scale handled, or that no scale helps, over all attempts at a step"
+def overflow_rate(context: MeasureContext, found: Finding) -> float:
+    """Attempts whose overflow the dynamic loss scale handled, or that no scale helps, over all attempts at a step."""
     run, attempts = context.run, context.run.counts["step"]
     if not attempts:
-        raise NotMeasured("no step was recorded", how)
+        raise NotMeasured("no step was recorded")
     if not run.scaled:
-        raise NotMeasured("the loss is not scaled", how)
+        raise NotMeasured("the loss is not scaled")
     overflows = sum(attempt.handled or attempt.overflowed for attempt in run.broken)
-    rate = overflows / attempts
-    return Measured(rate, f"{percent(rate, 3)} ({overflows:,} of {attempts:,})", how)
+    found.shown = f"{percent(overflows / attempts, 3)} ({overflows:,} of {attempts:,})"
+    return overflows / attempts
 
 
-def job_success(context: MeasureContext) -> Measured:
-    """Whether the run ended as it should."""
-    how = "the run's verdict (docs/verdict.md): how it ended, and what became of its loss"
+def job_success(context: MeasureContext, found: Finding) -> float:
+    """The run's verdict (docs/verdict.md): how it ended, and what became of its loss."""
     verdict, end, (*before, _) = context.run.verdict, context.run.end, context.run.sessions
+    if not verdict.over:
+        raise NotMeasured(f"it has not ended: {verdict.text}")
     lost = sum(session.crashed for session in before)
     earlier = f"; {lost} of {len(before)} earlier sessions crashed" if lost else ""
-    if not verdict.over:
-        raise NotMeasured(f"it has not ended: {verdict.text}", how)
     code = f" (exit code {end['exit_code']})" if end is not None else ""
-    return Measured(float(verdict.word in GOOD_ENDINGS), f"{verdict.word}{code}{earlier}", how, verdict.cause)
+    found.shown, found.reason = f"{verdict.word}{code}{earlier}", verdict.cause
+    return float(verdict.word in GOOD_ENDINGS)
 
 
-def low_precision(context: MeasureContext) -> Measured:
-    """Share of the forward pass's matmul FLOPs computed below FP32."""
-    how = (
-        "share of the forward pass's matmul FLOPs that were computed below FP32, from the newest precision event. "
-        "The rest fell back to FP32, or is configured to stay there"
-    )
+def low_precision(context: MeasureContext, found: Finding) -> float:
+    """Share of the forward pass's matmul FLOPs that were computed below FP32, from the newest precision event. The rest
+    fell back to FP32, or is configured to stay there."""
     if context.run.low_precision is None:
-        raise NotMeasured("the run is configured to compute in FP32", how)
+        raise NotMeasured("the run is configured to compute in FP32")
     seen = [event["flop_share"] for event in context.run.rare_events.get("precision", []) if event["flop_share"]]
     if not seen:
-        raise NotMeasured("no precision event was recorded", how)
+        raise NotMeasured("no precision event was recorded")
     share = 1.0 - sum(part for dtype, part in seen[-1].items() if dtype in WIDE)
     parts = ", ".join(f"{dtype} {percent(part, 3)}" for dtype, part in seen[-1].items())
-    return Measured(share, f"{percent(share, 3)} ({parts})", how)
+    found.shown = f"{percent(share, 3)} ({parts})"
+    return share
 
 
-def drift(context: MeasureContext) -> Measured:
-    """Largest relative distance of 16-bit parameters from their rounded FP32 masters."""
-    how = (
-        "largest relative distance of a 16-bit parameter from its master rounded to 16 bits, over all telemetry events"
-    )
+def drift(context: MeasureContext, found: Finding) -> float:
+    """Largest relative distance of a 16-bit parameter from its master rounded to 16 bits, over all telemetry events."""
     samples, largest = context.run.heat.drift
-    if samples:
-        shown = f"{number(largest, 3)} ({samples:,} samples)"
-        return Measured(largest, shown, how, "16-bit parameters are not their rounded masters")
-    if context.run.start.get("compute") in WIDE:
-        raise NotMeasured("the parameters are the FP32 masters themselves", how)
-    raise NotMeasured("no telemetry event has it; set telemetry.every_steps", how)
+    if not samples and context.run.start.get("compute") in WIDE:
+        raise NotMeasured("the parameters are the FP32 masters themselves")
+    if not samples:
+        raise NotMeasured("no telemetry event has it; set telemetry.every_steps")
+    found.shown = f"{number(largest, 3)} ({samples:,} samples)"
+    found.reason = "16-bit parameters are not their rounded masters"
+    return largest
 
 
-_MEASURES: tuple[Callable[[MeasureContext], Measured], ...] = (
+_MEASURES: tuple[Callable[[MeasureContext, Finding], float], ...] = (
     *(epoch_time, utilisation, peak_memory, nonfinite, validation_delta, epoch_cost),
     *(restore_success, overflow_rate, norm_variance, job_success, low_precision, drift),
 )

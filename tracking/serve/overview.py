@@ -16,7 +16,7 @@ from markupsafe import Markup
 
 from config.printable import shown
 from tracking.compare.differences import SETTINGS_FIRST, format_value
-from tracking.compare.groups import common_label
+from tracking.compare.groups import common_label, shortest_ends
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, number, percent, scale
 from tracking.serve.library import Entry
@@ -75,9 +75,8 @@ class Asked:
             column = "changed"
         places = {name: place for place, name in enumerate(COLUMNS)}
         known = [name for name in dict.fromkeys(columns) if name in places or name.startswith(".")]
-        chosen = sorted(
-            known, key=lambda name: places.get(name, places["settings"])
-        )  # keep columns for settings side by side
+        # Columns for settings stay side by side.
+        chosen = sorted(known, key=lambda name: places.get(name, places["settings"]))
         descending = (column in _DESCENDING) != sort.startswith("-")
         usual = tuple(name for name in chosen if name != "name") or USUAL
         return cls(search.strip()[:200], column, descending, group == "seed", usual, time == "date")
@@ -105,11 +104,9 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, An
         for name in {entry.followed for entry in wanted}
     }
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
-
+    sparks = [{"spark": _sparkline(group, edges[group[0].followed])} for group in ranked]
     return {
-        "lines": [
-            _line(group, keys, names, _sparkline(group, edges[group[0].followed]), asked, now) for group in ranked
-        ],
+        "lines": [_line(group, keys, names, asked, now) | spark for group, spark in zip(ranked, sparks, strict=True)],
         "asked": asked,
         "runs": len(entries),
         "shown": len(wanted),
@@ -190,14 +187,8 @@ def differing(entries: Sequence[Entry]) -> list[str]:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Dotted key to its shortest suffix that no other key has."""
-    ends = Counter(
-        ".".join(parts[at:]) for parts in (key.split(".") for key in dict.fromkeys(keys)) for at in range(len(parts))
-    )
-    return {
-        key: next((end for at in range(len(parts) - 1, -1, -1) if ends[end := ".".join(parts[at:])] == 1), key)
-        for key in keys
-        for parts in [key.split(".")]
-    }
+    distinct = list(dict.fromkeys(keys))
+    return dict(zip(distinct, map(".".join, shortest_ends([key.split(".") for key in distinct])), strict=True))
 
 
 def marked(text: object, words: Sequence[str]) -> Markup:
@@ -304,14 +295,7 @@ def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
     return 1, [-ord(letter) for letter in text] + [1] if descending else [ord(letter) for letter in text]
 
 
-def _line(
-    group: Sequence[Entry],
-    keys: Sequence[str],
-    names: dict[str, str],
-    spark: dict[str, Any] | None,
-    asked: Asked,
-    now: float,
-) -> dict[str, Any]:
+def _line(group: list[Entry], keys: Sequence[str], names: dict[str, str], asked: Asked, now: float) -> dict[str, Any]:
     """One line of the table: a run or a group."""
     first, alone = group[0], len(group) == 1
     incidents = Counter(event["verdict"] for entry in group for event in entry.facts.rare_events.get("incident", ()))
@@ -334,7 +318,6 @@ def _line(
         "step": f"{steps:,}" + (f" of {planned:,}" if planned else ""),
         "done": min(1.0, steps / planned) if planned else 0.0,
         "loss": f"{unit}{course}" if course else "not finite" if first.facts.newest else "",
-        "spark": spark,
         "validation": _spread(_values(group, "validation")),
         "speed": "" if math.isnan(speed) else human(speed),
         "skips": _skipped(int(sum(_values(group, "skips"))), int(sum(_values(group, "step")))),

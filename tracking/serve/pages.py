@@ -26,26 +26,9 @@ MOST_COMPARED = 24
 Query = dict[str, list[str]]
 _HTML = "text/html; charset=utf-8"
 _TRACKING = Path(__file__).parent.parent
-_SCRIPT, _STYLE = "text/javascript; charset=utf-8", "text/css; charset=utf-8"
-_STATIC = {
-    "icon.svg": ("serve/icon.svg", "image/svg+xml"),
-    "style.css": ("pages/style.css", _STYLE),
-    "serve.css": ("serve/serve.css", _STYLE),
-    "charts.css": ("pages/charts.css", _STYLE),
-    "uPlot.css": ("pages/uplot/uPlot.min.css", _STYLE),
-    "heat.css": ("heatmap/heat.css", _STYLE),
-    "run.css": ("report/page.css", _STYLE),
-    "theme.js": ("pages/theme.js", _SCRIPT),
-    "numbers.js": ("pages/numbers.js", _SCRIPT),
-    "search.js": ("pages/search.js", _SCRIPT),
-    "page.js": ("serve/page.js", _SCRIPT),
-    "overview.js": ("serve/overview.js", _SCRIPT),
-    "run.js": ("serve/run.js", _SCRIPT),
-    "charts.js": ("pages/charts.js", _SCRIPT),
-    "uPlot.js": ("pages/uplot/uPlot.iife.min.js", _SCRIPT),
-    "heat.js": ("heatmap/heat.js", _SCRIPT),
-}
-"""Served name to (file, content type)."""
+_KINDS = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
+_STATIC = {str(file.relative_to(_TRACKING)): file for file in _TRACKING.rglob("*.*") if file.suffix in _KINDS}
+"""Scripts and stylesheets by their path below `tracking/`."""
 
 
 class NotFound(Exception):
@@ -71,7 +54,7 @@ class Pages:
         """Secret that our page sends along with notes and other sites cannot read; empty if notes are read-only."""
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
-            "/favicon.ico": lambda query: _static("icon.svg"),
+            "/favicon.ico": lambda query: _static("serve/icon.svg"),
             "/runs": self._runs,
             "/runs.csv": self._export,
             "/run": self._run,
@@ -239,5 +222,4 @@ def _json(value: Any) -> Reply:
 def _static(name: str) -> Reply:
     if name not in _STATIC:
         raise NotFound("There is no such file.")
-    file, kind = _STATIC[name]
-    return Reply((_TRACKING / file).read_bytes(), kind)
+    return Reply(_STATIC[name].read_bytes(), _KINDS[_STATIC[name].suffix])

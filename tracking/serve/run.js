@@ -37,8 +37,8 @@
       const holder = element("script");
       Object.assign(holder, { type: "application/json", id: "data", textContent: JSON.stringify(found.drawn) });
       document.body.append(holder);
-      await load("uPlot.js");
-      await load("charts.js");
+      await load("pages/uplot/uPlot.iife.min.js");
+      await load("pages/charts.js");
       curves = data;
     }
     document.body.dataset.curves = found.steps;

@@ -26,22 +26,20 @@ FAILED = 1
 FINISH_TIMEOUT_S = 600.0
 
 
-def deliver(run_dir: RunDir, *, online: bool, models: Sequence[dict[str, Any]]) -> str:
-    """Deliver and wait; returns a summary. Raises UserError if it is not a run folder, RuntimeError if wandb fails."""
-    run, deepspeed, environment = read_inputs(run_dir)
+def deliver(run_dir: RunDir, config: dict[str, Any], *, online: bool, models: Sequence[dict[str, Any]]) -> str:
+    """Deliver and wait; returns a summary. config: as for `WandbSink`.
+
+    Raises UserError if it is not a run folder, RuntimeError if wandb fails.
+    """
+    run = config["run"]
     if not run or not run_dir.events.is_file():
         raise UserError(f"{run_dir.path}: holds no config.yaml and events.jsonl; give a run folder")
     for key in ("tracking.project", "tracking.log_every_steps", "run.name", "run.hypothesis"):
         section, name = key.split(".")
         if name not in (run.get(section) or {}):
             raise UserError(f"{run_dir.config}: has no {key}; restore it, from config.N.yaml where there is one")
-    sink = WandbSink(
-        run_dir,
-        {"run": run, "deepspeed": deepspeed, "environment": environment},
-        mode="online" if online else "offline",
-        models=models,
-        finish_timeout_s=FINISH_TIMEOUT_S,
-    )
+    mode = "online" if online else "offline"
+    sink = WandbSink(run_dir, config, mode=mode, models=models, finish_timeout_s=FINISH_TIMEOUT_S)
     sink.close()
     return sink.done
 
@@ -58,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = dict(zip(("run", "deepspeed", "environment"), read_inputs(run_dir), strict=True))
         models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]
         models += [export_facts(path) for path in options.export]
-        done = deliver(run_dir, online=options.online, models=models)
+        done = deliver(run_dir, config, online=options.online, models=models)
     except RuntimeError as error:
         print(f"error: {shown(error)}", file=sys.stderr)
         return FAILED

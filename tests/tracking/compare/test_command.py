@@ -65,7 +65,7 @@ PLANTED: dict[str, tuple[int, dict[str, Any]]] = {
         20,
         {
             "change": lambda at, _: {"sample_ids_sha256": f"{at + 4:04x}" * 16, "loss": 9.0} if at >= 20 else None,
-            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to=19, position=23)]},
+            "after": {19: [_incident("ROLLBACK", at=22, rolled_back_to="checkpoints/step-19", position=23)]},
         },
     ),
     "step 21: model.up_proj promoted to fp32 in run only": (
