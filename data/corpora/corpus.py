@@ -108,21 +108,17 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         raise damaged(folder / TOKENIZER, f"its tokenizer.json cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
+    same = ("fingerprint", "vocab_size", "end_of_document", "skipped", "source", "revision")
     return Corpus(
+        **{key: index[key] for key in same},
         folder=folder,
-        fingerprint=index["fingerprint"],
         tokenizer_folder=folder / TOKENIZER,
-        vocab_size=index["vocab_size"],
-        end_of_document=index["end_of_document"],
         train=train,
         validation=validation,
         train_documents=index["train"]["documents"],
         validation_documents=index["validation"]["documents"],
         train_bytes=index["train"]["text_bytes"],
         validation_bytes=index["validation"]["text_bytes"],
-        skipped=index["skipped"],
-        source=index["source"],
-        revision=index["revision"],
         counts=index.get("counts", {}),
         notes=tuple(index.get("notes", ())),
         labels=tuple(index.get("labels", ())),
