@@ -223,7 +223,6 @@ class _Builder:
         return self._origins[""]
 
     def wrong(self, key: str, value: Any, problem: str) -> UserError:
-        """The error for one value of a key."""
         return UserError(f"{self.origin(key)}: {key} = {show(value)} {problem}")
 
     def section(self, kind: type, tree: Any, prefix: str) -> Any:

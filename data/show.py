@@ -39,7 +39,6 @@ _LONGEST = 4000
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
     options = read_options(arguments)
     config = settle_task(load_config(options.config, options.overrides, None))
     corpus = _prepared(config)
@@ -63,7 +62,6 @@ def _prepared(config: Config) -> Corpus:
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises UserError."""
     parser = Arguments("python -m data.show", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--rows", type=positive_int, default=3, help="how many rows to print (default 3)")

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from tracking.events import Event
 
 TRAIN = (str(REPOSITORY / "train.py"),)
-"""Program of a training job."""
 KILL_AFTER_SECONDS = 15.0
 """[seconds] Time between SIGTERM and SIGKILL for processes that outlive their launcher."""
 REPORT_SECONDS = 30.0
@@ -365,7 +364,6 @@ class Job:
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to every process of the job."""
         for pid in _descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)

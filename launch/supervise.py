@@ -71,7 +71,6 @@ class Run:
 
     @property
     def events(self) -> Path:
-        """Path of the run's events.jsonl."""
         return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
@@ -222,7 +221,6 @@ class Supervisor:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Supervise the command after `--`; returns the exit code."""
     parser = Arguments("python -m launch.supervise", __doc__)
     number = parser.add_argument
     number("--restarts", type=int, default=5, help="most restarts (%(default)s) ...")

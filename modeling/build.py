@@ -338,7 +338,6 @@ def _zeroed(model: PreTrainedModel) -> set[torch.nn.Parameter]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention implementation of the model."""
     return str(model.config._attn_implementation)
 
 

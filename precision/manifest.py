@@ -35,7 +35,6 @@ class Rule:
     compute: Compute
     """Dtype of the matching regions."""
     reason: str
-    """The user's reason."""
     match: str | None = None
     """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
     module_class: str | None = None
@@ -44,8 +43,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest."""
-
     default: Compute
     """The ambient dtype: that of matmul regions without a rule, and of the outputs of regions."""
     rules: tuple[Rule, ...]

@@ -104,7 +104,6 @@ class Regions:
         return self.names_in("fp16")
 
     def names_in(self, compute: str) -> tuple[str, ...]:
-        """Regions that compute in this dtype now."""
         return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:

@@ -47,8 +47,6 @@ class RankCpus:
 
 @dataclass(frozen=True)
 class Share:
-    """The cores of one rank."""
-
     own: tuple[Core, ...]
     """Cores of this rank alone; empty if there are fewer cores than ranks."""
     around: frozenset[int]
@@ -56,7 +54,6 @@ class Share:
 
     @property
     def cpus(self) -> frozenset[int]:
-        """All CPUs of `own`."""
         return frozenset[int]().union(*self.own)
 
 

@@ -39,12 +39,10 @@ class Member:
 
     @classmethod
     def here(cls, rank: int) -> Member:
-        """This process."""
         return cls.of(rank, os.getpid())
 
     @classmethod
     def of(cls, rank: int, pid: int) -> Member:
-        """A process on this machine."""
         return cls(rank, socket.gethostname(), pid, start_ticks(pid), f"{machine()} {pid_namespace()}")
 
     @property
@@ -120,7 +118,6 @@ def _code(status: int) -> int:
 
 
 def describe_status(status: int | None) -> str:
-    """A human-readable exit status."""
     return "has ended for an unknown reason" if status is None else processes.describe_exit(status)
 
 

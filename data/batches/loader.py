@@ -163,7 +163,6 @@ class Batches:
         self._ahead = self._read_ahead(position)
 
     def close(self) -> None:
-        """End the background thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, position: int) -> Future[Batch]:

@@ -94,7 +94,6 @@ def write_index(folder: Path, content: dict[str, Any]) -> None:
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    """sha256 of the tokenizer.json in a tokenizer folder."""
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 

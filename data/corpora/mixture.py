@@ -43,7 +43,6 @@ class Mixture:
         return np.searchsorted(np.cumsum(self.samples), ids, side="right")
 
     def shares(self) -> list[float]:
-        """Each source's share of all samples."""
         return [float(share) for share in self._shares()]
 
     def block(self, block: int, *, seed: int) -> np.ndarray:

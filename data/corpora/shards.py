@@ -134,7 +134,6 @@ class TokenShards:
         return int(self._window_ends(sequence_length)[-1])
 
     def label_tokens(self, sequence_length: int) -> int:
-        """Labels in all windows."""
         return self.sequences(sequence_length) * sequence_length
 
     def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:

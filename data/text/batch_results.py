@@ -30,7 +30,6 @@ class Work:
     make: Callable[..., Callable[[Any], Arrays]]
     """Called in each process, returns the function from a batch to its result."""
     arguments: tuple[Any, ...]
-    """Arguments of `make`."""
     identity: str
     """Differs whenever anything differs that determines a batch's result."""
 

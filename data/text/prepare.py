@@ -234,7 +234,6 @@ def _fill(
 
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
-    """The work of tokenizing documents."""
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
     dtype = token_dtype(vocabulary_size(tokenizer))

@@ -24,7 +24,6 @@ class Journal:
 
     folder: Path
     name: str
-    """Name of the run."""
     events: list[Event] = field(default_factory=list)
 
     @classmethod
@@ -40,7 +39,6 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """Path of canary.jsonl."""
         return self.folder / "canary.jsonl"
 
     def add(self, event: Kind, step: int, text: str, **further: Any) -> None:

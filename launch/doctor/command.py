@@ -90,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Examine the machines and print the findings; returns the exit code."""
     began = time.monotonic()
     try:
         options = _parser().parse_intermixed_args(arguments)

@@ -21,7 +21,6 @@ SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    """Run the checks that concern a single machine."""
     yield from _compilers(host, facts)
     yield from _ninjas(host, facts)
     yield from _nvcc(host, facts)

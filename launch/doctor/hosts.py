@@ -99,7 +99,6 @@ class Host:
         return ahead, error
 
     def close(self) -> None:
-        """End the agent."""
         if self._process is not None:
             with suppress(OSError):
                 assert self._process.stdin is not None

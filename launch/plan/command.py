@@ -65,7 +65,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @entry_point()
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
     options, arguments = _parse(argv)
     from launch.plan.plan import make_plan
 

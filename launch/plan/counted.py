@@ -159,7 +159,6 @@ class _Counter:
         self._model, self._head = model, head
         self.log = Log()
         self.on_cpu = on_cpu
-        """Whether the run computes on a CPU."""
         self.matmuls = 0.0
         """[bytes] Results of matmuls in blocks."""
         self.weight_flops = self.attention_flops = 0.0

@@ -80,7 +80,6 @@ class Layout:
 
     @property
     def global_size(self) -> int:
-        """[samples] Global batch size."""
         return self.micro * self.accumulation * self.zero_ranks // self.sharing
 
     @property

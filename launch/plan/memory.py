@@ -20,8 +20,6 @@ from precision.split_masters import SPLIT_BYTES
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one rank."""
-
     device: dict[str, float]
     """Item to bytes on the accelerator at the peak."""
     host: dict[str, float]

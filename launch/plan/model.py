@@ -58,8 +58,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model used only for inference."""
-
     shape: Shape
     width: int
     """[bytes] Size of one parameter."""
@@ -83,7 +81,6 @@ class Shape:
     trained_matmul: int
     """[parameters] Trained part of `matmul_parameters`, which needs one more matmul in the backward pass."""
     groups: tuple[Group, ...]
-    """Parameter groups of the optimizer."""
     modules: tuple[tuple[Stored, ...], ...]
     """Own parameters of each module that has any, counting shared ones once."""
     layers: int

@@ -76,7 +76,6 @@ class Log:
             self._held.clear()
 
     def add(self, function: Any, given: Sequence[Any], options: dict[str, Any], result: Any) -> None:
-        """Record a torch operator that has run."""
         name = function._schema.name
         if function.is_view or name.removeprefix("aten::").startswith(_MAKES_NOTHING) or name.startswith("prim::"):
             return
@@ -98,7 +97,6 @@ class Log:
         self.note("matmul" if flops else "other", flops, read, made)
 
     def note(self, kind: str, flops: float, read: Iterable[Any], written: Iterable[Any]) -> None:
-        """Record an operator with its operands."""
         scope, reads, writes = self._scope(), self._sizes(read), self._sizes(written)
         if scope != HEAD:
             self.operations.append(Operation(kind, scope, self.backward, flops, reads, writes))

@@ -53,7 +53,6 @@ class Planner:
     speed: Callable[[Layout], Speed]
 
     def option(self, layout: Layout) -> Option:
-        """The layout with its memory and speed."""
         memory = peak_memory(self.shape, layout, process=self.process)
         return Option(layout, memory, self.speed(layout), memory.total <= self.usable)
 
@@ -111,8 +110,6 @@ class Changed:
 
 @dataclass(frozen=True)
 class Plan:
-    """The results of planning."""
-
     resolved: Resolved
     shape: Shape
     device: Device

@@ -189,8 +189,6 @@ def ring_bandwidth(device: Device, world: int) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Duration of one optimizer step."""
-
     compute_seconds: float
     communication_seconds: float
     step_seconds: float

@@ -41,7 +41,6 @@ _ROOM_FOR_BOXES = 100
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan."""
     console = terminal.console(columns=120)
     shape, layout, device = plan.shape, plan.configured.layout, plan.device
     title = (

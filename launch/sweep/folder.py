@@ -66,7 +66,6 @@ class Plan(Settings):
         return [entry for entry in self.trials if not entry.removed]
 
     def run_folder(self, entry: Entry) -> Path:
-        """The run folder of a trial."""
         return self.folder / entry.name
 
     def log_path(self, entry: Entry) -> Path:
@@ -74,14 +73,12 @@ class Plan(Settings):
         return self.folder / "logs" / f"{entry.index:03d}.log"
 
     def outcome(self, entry: Entry) -> Outcome:
-        """The recorded outcome of a trial."""
         try:
             return Outcome(**json.loads(self._record(entry).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Outcome()
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
-        """Record the outcome of a trial."""
         write_json_atomically(self._record(entry), dataclasses.asdict(outcome))
 
     def _record(self, entry: Entry) -> Path:

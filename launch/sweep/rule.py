@@ -20,8 +20,6 @@ from config.schema import limit
 
 @dataclass(frozen=True)
 class Hopeless:
-    """Parameters of the rule."""
-
     after_steps: int = limit(50, at_least=1)
     """[steps] No trial is stopped before this step."""
     every_steps: int = limit(10, at_least=1)
