@@ -37,25 +37,22 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
     try:
         if (about := _help_asked(argv)) is not None:
             text = help_text.render(about)
-            if prints:
-                sys.stdout.write(text)
-            raise SystemExit(0)
-        if "--version" in argv:
-            if prints:
-                sys.stdout.write(f"mantissa {VERSION}\n")
-            raise SystemExit(0)
-        _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
-        options = parse(argv)
-        resolved = resolve_run(options, environment)
+        elif "--version" in argv:
+            text = f"mantissa {VERSION}\n"
+        else:
+            _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
+            options = parse(argv)
+            resolved = resolve_run(options, environment)
+            if not options.show_config:
+                return resolved
+            text = render_config(resolved)
     except (UserError, PermissionError) as error:
         if prints:
             sys.stderr.write(f"error: {shown(error)}\n")
         raise SystemExit(CONFIG_ERROR) from None
-    if options.show_config:
-        if prints:
-            sys.stdout.write(render_config(resolved))
-        raise SystemExit(0)
-    return resolved
+    if prints:
+        sys.stdout.write(text)
+    raise SystemExit(0)
 
 
 def _help_asked(argv: Sequence[str]) -> str | None:

@@ -114,7 +114,11 @@ class _ChunkedLoss(torch.autograd.Function):
         global _making_gradients
         wide = torch.promote_types(compute, torch.float32)
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        sums = _Gradients(hidden, weight, bias, wide, needs)
+        made = (
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+        )
         losses = torch.zeros(len(labels), dtype=wide, device=hidden.device)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         gradient_scale = gradient_scale.to(wide)
@@ -140,13 +144,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     try:
                         if fused is None:
                             logits.mul_(factors[rows].unsqueeze(1))
-                        sums.add(rows, logits, states, narrow)
+                        _add_gradients(made, rows, logits, states, narrow)
                     finally:
                         _making_gradients = False
                 del logits  # before the next chunk's
-        ctx.made, ctx.scale = sums.made(), gradient_scale
-        if head.shared is not None and ctx.made[0] is not None:
-            head.shared.sum(ctx.made[0])
+        ctx.made, ctx.scale = made, gradient_scale
+        if head.shared is not None and made[0] is not None:
+            head.shared.sum(made[0])
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.mark_non_differentiable(losses)
         return total, losses
@@ -215,39 +219,30 @@ def _softmax_loss(
     return loss
 
 
-class _Gradients:
-    """Gradients of hidden states, weight and bias, summed over chunks."""
+def _add_gradients(
+    made: tuple[torch.Tensor | None, ...],
+    rows: slice,
+    gradient: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Add a chunk to the gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider.
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wide: torch.dtype,
-        needs: list[bool],
-    ) -> None:
-        self._hidden = torch.empty_like(hidden) if needs[0] else None
-        self._weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-
-    def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add a chunk. gradient: that of its logits. states, weight: in the compute dtype."""
-        narrow = gradient.to(weight.dtype)
-        if self._hidden is not None:
-            self._hidden[rows] = narrow @ weight
-        if self._bias is not None:
-            self._bias += gradient.sum(dim=0)
-        if self._weight is None:
-            return
-        wide = self._weight.dtype
-        if narrow.dtype != wide and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
-            torch.addmm(self._weight, narrow.t(), states, out_dtype=wide, out=self._weight)
-        else:
-            self._weight.addmm_(gradient.t().to(wide), states.to(wide))
-
-    def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider."""
-        return self._hidden, self._weight, self._bias
+    gradient: that of its logits. states, weight: in the compute dtype.
+    """
+    of_hidden, of_weight, of_bias = made
+    narrow = gradient.to(weight.dtype)
+    if of_hidden is not None:
+        of_hidden[rows] = narrow @ weight
+    if of_bias is not None:
+        of_bias += gradient.sum(dim=0)
+    if of_weight is None:
+        return
+    wide = of_weight.dtype
+    if narrow.dtype != wide and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
+        torch.addmm(of_weight, narrow.t(), states, out_dtype=wide, out=of_weight)
+    else:
+        of_weight.addmm_(gradient.t().to(wide), states.to(wide))
 
 
 IGNORED = -100

@@ -87,8 +87,7 @@ class InnerDtypes:
             if name.rpartition(".")[2].isdigit()
             and any(f"{name}.{child}" in inner for child, _ in module.named_children())
         }
-        find_head: Any = getattr(model, "get_output_embeddings", None)
-        head = find_head() if callable(find_head) else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self._ends = {None, root, *(name for name, module in modules.items() if module is head)}
         self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         """Maps an operation to module names (or LOSS, outside all modules), and these to its dtypes there."""

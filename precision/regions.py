@@ -71,8 +71,7 @@ class Regions:
         self._shared = SharedInputs()
         self._kinds = find_regions(model)
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
-        find_head: Any = getattr(model, "get_output_embeddings", None)
-        head = find_head() if callable(find_head) else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self._patched: list[tuple[torch.nn.Module, Any]] = []
         modules = dict(model.named_modules())
         for name, kind in self._kinds.items():

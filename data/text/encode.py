@@ -19,13 +19,9 @@ PIECE_CHARACTERS = 1 << 18
 memory per token, and one file may be a whole corpus."""
 
 
-def is_validation(text: str, fraction: float) -> bool:
+def is_validation(document: str | bytes, fraction: float) -> bool:
     """Whether a document is held out: its hash as a number in [0, 1) is below `fraction`. Same text, same answer."""
-    return is_drawn(text.encode(), fraction)
-
-
-def is_drawn(content: bytes, fraction: float) -> bool:
-    """`is_validation` for a document given as bytes."""
+    content = document.encode() if isinstance(document, str) else document
     digest = hashlib.blake2b(content, digest_size=8, person=b"split").digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 

@@ -20,7 +20,7 @@ from config.schema import DataSection
 from data.sources.files import opened, reading
 from data.sources.row_formats import BadRow
 from data.sources.sources import Source
-from data.text.encode import is_drawn, joined_splits
+from data.text.encode import is_validation, joined_splits
 
 _BATCH_TOKENS = 1 << 20
 
@@ -43,7 +43,7 @@ def copied(
         if not len(ids):
             skipped["no tokens"] += 1
             continue
-        held_out = is_drawn(ids.astype("<u4").tobytes(), data.validation_fraction)
+        held_out = is_validation(ids.astype("<u4").tobytes(), data.validation_fraction)
         parts[held_out].append(np.concatenate([ids.astype(dtype), end]))
         counts[int(held_out), 0] += 1
         held += len(ids) + 1
