@@ -29,10 +29,8 @@ EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
 
 
 def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Resolved:
-    """The run that `argv` (without the program's name) and the launcher's environment describe.
-
-    Raises SystemExit: 2 after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`.
-    """
+    """The run that `argv` (without the program's name) and the launcher's environment describe. Raises SystemExit: 2
+    after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`."""
     prints = is_rank_0(environment)
     try:
         if (about := _help_asked(argv)) is not None:

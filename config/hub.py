@@ -17,10 +17,8 @@ _FIX = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
 
 
 def settle_hub(config: Config) -> None:
-    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else.
-
-    A missing tokenizer or data set is reported when it is read: prepared data need neither.
-    """
+    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else. A
+    missing tokenizer or data set is reported when it is read: prepared data need neither."""
     data: Any = config.data
     models = {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher}
     sets = [item.path for item in (data, *data.sources, *data.validation) if item.source == "hub"]

@@ -107,10 +107,8 @@ class Run:
 def final_exit_code(
     session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
 ) -> int | None:
-    """The exit code to end with; None if a restart may help.
-
-    codes: exit code of the launcher, then that of the rank that failed first if the launcher reports it.
-    """
+    """The exit code to end with; None if a restart may help. codes: exit code of the launcher, then that of the rank
+    that failed first if the launcher reports it."""
     if session.exit_code == PREEMPTED:
         time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None

@@ -258,10 +258,8 @@ def _without_report() -> Iterator[None]:
 
 @contextmanager
 def _tying_by_value(gather: Gather) -> Iterator[None]:
-    """Context manager: transformers compares full weights when it decides whether two weights in the files are tied.
-
-    It leaves them untied if they differ; under ZeRO-3 it would compare empty placeholders, which are always equal.
-    """
+    """Context manager: transformers compares full weights when it decides whether two weights in the files are tied. It
+    leaves them untied if they differ; under ZeRO-3 it would compare empty placeholders, which are always equal."""
     original = PreTrainedModel.tie_weights
 
     def tie_weights(self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
@@ -304,10 +302,8 @@ def _require_flex_attention_on_cpu() -> None:
 def draw_weights(
     model: PreTrainedModel, *, seed: int, gather: Gather, only: Collection[torch.nn.Parameter] | None = None
 ) -> None:
-    """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
-
-    The order is transformers' own: children before parents. only: parameters to initialise; others are left unchanged.
-    """
+    """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name). The order
+    is transformers' own: children before parents. only: parameters to initialise; others are left unchanged."""
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):

@@ -173,10 +173,8 @@ def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _softmax_loss(
     logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool, *, right: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(tokens,) losses of a chunk. Overwrites `logits`; if with_gradient, with their gradient.
-
-    logits: (tokens, vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`.
-    """
+    """(tokens,) losses of a chunk. Overwrites `logits`; if with_gradient, with their gradient. logits: (tokens,
+    vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`."""
     scale, cap, shared = head.scale, head.cap, head.shared
     counts = (labels != IGNORED).unsqueeze(1)
     targets = labels.clamp(min=0).unsqueeze(1)
@@ -227,9 +225,7 @@ def _add_gradients(
     weight: torch.Tensor,
 ) -> None:
     """Add a chunk to the gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider.
-
-    gradient: that of its logits. states, weight: in the compute dtype.
-    """
+    gradient: that of its logits. states, weight: in the compute dtype."""
     of_hidden, of_weight, of_bias = made
     narrow = gradient.to(weight.dtype)
     if of_hidden is not None:
@@ -262,9 +258,7 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """1 where no token is likelier than the label, 0 elsewhere and for masked labels; FP32, shaped like the labels.
-
-    Each of n tokens that tie as likeliest counts 1 / n, so that a model without preferences is right by chance.
-    """
+    Each of n tokens that tie as likeliest counts 1 / n, so that a model without preferences is right by chance."""
     largest = logits.amax(-1, keepdim=True)
     of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))
     found = (of_label == largest).squeeze(-1) & (labels != IGNORED)

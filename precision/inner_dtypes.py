@@ -318,10 +318,8 @@ def _makes_table(module: torch.nn.Module) -> bool:
 
 
 def _rounded_to(tensor: torch.Tensor) -> str | None:
-    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None if there is none.
-
-    Integers and powers of two are exact in any dtype, so at least three other values have to be exact in 16 bits.
-    """
+    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None if there is none. Integers and powers
+    of two are exact in any dtype, so at least three other values have to be exact in 16 bits."""
     values = tensor.detach()
     if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:
         return None

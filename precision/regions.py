@@ -128,10 +128,8 @@ class Regions:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model.
-
-        The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there.
-        """
+        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model. The
+        backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there."""
         device_type = next(self._model.parameters()).device.type
         with _autocast(device_type, self.manifest.default):
             yield

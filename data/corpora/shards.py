@@ -39,10 +39,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[str, Any]:
-    """Write one shard to stable storage and return its entry for the index: file, bytes, tokens, header.
-
-    tokens: (n,) uint16 or uint32. header: what to keep beside them; version, dtype and sha256 are added.
-    """
+    """Write one shard to stable storage and return its entry for the index: file, bytes, tokens, header. tokens: (n,)
+    uint16 or uint32. header: what to keep beside them; version, dtype and sha256 are added."""
     full = {
         **header,
         "format_version": FORMAT_VERSION,

@@ -40,11 +40,8 @@ def kept_folder(corpus: Path) -> Path:
 
 
 def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None) -> Generator[Arrays]:
-    """The result of every batch, in order. At most two batches per worker are in flight, plus one.
-
-    kept: a folder from `kept_folder`, which is created; None: results are not kept. Raises whatever a batch raises, and
-    WorkerDied.
-    """
+    """The result of every batch, in order. At most two batches per worker are in flight, plus one. kept: a folder from
+    `kept_folder`, which is created; None: results are not kept. Raises whatever a batch raises, and WorkerDied."""
     if kept is not None:
         kept.mkdir(exist_ok=True)
     queue: deque[Future[Arrays]] = deque()

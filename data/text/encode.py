@@ -68,10 +68,8 @@ class DocumentEncoder:
 def joined_splits(
     parts: tuple[list[np.ndarray], list[np.ndarray]], counts: np.ndarray, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
-    """Tokens of the documents of one batch by split, each document with its end-of-document token.
-
-    Besides `train` and `validation`, `counts`, int64: each split's documents, and bytes of UTF-8.
-    """
+    """Tokens of the documents of one batch by split, each document with its end-of-document token. Besides `train` and
+    `validation`, `counts`, int64: each split's documents, and bytes of UTF-8."""
     train, validation = (np.concatenate([np.empty(0, dtype), *tokens]) for tokens in parts)
     return {"train": train, "validation": validation, "counts": counts}
 

@@ -171,10 +171,8 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
 def _fill(
     data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
 ) -> None:
-    """Write a whole corpus into `folder`: tokenizer, shards, and last the index.
-
-    If all documents were drawn for validation, none is held out, provided the end of one can be instead.
-    """
+    """Write a whole corpus into `folder`: tokenizer, shards, and last the index. If all documents were drawn for
+    validation, none is held out, provided the end of one can be instead."""
     report("making the tokenizer for")
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
     tokenizer.save_pretrained(folder / TOKENIZER)

@@ -28,10 +28,8 @@ _BATCH_TOKENS = 1 << 20
 def copied(
     data: DataSection, source: Source, skipped: Counter[str], *, size: int, end_of_document: int, dtype: str
 ) -> Generator[dict[str, np.ndarray]]:
-    """The documents of a source with `ids_field` in batches, as in `joined_splits`. Raises UserError.
-
-    size: [ids] of the vocabulary. dtype: of the stored ids, uint16 or uint32.
-    """
+    """The documents of a source with `ids_field` in batches, as in `joined_splits`. Raises UserError. size: [ids] of
+    the vocabulary. dtype: of the stored ids, uint16 or uint32."""
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     counts, held = np.zeros((2, 2), dtype=np.int64), 0

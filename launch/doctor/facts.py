@@ -109,10 +109,8 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
 
 
 def _programs() -> dict[str, list[dict[str, str | None]]]:
-    """Path and version of the programs that build ops, the one that a shell would start first.
-
-    There may be a second ninja, from this Python's environment, which training prefers.
-    """
+    """Path and version of the programs that build ops, the one that a shell would start first. There may be a second
+    ninja, from this Python's environment, which training prefers."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     own = str(Path(sys.executable).parent)
     return {
@@ -213,10 +211,8 @@ def _wandb_login() -> bool:
 
 
 def _folder(name: str, measured: set[str]) -> dict[str, Any]:
-    """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file.
-
-    measured: mount points already timed; extended by that of this folder.
-    """
+    """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file. measured:
+    mount points already timed; extended by that of this folder."""
     path = nearest_existing(name)
     facts: dict[str, Any] = {"path": name, "error": None}
     probe = path / f".doctor-{os.getpid()}-{socket.gethostname()}"

@@ -201,9 +201,7 @@ def check_offload(
     host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
 ) -> Iterator[Finding]:
     """Check that host memory can hold what ZeRO offloads: FP32 masters, gradients and state; 16-bit parameters.
-
-    offload: as returned by `config.deepspeed.document.offload`.
-    """
+    offload: as returned by `config.deepspeed.document.offload`."""
     if offload == "none" or parameters is None:
         return
     each = sum({"optimizer": 8 + optimizer.state_bytes(matrix=False), "param": 2}[part] for part in offload.split("+"))

@@ -61,10 +61,8 @@ class Counted:
 
 
 def count_activations(model: Any, layout: Layout) -> Counted:
-    """Run the model (on the meta device, modified in place) once in training mode on a micro-batch of `layout`.
-
-    Raises UserError if the model's code cannot run without values.
-    """
+    """Run the model (on the meta device, modified in place) once in training mode on a micro-batch of `layout`. Raises
+    UserError if the model's code cannot run without values."""
     model.to(DTYPES[layout.compute])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
@@ -100,10 +98,8 @@ def count_activations(model: Any, layout: Layout) -> Counted:
 
 
 def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, head: Any) -> list[Operation]:
-    """Operators of any model's forward and backward pass on a GPU, counted as in `count_activations`.
-
-    run: the forward pass, called under FakeTensorMode. head: the module that produces logits.
-    """
+    """Operators of any model's forward and backward pass on a GPU, counted as in `count_activations`. run: the forward
+    pass, called under FakeTensorMode. head: the module that produces logits."""
     counter = _Counter(model, head, on_cpu=False)
     _pass(counter, blocks, run, answer=True)
     return counter.log.operations
@@ -119,10 +115,8 @@ def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, a
 
 
 def _inputs(layout: Layout) -> dict[str, Any]:
-    """Arguments of a model's forward pass.
-
-    Encoders, including that of an encoder-decoder, get an attention mask, as for padded rows.
-    """
+    """Arguments of a model's forward pass. Encoders, including that of an encoder-decoder, get an attention mask, as
+    for padded rows."""
     encoder = layout.config.task in ENCODER_TASKS
     rows = layout.micro * layout.rows
     read = layout.sequence if layout.targets else layout.tokens // rows
@@ -236,9 +230,7 @@ class _Counter:
 @contextmanager
 def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
     """Context manager: scalars read from fake tensors are `answer`, and fused attention saves what its kernels save.
-
-    Models read scalars to find out whether a mask masks anything, and drop it if not.
-    """
+    Models read scalars to find out whether a mask masks anything, and drop it if not."""
 
     class Answers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -194,9 +194,7 @@ def _vocabulary(config: Config) -> int:
 
 def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model in `config`. Takes seconds; needs no weights, and no network for a model from scratch.
-
-    Raises UserError if the model is unknown, rejected or cannot run without values.
-    """
+    Raises UserError if the model is unknown, rejected or cannot run without values."""
     model = model_of(config)
     shape = sizes_of(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
@@ -344,10 +342,8 @@ def _tables(model: Any) -> set[int]:
 
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`; experts shared by `ranks` ranks count in full.
-
-    Raises UserError if a group in the config has no parameters.
-    """
+    """Sizes of the groups of `modeling.parameter_groups`; experts shared by `ranks` ranks count in full. Raises
+    UserError if a group in the config has no parameters."""
     for group in parameter_groups(model, section):
         shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
         sizes = [shape.numel() for shape in shapes]

@@ -165,9 +165,7 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
 def _exchanged(shape: Shape, layout: Layout) -> float:
     """[bytes] FP32 matrices sent to the rank that computes their update, and back, for optimizers of whole matrices.
-
-    Shared experts are updated where they are, except one that is divided between two ranks.
-    """
+    Shared experts are updated where they are, except one that is divided between two ranks."""
     if not OPTIMIZERS[layout.optimizer].splits_matrices or layout.stage == 0:
         return 0.0
     staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
@@ -249,10 +247,8 @@ def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Devic
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Cost of one token on one rank: forward, backward, recomputation, and passes of reference and teacher.
-
-    With expert parallelism, ranks process each other's tokens, which costs the same as having all experts.
-    """
+    """[FLOP] Cost of one token on one rank: forward, backward, recomputation, and passes of reference and teacher. With
+    expert parallelism, ranks process each other's tokens, which costs the same as having all experts."""
     shape = shape.own if layout.expert == 1 else shape
     again = recomputed_share(shape, layout) + layout.reference_pass + layout.counting_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)

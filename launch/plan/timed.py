@@ -56,10 +56,8 @@ LIGER, LOSS_KERNEL = "Liger", "loss kernel"
 def time_of(
     shape: Shape, layout: Layout, device: Device, *, communication: float, without: Collection[str] = ()
 ) -> Timed | None:
-    """Modelled time of a step; None if its operators could not be counted.
-
-    communication: [s] time of a step's collectives. without: kernels that the machine lacks.
-    """
+    """Modelled time of a step; None if its operators could not be counted. communication: [s] time of a step's
+    collectives. without: kernels that the machine lacks."""
     own = shape.own
     counted = own.counted
     if counted is None or not counted.operations:
@@ -118,10 +116,8 @@ class _Rates:
 
 
 def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: str) -> Sequence[Operation]:
-    """The operators as executed by the config's kernels: torch's, Liger's or compiled ones.
-
-    Liger and compiled kernels are assumed to be perfect: neighbours become one kernel that reads its inputs once.
-    """
+    """The operators as executed by the config's kernels: torch's, Liger's or compiled ones. Liger and compiled kernels
+    are assumed to be perfect: neighbours become one kernel that reads its inputs once."""
     model = layout.config.model
     if model.compile:
         return fused(operations, lambda one: None if one.scope == "outside" else "block")

@@ -87,9 +87,7 @@ class Plan(Settings):
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
     """Write the plan of a sweep, merged with the one in its folder; returns it with notes for the user about changes.
-
-    Raises UserError if a trial that has begun would now have another config, or if the folder cannot be made.
-    """
+    Raises UserError if a trial that has begun would now have another config, or if the folder cannot be made."""
     folder, notes = sweep.folder, []
     old = read_plan(folder) if (folder / "sweep.json").is_file() else None
     known = {_identity(entry.overrides): entry for entry in old.trials} if old else {}

@@ -41,10 +41,8 @@ class Report:
 
 
 def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
-    """Why the trial should be stopped after its last report; None if it should not.
-
-    own, others: reports in step order; a nan loss counts as infinite.
-    """
+    """Why the trial should be stopped after its last report; None if it should not. own, others: reports in step order;
+    a nan loss counts as infinite."""
     if not own or own[-1].step < rule.after_steps:
         return None
     step = own[-1].step

@@ -45,10 +45,8 @@ _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Run one trial to its end, unless it is stopped.
-
-    Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request, 1 anything else.
-    """
+    """Run one trial to its end, unless it is stopped. Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics,
+    75 stopped on request, 1 anything else."""
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
