@@ -69,8 +69,7 @@ def _run(config: Config) -> Iterator[Problem]:
     if run.name in ("", ".", "..") or "/" in run.name or "\\" in run.name:
         yield "run.name", f"= '{run.name}' is not the name of a folder; leave out slashes, and set run.dir for the path"
     if line(run.name) != run.name or run.name != run.name.strip():
-        problem = "has invisible characters, such as a line break or a trailing space; remove them"
-        yield "run.name", f"= '{run.name}' {problem}"
+        yield "run.name", f"= '{run.name}' has invisible characters, such as a line break; remove them"
     if len(run.name.encode(errors="replace")) > _LONGEST_NAME:
         problem = f"is longer than {_LONGEST_NAME} bytes, too long for the name of a folder; shorten it"
         yield "run.name", f"= '{run.name[:40]}...' {problem}"
@@ -117,8 +116,7 @@ def _activation_checkpointing(config: Config) -> Iterator[Problem]:
     if mode == "budget" and budget is None:
         yield "model.activation_memory_gib", f"is missing for {key} = budget; set the GiB that activations may take"
     if budget is not None and config.task in ("classify", "seq2seq"):
-        problem = f"is not verified with task = {config.task}; remove it"
-        yield "model.activation_memory_gib", f"= {budget:g} {problem}"
+        yield "model.activation_memory_gib", f"= {budget:g} is not verified with task = {config.task}; remove it"
     if mode in ("attention", "ops") and model.checkpointing_reentrant:
         yield "model.checkpointing_reentrant", f"= true cannot be combined with {key} = {mode}; remove it"
 
@@ -319,10 +317,7 @@ def _task(config: Config) -> Iterator[Problem]:
         return
     pairs = "preference" in (format for _, format in _formats(data))
     if config.task != "dpo" and pairs:
-        yield (
-            "data.format",
-            f"= preference has pairs of answers, which task = {config.task} does not read; set task=dpo",
-        )
+        yield "data.format", f"= preference has pairs, which task = {config.task} does not read; set task=dpo"
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
@@ -417,8 +412,7 @@ def _encoder(config: Config) -> Iterator[Problem]:
     kind, labels = config.classify.kind, config.classify.labels
     for key, format in _formats(data):
         if format not in ("auto", ROW_FORMATS[kind]):
-            fix = f"remove it, for {ROW_FORMATS[kind]}"
-            yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; {fix}"
+            yield f"{key}.format", f"= {format} contradicts classify.kind = {kind}; remove it, for {ROW_FORMATS[kind]}"
     if len(set(labels)) < len(labels):
         yield "classify.labels", "names a label twice; give each once"
     if len(labels) == 1:
@@ -453,15 +447,13 @@ def _adapter(config: Config) -> Iterator[Problem]:
     if model.name_or_path is None:
         yield "adapter.kind", f"= {adapter.kind} needs a model to adapt; set model.name_or_path"
     if model.checkpointing_reentrant:
-        problem = "= true gives a frozen model no gradients"
-        yield "model.checkpointing_reentrant", f"{problem}; remove it, or set adapter.kind=none"
+        yield "model.checkpointing_reentrant", "= true gives a frozen model no gradients; set it to false"
     if not adapter.target_modules:
         yield "adapter.target_modules", "is empty; name modules, or all-linear"
     if len(adapter.target_modules) > 1 and "all-linear" in adapter.target_modules:
         yield "adapter.target_modules", "names all-linear and others; all-linear stands alone"
     if adapter.base != "compute" and model_class_of(config) != CAUSAL_LM:
-        problem = f"is verified for causal language models, not task = {config.task}; remove it"
-        yield "adapter.base", f"= {adapter.base} {problem}"
+        yield "adapter.base", f"= {adapter.base} is for causal language models, not task = {config.task}; remove it"
 
 
 def _mixture(config: Config) -> Iterator[Problem]:
@@ -539,11 +531,9 @@ def _url(key: str, item: _Place) -> Iterator[Problem]:
     if WITH_PASSWORD.search(item.path) or redact(item.path) != item.path:
         yield key, f"holds what looks like a credential, which would be recorded; take it out and {ADVICE}"
     if item.source == "megatron":
-        problem = "is a URL, and files of source = megatron are mapped into memory"
-        yield key, f"= '{item.path}' {problem}; copy them to a disk"
+        yield key, f"= '{item.path}' is a URL, and files of source = megatron are mapped into memory; copy them to disk"
     elif item.source not in ("text", "jsonl", "parquet"):
-        fix = "set source to text, jsonl or parquet"
-        yield key, f"= '{item.path}' is a URL, which source = {item.source} does not read; {fix}"
+        yield key, f"= '{item.path}' is a URL, which source = {item.source} does not read; use text, jsonl or parquet"
 
 
 def _data(config: Config) -> Iterator[Problem]:
@@ -646,8 +636,7 @@ def _loss_scale(config: Config) -> Iterator[Problem]:
         if not adaptive and item.name.startswith("escalate_") and getattr(scale, item.name) != item.default:
             yield f"{key}.{item.name}", f"= {getattr(scale, item.name)} is only read by policy: adaptive; remove it"
     if not scale.minimum.is_integer():
-        problem = "is not a whole number, which DeepSpeed requires; write 1 or more"
-        yield f"{key}.minimum", f"= {scale.minimum:g} {problem}"
+        yield f"{key}.minimum", f"= {scale.minimum:g} is not a whole number, which DeepSpeed requires; write 1 or more"
     if first < scale.minimum:
         yield f"{key}.initial", f"= {first:g} is below {key}.minimum = {scale.minimum:g}; raise it"
     if first > scale.largest_scale:
@@ -701,8 +690,7 @@ def _canary(config: Config) -> Iterator[Problem]:
             yield f"canary.bounds.{name}", f"is no key of parity:, which has {', '.join(known)}"
     steps, share = config.canary.steps, config.canary.data_share
     if steps is not None and share is not None:
-        problem = f"sets the canary's length, as canary.steps = {steps} does; remove one of them"
-        yield "canary.data_share", f"= {share:g} {problem}"
+        yield "canary.data_share", f"= {share:g} sets the canary's length, as canary.steps = {steps} does; remove one"
 
 
 _IN_A_MODULE = ("inf_gradient", "nan_gradient", "nan_activation", "gradient_spike", "flipped_bit")
@@ -719,8 +707,7 @@ def _faults(config: Config) -> Iterator[Problem]:
     for index, fault in enumerate(config.faults):
         key = f"faults[{index}]"
         if 0 < config.run.steps < fault.step:
-            problem = f"is after the last step, run.steps = {config.run.steps}; it would never strike"
-            yield f"{key}.step", f"= {fault.step} {problem}"
+            yield f"{key}.step", f"= {fault.step} is after the last step, run.steps = {config.run.steps}; lower it"
         for name, kinds in _FAULTS_READ.items():
             value = getattr(fault, name)
             if fault.kind not in kinds and value != getattr(type(fault), name):
