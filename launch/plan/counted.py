@@ -34,8 +34,6 @@ from precision.regions import Regions
 
 SCOPES = ("Norm", "attention", "MLP", "block")
 """Parts of a model that an operator may be in, innermost first."""
-_INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Matmuls whose FLOPs are counted, to the position of the argument whose last dimension they sum over."""
 
 
 @dataclass(frozen=True)
@@ -243,17 +241,13 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
                 result = func(*args, **(kwargs or {}))
             if name == "aten::_to_copy":
                 counter.add_cast(args[0], result)
-            counter.log.add(func, args, kwargs or {}, result)
+            flops = counter.log.add(func, args, kwargs or {}, result)
             if name in KEPT_OPERATORS and isinstance(result, torch.Tensor):
                 counter.add_result(result)
-            if name in _INNER:
-                flops = 2.0 * result.numel() * args[_INNER[name]].shape[-1]
-                if counter.log.backward:
-                    pass
-                elif name in KEPT_OPERATORS:
-                    counter.weight_flops += flops
-                else:
-                    counter.attention_flops += flops
+            if name in KEPT_OPERATORS and not counter.log.backward:
+                counter.weight_flops += flops
+            elif not counter.log.backward:
+                counter.attention_flops += flops
             return result
 
     class Fused(torch.autograd.Function):

@@ -62,7 +62,7 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Optimizer state of the whole model."""
-    bytes_of = OPTIMIZERS[layout.optimizer].state_bytes
+    bytes_of = OPTIMIZERS[layout.config.optimizer.name].state_bytes
     return float(sum(bytes_of(matrix=group.matrix) * group.parameters for group in shape.groups))
 
 

@@ -166,7 +166,7 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 def _exchanged(shape: Shape, layout: Layout) -> float:
     """[bytes] FP32 matrices sent to the rank that computes their update, and back, for optimizers of whole matrices.
     Shared experts are updated where they are, except one that is divided between two ranks."""
-    if not OPTIMIZERS[layout.optimizer].splits_matrices or layout.stage == 0:
+    if not OPTIMIZERS[layout.config.optimizer.name].splits_matrices or layout.stage == 0:
         return 0.0
     staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
     return 8.0 * (shape.hidden_matrix_parameters - staying) / layout.zero_ranks * _leaving(layout.zero_ranks)

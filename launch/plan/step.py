@@ -49,7 +49,7 @@ def _rule_bytes(group: Group, layout: Layout) -> float:
     flat, piece = _sizes(group, layout)
     if group.matrix:
         return 4 * flat + _exchange_bytes(group, layout)
-    moments = TEMPORARIES.get(layout.optimizer, ())
+    moments = TEMPORARIES.get(layout.config.optimizer.name, ())
     return float(max((of_flat * flat + of_piece * piece for of_flat, of_piece in moments), default=0))
 
 

@@ -68,7 +68,7 @@ def print_plan(plan: Plan) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
-    spec = OPTIMIZERS[plan.configured.layout.optimizer]
+    spec = OPTIMIZERS[plan.configured.layout.config.optimizer.name]
     own = f"{', '.join(spec.matrix_states)} of hidden matrices, of the rest " if spec.matrix_states else ""
     means = _ITEM_NOTES | {"moments": f"{own}{', '.join(spec.states)}, in FP32"}
     title = f"Memory of one rank at its peak, {memory.moment}"

@@ -81,7 +81,7 @@ def time_of(
     step = {
         name: rates.moving(each * own.divided / layout.zero_ranks) for name, each in step_bytes(own, layout).items()
     }
-    if layout.optimizer == "muon":
+    if layout.config.optimizer.name == "muon":
         step["optimizer"] += _newton_schulz(own, layout) / rates.matmul
     compute = computing * layout.accumulation
     if layout.world > 1:
@@ -183,7 +183,7 @@ def gradient_bytes(layout: Layout) -> float:
 def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     """[bytes] Item to memory traffic of a step per value of a rank's part, from the code of torch and DeepSpeed."""
     matrix = shape.hidden_matrix_parameters / max(shape.trained_parameters, 1)
-    rule = OPTIMIZERS[layout.optimizer]
+    rule = OPTIMIZERS[layout.config.optimizer.name]
     state = rule.state_bytes(matrix=True) * matrix + rule.state_bytes(matrix=False) * (1 - matrix)
     in_fp32 = layout.stage == 0 or layout.bf16_optimizer
     # flattened for reduction, divided and copied back, or flattened for the update; then zeroed, twice for BF16
