@@ -6,7 +6,6 @@ Every mistake in the config is found here, before a process group, a model or a 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 from config import help_text
 from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
-from config.errors import UserError
+from config.errors import UserError, meant
 from config.load import all_keys, nearest, to_dict, to_yaml
 from config.printable import shown
 from config.redact import redact
@@ -123,15 +122,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(name, known, n=1)
-        key = nearest(name.lstrip("-").replace("-", "_"), list(all_keys()))
-        hint = (
-            f"write {key if '=' in key else f'{key}=VALUE'}"
-            if key
-            else "set run config keys as key.sub=value; see train.py --help"
-        )
-        hint = f"did you mean {near[0]}?" if near else hint
-        raise UserError(f"command line: no such option {name}; {hint}")
+        hint = "set run config keys as key.sub=value; see train.py --help"
+        if key := nearest(name.lstrip("-").replace("-", "_"), list(all_keys())):
+            hint = f"write {key if '=' in key else f'{key}=VALUE'}"
+        raise UserError(f"command line: no such option {name}; {meant(name, known, hint)}")
     if options.config is None:
         raise UserError(f"command line: --config FILE is missing; for example: {EXAMPLE}")
     return options

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError, one_line
+from config.errors import UserError, meant, one_line
 from config.schema import Config
 
 _SECONDS = 3.0
@@ -35,8 +34,7 @@ def settle_hub(config: Config) -> None:
     for key, name in models.items():
         kept = cache.glob(f"models--{str(name).replace('/', '--')}/snapshots/*/config.json")
         if name in asked and name is not None and not any(kept):
-            near = difflib.get_close_matches(name, [str(item) for item in Path(name).parent.glob("*/")], n=1)
-            fix = f"did you mean {near[0]}?" if near else _FIX
+            fix = meant(name, map(str, Path(name).parent.glob("*/")), _FIX)
             raise UserError(f"{key} = {name}: is neither a folder nor in the cache, and {problem}; {fix}")
 
 

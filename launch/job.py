@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import psutil
+
 from config.cli import REPOSITORY
 from config.command_line import parse
 from config.errors import UserError
@@ -447,8 +449,6 @@ def _children(pid: int) -> list[int]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+    with suppress(psutil.Error):
+        return psutil.Process(pid).environ()
+    return {}

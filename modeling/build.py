@@ -7,7 +7,6 @@ and FP32 and 16-bit runs all start from the same masters and are comparable.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import logging
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from config.errors import UserError, one_line
+from config.errors import UserError, meant, one_line
 from config.files import file_sha256
 from config.load import show
 from config.rules import QUANTISED_BASES
@@ -269,11 +269,8 @@ def _tying_by_value(gather: Gather) -> Iterator[None]:
         with gather(list({id(known[name]): known[name] for name in names if name in known}.values())):
             original(self, missing_keys, recompute_mapping)
 
-    PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
-    try:
+    with patch.object(PreTrainedModel, "tie_weights", tie_weights):
         yield
-    finally:
-        PreTrainedModel.tie_weights = original  # type: ignore[method-assign]
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
@@ -447,8 +444,7 @@ def _new_config(
     architecture = str(section.architecture)
     known, kind = getattr(transformers, model_class)._model_mapping._model_mapping, KINDS[model_class]
     if architecture not in known:
-        near = difflib.get_close_matches(architecture, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use a Hugging Face model_type with a {kind}"
+        hint = meant(architecture, known, f"use a Hugging Face model_type with a {kind}")
         raise UserError(f"model.architecture = {architecture}: transformers has no such {kind}; {hint}")
     defaults = AutoConfig.for_model(architecture)
     _check_keys(section.config, defaults, model_class)
@@ -477,8 +473,7 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
         known.add("decoder_start_token_id")  # T5's config accepts it without declaring it
     for key in given:
         if key not in known and not _is_read(key, config, model_class):
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
+            hint = meant(key, known, "see that architecture's Hugging Face config")
             if key in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
                 hint = "set model.config.rope_parameters={rope_type: ..., rope_theta: ..., ...}"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")
