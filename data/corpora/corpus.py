@@ -155,9 +155,10 @@ def _content_sha256(content: dict[str, Any]) -> str:
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
     """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data. Raises UserError."""
     if len(corpus.labels) < 2:
-        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
-        field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have the same label, which teaches nothing. Name another field.")
+        key = "tags_field" if data.format == "tagged" else "label_field"
+        raise UserError(
+            f"data.{key}={getattr(data, key)}: all rows have the same label, which teaches nothing. Name another field."
+        )
     missing = [name for name in sorted_labels(corpus.labels) if name not in given]
     if given and missing:
         raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")

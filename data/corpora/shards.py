@@ -77,10 +77,6 @@ class Shard:
         """(tokens,) read-only view of the file, a new mapping each time."""
         return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
 
-    def windows(self, sequence_length: int) -> int:
-        """Whole windows of sequence_length + 1 tokens in this shard."""
-        return max(0, (self.tokens - 1) // sequence_length)
-
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
     """Open a shard. Raises UserError where size or header, or with `verify` the sha256, differ from the index."""
@@ -149,6 +145,6 @@ class TokenShards:
     def _window_ends(self, sequence_length: int) -> np.ndarray:
         """(shards + 1,) int64: windows before each shard, and in all. Kept, since there may be thousands of shards."""
         if sequence_length not in self._ends:
-            counts = [shard.windows(sequence_length) for shard in self.shards]
+            counts = [max(0, (shard.tokens - 1) // sequence_length) for shard in self.shards]
             self._ends[sequence_length] = np.cumsum([0, *counts], dtype=np.int64)
         return self._ends[sequence_length]
