@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine import op_builds
-from config.machine.processes import mount_of, read
+from config.machine.processes import cgroup_files, mount_of, read
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to measure the speed of a folder."""
@@ -140,14 +140,7 @@ def memory() -> dict[str, int | None]:
     """[bytes] Total and available memory of the host, and the lowest limit of this process's cgroups, if any."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
-    limits = []
-    for line in read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version_1 = "memory" in controllers.split(",")
-        if version_1 or not controllers:
-            folder = Path(f"/sys/fs/cgroup/memory{path}" if version_1 else f"/sys/fs/cgroup{path}")
-            name = "memory.limit_in_bytes" if version_1 else "memory.max"
-            limits += [read(f"{one}/{name}").strip() for one in (folder, *folder.parents)]
+    limits = (read(path).strip() for path in cgroup_files("memory.max", "memory.limit_in_bytes"))
     lower = [int(limit) for limit in limits if limit.isdigit() and int(limit) < of["MemTotal"]]
     return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": min(lower, default=None)}
 
