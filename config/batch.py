@@ -19,7 +19,6 @@ class BatchPlan:
     accumulation: int
     """[micro-batches] Forward and backward passes per rank in one optimizer step."""
     world_size: int
-    """[processes]"""
     sequence: int = 1
     """[processes] Processes that share each sequence."""
     tensor: int = 1
@@ -110,5 +109,4 @@ def divisors(number: int) -> list[int]:
 
 
 def _listed(numbers: list[int]) -> str:
-    """The numbers, or the first dozen of them."""
     return ", ".join(map(str, numbers[:12])) + (", ..." if len(numbers) > 12 else "")

@@ -6,7 +6,6 @@ Every mistake in the config is found here, before a process group, a model or a 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any
 
 from config import help_text
 from config.cli import CONFIG_ERROR, REPOSITORY, Arguments, is_rank_0
-from config.errors import UserError
+from config.errors import UserError, meant
 from config.load import all_keys, nearest, to_dict, to_yaml
 from config.printable import shown
 from config.redact import redact
@@ -29,33 +28,28 @@ EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
 
 
 def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Resolved:
-    """The run that `argv` (without the program's name) and the launcher's environment describe.
-
-    Raises SystemExit: 2 after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`.
-    """
+    """The run that `argv` (without the program's name) and the launcher's environment describe. Raises SystemExit: 2
+    after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`."""
     prints = is_rank_0(environment)
     try:
         if (about := _help_asked(argv)) is not None:
             text = help_text.render(about)
-            if prints:
-                sys.stdout.write(text)
-            raise SystemExit(0)
-        if "--version" in argv:
-            if prints:
-                sys.stdout.write(f"mantissa {VERSION}\n")
-            raise SystemExit(0)
-        _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
-        options = parse(argv)
-        resolved = resolve_run(options, environment)
+        elif "--version" in argv:
+            text = f"mantissa {VERSION}\n"
+        else:
+            _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
+            options = parse(argv)
+            resolved = resolve_run(options, environment)
+            if not options.show_config:
+                return resolved
+            text = render_config(resolved)
     except (UserError, PermissionError) as error:
         if prints:
             sys.stderr.write(f"error: {shown(error)}\n")
         raise SystemExit(CONFIG_ERROR) from None
-    if options.show_config:
-        if prints:
-            sys.stdout.write(render_config(resolved))
-        raise SystemExit(0)
-    return resolved
+    if prints:
+        sys.stdout.write(text)
+    raise SystemExit(0)
 
 
 def _help_asked(argv: Sequence[str]) -> str | None:
@@ -128,15 +122,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].partition("=")[0]
-        near = difflib.get_close_matches(name, known, n=1)
-        key = nearest(name.lstrip("-").replace("-", "_"), list(all_keys()))
-        hint = (
-            f"write {key if '=' in key else f'{key}=VALUE'}"
-            if key
-            else "set run config keys as key.sub=value; see train.py --help"
-        )
-        hint = f"did you mean {near[0]}?" if near else hint
-        raise UserError(f"command line: no such option {name}; {hint}")
+        hint = "set run config keys as key.sub=value; see train.py --help"
+        if key := nearest(name.lstrip("-").replace("-", "_"), list(all_keys())):
+            hint = f"write {key if '=' in key else f'{key}=VALUE'}"
+        raise UserError(f"command line: no such option {name}; {meant(name, known, hint)}")
     if options.config is None:
         raise UserError(f"command line: --config FILE is missing; for example: {EXAMPLE}")
     return options

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import time
+from collections.abc import Iterable
 
 from config.printable import shown
 
@@ -18,6 +20,12 @@ class UserError(Exception):
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception's text on one line, at most `limit` characters; its class name when it has no text."""
     return " ".join(str(error).split())[:limit] or type(error).__name__
+
+
+def meant(name: str, known: Iterable[str], otherwise: str) -> str:
+    """`did you mean ...?` with the known name nearest to `name`; `otherwise` if none resembles it."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 WAIT_SECONDS = 3.0

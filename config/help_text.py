@@ -29,8 +29,6 @@ _WIDEST = 110
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
-    """The help of one key."""
-
     key: str
     kind: str
     """Its type, human-readable, with the allowed values or range."""
@@ -81,7 +79,6 @@ def keys(section: type = Config, prefix: str = "") -> Iterator[KeyHelp]:
 
 
 def _describe_type(hint: Any) -> str:
-    """A human-readable type annotation."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_describe_type(argument) for argument in arguments)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-from config.errors import UserError, one_line
+from config.errors import UserError, meant, one_line
 from config.schema import Config
 
 _SECONDS = 3.0
@@ -17,10 +16,8 @@ _FIX = "connect, set HF_ENDPOINT or https_proxy, or give a model folder"
 
 
 def settle_hub(config: Config) -> None:
-    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else.
-
-    A missing tokenizer or data set is reported when it is read: prepared data need neither.
-    """
+    """Keep libraries from asking a hub that does not answer. Raises UserError for a model that is nowhere else. A
+    missing tokenizer or data set is reported when it is read: prepared data need neither."""
     data: Any = config.data
     models = {"model.name_or_path": config.model.name_or_path, "distill.teacher": config.distill.teacher}
     sets = [item.path for item in (data, *data.sources, *data.validation) if item.source == "hub"]
@@ -37,8 +34,7 @@ def settle_hub(config: Config) -> None:
     for key, name in models.items():
         kept = cache.glob(f"models--{str(name).replace('/', '--')}/snapshots/*/config.json")
         if name in asked and name is not None and not any(kept):
-            near = difflib.get_close_matches(name, [str(item) for item in Path(name).parent.glob("*/")], n=1)
-            fix = f"did you mean {near[0]}?" if near else _FIX
+            fix = meant(name, map(str, Path(name).parent.glob("*/")), _FIX)
             raise UserError(f"{key} = {name}: is neither a folder nor in the cache, and {problem}; {fix}")
 
 

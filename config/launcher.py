@@ -23,8 +23,6 @@ DEFAULT_PORT = "29500"
 
 @dataclass(frozen=True)
 class RankEnv:
-    """RANK, WORLD_SIZE and LOCAL_RANK of this process."""
-
     rank: int
     world_size: int
     local_rank: int

@@ -20,7 +20,7 @@ from typing import Any
 
 from config import rules, yaml_text
 from config.deepspeed.choice import Place, settle
-from config.errors import UserError
+from config.errors import UserError, meant
 from config.not_offered import known_elsewhere, why_not
 from config.schema import Config
 from config.task import settle_task
@@ -223,7 +223,6 @@ class _Builder:
         return self._origins[""]
 
     def wrong(self, key: str, value: Any, problem: str) -> UserError:
-        """The error for one value of a key."""
         return UserError(f"{self.origin(key)}: {key} = {show(value)} {problem}")
 
     def section(self, kind: type, tree: Any, prefix: str) -> Any:
@@ -270,10 +269,8 @@ class _Builder:
                 reason = why_not(key, str(value))
                 if reason is not None:
                     raise self.wrong(key, value, f"is not offered: {reason}")
-                near = difflib.get_close_matches(str(value), arguments, n=1)
-                raise self.wrong(
-                    key, value, f"is not one of {', '.join(arguments)}" + (f"; did you mean {near[0]}?" if near else "")
-                )
+                hint = meant(str(value), arguments, "")
+                raise self.wrong(key, value, f"is not one of {', '.join(arguments)}" + (hint and f"; {hint}"))
             return value
         if origin is tuple:
             if not isinstance(value, list):

@@ -30,8 +30,6 @@ AVERAGES = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """A row of the table."""
-
     states: tuple[str, ...]
     """torch's keys of the state tensors; the order in which `update` takes them."""
     momentum: str | None

@@ -97,7 +97,6 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, known))) if known else None
 
     def text(self, text: str) -> str:
-        """`text` without secrets."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         if "://" in text:

@@ -33,7 +33,6 @@ class Resolved:
     config: Config
     config_path: Path
     deepspeed: dict[str, Any]
-    """The resolved DeepSpeed JSON."""
     deepspeed_path: Path
     compute: Dtype
     """Equals config.precision.compute."""

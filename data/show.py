@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from config.cli import Arguments, entry_point
-from config.errors import UserError
 from config.load import load_config
 from config.options import positive_int
 from config.printable import printable
@@ -39,7 +38,6 @@ _LONGEST = 4000
 
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
     options = read_options(arguments)
     config = settle_task(load_config(options.config, options.overrides, None))
     corpus = _prepared(config)
@@ -63,15 +61,11 @@ def _prepared(config: Config) -> Corpus:
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Raises UserError."""
     parser = Arguments("python -m data.show", __doc__)
     parser.add_argument("--config", type=Path, required=True, help="run config")
     parser.add_argument("--rows", type=positive_int, default=3, help="how many rows to print (default 3)")
     parser.add_argument("overrides", nargs="*", help="key.sub=value, as for train.py")
-    options, unknown = parser.parse_known_intermixed_args(arguments)
-    if unknown:
-        raise UserError(f"command line: no such option {unknown[0]}; see python -m data.show --help")
-    return options
+    return parser.parse_intermixed_args(arguments)
 
 
 def shown_rows(config: Config, corpus: Corpus, rows: int, *, colour: bool) -> list[str]:

@@ -142,10 +142,10 @@ class HostSelection:
         """Machines for the first start. Raises UserError if too few are reachable."""
         if self.min_nodes is None:
             return list(self.hosts.slots)
-        names, reachable = self._probe()
+        names, shortage = self._probe()
         if len(names) < self.min_nodes:
-            raise UserError(f"--min-nodes {self.min_nodes}: {self._shortage(names, reachable)}")
-        self._log_shortage(names, reachable)
+            raise UserError(f"--min-nodes {self.min_nodes}: {shortage}")
+        self._log_shortage(names, shortage)
         return names
 
     def for_restart(self) -> list[str] | None:
@@ -153,11 +153,11 @@ class HostSelection:
         needed, ends = self.min_nodes or len(self.hosts.slots), time.monotonic() + 60 * self.wait_minutes
         logged = False
         while not self.stopped():
-            names, reachable = self._probe()
+            names, shortage = self._probe()
             if len(names) >= needed:
-                self._log_shortage(names, reachable)
+                self._log_shortage(names, shortage)
                 return names
-            short = f"{self._shortage(names, reachable)}; {needed} are needed (--min-nodes)"
+            short = f"{shortage}; {needed} are needed (--min-nodes)"
             if time.monotonic() > ends:
                 self.log(f"{short}: given up after {self.wait_minutes:g} minutes (--wait-nodes)")
                 return None
@@ -169,24 +169,22 @@ class HostSelection:
                 time.sleep(0.2)
         return None
 
-    def _probe(self) -> tuple[list[str], list[str]]:
-        reachable = self.hosts.reachable()
-        return most_that_fit(reachable, self.hosts.slots, self.fits), reachable
-
-    def _log_shortage(self, names: Sequence[str], reachable: Sequence[str]) -> None:
-        if len(names) < len(self.hosts.slots):
-            processes = sum(self.hosts.slots[name] for name in names)
-            count = f"{processes} process{'es' * (processes > 1)}"
-            self.log(f"{self._shortage(names, reachable)}; continues with {count}, same global batch")
-
-    def _shortage(self, names: Sequence[str], reachable: Sequence[str]) -> str:
-        slots = self.hosts.slots
+    def _probe(self) -> tuple[list[str], str]:
+        """The machines to use, and which others of the hostfile are not used and why."""
+        slots, reachable = self.hosts.slots, self.hosts.reachable()
+        names = most_that_fit(reachable, slots, self.fits)
         silent = [name for name in slots if name not in reachable]
         spare = [name for name in reachable if name not in names]
         parts = [f"no answer over ssh from {', '.join(silent)}"] if silent else []
         if spare:
             parts.append(f"{', '.join(spare)} left out, since batch.global_size does not divide among more processes")
-        return f"{len(names)} of {len(slots)} machines: {'; '.join(parts)}"
+        return names, f"{len(names)} of {len(slots)} machines: {'; '.join(parts)}"
+
+    def _log_shortage(self, names: Sequence[str], shortage: str) -> None:
+        if len(names) < len(self.hosts.slots):
+            processes = sum(self.hosts.slots[name] for name in names)
+            count = f"{processes} process{'es' * (processes > 1)}"
+            self.log(f"{shortage}; continues with {count}, same global batch")
 
 
 def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[int], bool]) -> list[str]:

@@ -25,6 +25,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+import psutil
+
 from config.cli import REPOSITORY
 from config.command_line import parse
 from config.errors import UserError
@@ -41,7 +43,6 @@ if TYPE_CHECKING:
     from tracking.events import Event
 
 TRAIN = (str(REPOSITORY / "train.py"),)
-"""Program of a training job."""
 KILL_AFTER_SECONDS = 15.0
 """[seconds] Time between SIGTERM and SIGKILL for processes that outlive their launcher."""
 REPORT_SECONDS = 30.0
@@ -205,11 +206,8 @@ def _torchrun_report(output: str) -> tuple[int, int] | None:
 def start(
     program: Sequence[str], *, processes: int, log: Path, launcher: Sequence[str] = (), own_session: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start `program` and return at once.
-
-    program, launcher: as for `job_command`. Standard output and error go to `log`. own_session: shields it from the
-    terminal's signals. Raises UserError if the launcher does not exist.
-    """
+    """Start `program` and return at once. program, launcher: as for `job_command`. Standard output and error go to
+    `log`. own_session: shields it from the terminal's signals. Raises UserError if the launcher does not exist."""
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as output:
@@ -260,9 +258,7 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
 
 def with_steps(resolved: Resolved) -> list[str]:
     """Override of run.steps that follows from run.epochs and the data, which are prepared for it; none without epochs.
-
-    Raises UserError if the data cannot be prepared, or if epochs and data contradict each other.
-    """
+    Raises UserError if the data cannot be prepared, or if epochs and data contradict each other."""
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare
 
@@ -352,9 +348,7 @@ class Job:
 
     def request_stop(self) -> bool:
         """Make the run save and end by SIGUSR1 to one rank, which all ranks follow; False if no rank is running (yet).
-
-        The launcher gets no signal, since torchrun and the deepspeed launcher kill their ranks 30 s after one.
-        """
+        The launcher gets no signal, since torchrun and the deepspeed launcher kill their ranks 30 s after one."""
         if self._hosts is not None:
             return self._hosts.signal_rank_0(self._names)
         ranks = self._single_process() or dict(self._ranks())
@@ -365,7 +359,6 @@ class Job:
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal to every process of the job."""
         for pid in _descendants(os.getpid()):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -404,10 +397,8 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """{0: pid} if the command is `python train.py` without a launcher; else empty.
-
-        It sets RANK=0 for itself after it starts, which /proc shows only in the environment of its helpers.
-        """
+        """{0: pid} if the command is `python train.py` without a launcher; else empty. It sets RANK=0 for itself after
+        it starts, which /proc shows only in the environment of its helpers."""
         program, script = self._command[0], self._command[1]
         alone = Path(program).name.startswith("python") and script.endswith(".py")
         return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}
@@ -458,8 +449,6 @@ def _children(pid: int) -> list[int]:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+    with suppress(psutil.Error):
+        return psutil.Process(pid).environ()
+    return {}

@@ -71,7 +71,6 @@ class Run:
 
     @property
     def events(self) -> Path:
-        """Path of the run's events.jsonl."""
         return Path(self.config.run.dir).expanduser() / self.config.run.name / "events.jsonl"
 
     def fits(self, processes: int) -> bool:
@@ -108,10 +107,8 @@ class Run:
 def final_exit_code(
     session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
 ) -> int | None:
-    """The exit code to end with; None if a restart may help.
-
-    codes: exit code of the launcher, then that of the rank that failed first if the launcher reports it.
-    """
+    """The exit code to end with; None if a restart may help. codes: exit code of the launcher, then that of the rank
+    that failed first if the launcher reports it."""
     if session.exit_code == PREEMPTED:
         time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
@@ -222,7 +219,6 @@ class Supervisor:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Supervise the command after `--`; returns the exit code."""
     parser = Arguments("python -m launch.supervise", __doc__)
     number = parser.add_argument
     number("--restarts", type=int, default=5, help="most restarts (%(default)s) ...")

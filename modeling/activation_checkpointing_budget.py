@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,33 +128,27 @@ class _Counter:
         self.blocks = blocks_of(model)
         self.bytes = [0] * (len(self.blocks) + 2)
         inside = {id(tensor) for block in self.blocks for tensor in _own(block)}
-        self._persistent = [_own(block) for block in self.blocks]
         elsewhere = [tensor for tensor in _own(model) if id(tensor) not in inside]
-        self._persistent += [elsewhere, elsewhere]
+        self._persistent = [*map(_own, self.blocks), elsewhere, elsewhere]
         self._current = -1
         # A weak reference keeps the address of a freed storage from being reused.
         self._seen: set[StorageWeakRef] = set()
-        self._handles: list[Any] = []
-        self._checkpoints: list[tuple[dict[str, Any], Callable[..., Any]]] = []
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        self._undo = ExitStack()
 
     def __enter__(self) -> _Counter:
         for index, block in enumerate(self.blocks):
-            self._handles.append(block.register_forward_pre_hook(self._enters(index)))
-            self._handles.append(block.register_forward_hook(self._leaves))
+            self._undo.callback(block.register_forward_pre_hook(partial(self._be_in, index)).remove)
+            self._undo.callback(block.register_forward_hook(partial(self._be_in, -2)).remove)
             own: dict[str, Any] = vars(block)
             if _CHECKPOINT in own:
-                self._checkpoints.append((own, own[_CHECKPOINT]))
+                self._undo.callback(own.update, {_CHECKPOINT: own[_CHECKPOINT]})
                 own[_CHECKPOINT] = self._inside(index, own[_CHECKPOINT])
-        self._hooks.__enter__()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda packed: packed)
+        self._undo.enter_context(hooks)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._hooks.__exit__(*error)
-        for handle in self._handles:
-            handle.remove()
-        for own, function in self._checkpoints:
-            own[_CHECKPOINT] = function
+        self._undo.close()
 
     def _inside(self, index: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a block's checkpoint function, which saves its input and, before transformers 5.20 or so, runs hooks."""
@@ -165,14 +161,8 @@ class _Counter:
 
         return checkpoint
 
-    def _enters(self, index: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._current = index
-
-        return hook
-
-    def _leaves(self, *_: Any) -> None:
-        self._current = -2
+    def _be_in(self, index: int, *_: Any) -> None:
+        self._current = index
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | None:
         storage = tensor.untyped_storage()

@@ -7,7 +7,6 @@ and FP32 and 16-bit runs all start from the same masters and are comparable.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import inspect
 import logging
@@ -19,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from config.errors import UserError, one_line
+from config.errors import UserError, meant, one_line
 from config.files import file_sha256
 from config.load import show
 from config.rules import QUANTISED_BASES
@@ -258,10 +258,8 @@ def _without_report() -> Iterator[None]:
 
 @contextmanager
 def _tying_by_value(gather: Gather) -> Iterator[None]:
-    """Context manager: transformers compares full weights when it decides whether two weights in the files are tied.
-
-    It leaves them untied if they differ; under ZeRO-3 it would compare empty placeholders, which are always equal.
-    """
+    """Context manager: transformers compares full weights when it decides whether two weights in the files are tied. It
+    leaves them untied if they differ; under ZeRO-3 it would compare empty placeholders, which are always equal."""
     original = PreTrainedModel.tie_weights
 
     def tie_weights(self: Any, missing_keys: set[str] | None = None, recompute_mapping: bool = True) -> None:
@@ -271,11 +269,8 @@ def _tying_by_value(gather: Gather) -> Iterator[None]:
         with gather(list({id(known[name]): known[name] for name in names if name in known}.values())):
             original(self, missing_keys, recompute_mapping)
 
-    PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
-    try:
+    with patch.object(PreTrainedModel, "tie_weights", tie_weights):
         yield
-    finally:
-        PreTrainedModel.tie_weights = original  # type: ignore[method-assign]
 
 
 def drawn_notes(model: PreTrainedModel) -> list[str]:
@@ -304,10 +299,8 @@ def _require_flex_attention_on_cpu() -> None:
 def draw_weights(
     model: PreTrainedModel, *, seed: int, gather: Gather, only: Collection[torch.nn.Parameter] | None = None
 ) -> None:
-    """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name).
-
-    The order is transformers' own: children before parents. only: parameters to initialise; others are left unchanged.
-    """
+    """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name). The order
+    is transformers' own: children before parents. only: parameters to initialise; others are left unchanged."""
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):
@@ -338,7 +331,6 @@ def _zeroed(model: PreTrainedModel) -> set[torch.nn.Parameter]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """The attention implementation of the model."""
     return str(model.config._attn_implementation)
 
 
@@ -452,8 +444,7 @@ def _new_config(
     architecture = str(section.architecture)
     known, kind = getattr(transformers, model_class)._model_mapping._model_mapping, KINDS[model_class]
     if architecture not in known:
-        near = difflib.get_close_matches(architecture, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"use a Hugging Face model_type with a {kind}"
+        hint = meant(architecture, known, f"use a Hugging Face model_type with a {kind}")
         raise UserError(f"model.architecture = {architecture}: transformers has no such {kind}; {hint}")
     defaults = AutoConfig.for_model(architecture)
     _check_keys(section.config, defaults, model_class)
@@ -482,8 +473,7 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
         known.add("decoder_start_token_id")  # T5's config accepts it without declaring it
     for key in given:
         if key not in known and not _is_read(key, config, model_class):
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "see that architecture's Hugging Face config"
+            hint = meant(key, known, "see that architecture's Hugging Face config")
             if key in ("rope_theta", "rope_scaling") and "rope_parameters" in known:
                 hint = "set model.config.rope_parameters={rope_type: ..., rope_theta: ..., ...}"
             raise UserError(f"model.config.{key}: a {config.model_type} config has no such key; {hint}")

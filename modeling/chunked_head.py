@@ -58,9 +58,7 @@ class _Pass:
 
 class ChunkedHead:
     """The output embedding of one model. Changes the model in place until `close`; inactive outside of `loss_of`.
-
-    Create it after DeepSpeed has registered its hooks: its own hook must see the loss that theirs return.
-    """
+    Create it after DeepSpeed has registered its hooks: its own hook must see the loss that theirs return."""
 
     def __init__(
         self, model: PreTrainedModel, *, chunk_tokens: int, shared: Vocabulary | None = None, softmax: Any = None

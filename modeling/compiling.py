@@ -59,7 +59,6 @@ class CompiledBlock:
         """Calls that ran the block eagerly: in evaluation, and under hooks or modes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's output, compiled or not."""
         # Recomputation, which older transformers run through here, is part of the backward pass.
         counted = torch._C._current_graph_task_id() == -1
         if self._watched() or not (self._block.training and torch.is_grad_enabled()):

@@ -26,10 +26,8 @@ _LENGTHS = (6, 10)
 
 @contextmanager
 def rows_of(inputs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager for a forward pass of `inputs`: rows are packed only if `inputs` has `position_ids`.
-
-    transformers would find out by reading from the device in every pass, which makes the host wait.
-    """
+    """Context manager for a forward pass of `inputs`: rows are packed only if `inputs` has `position_ids`. transformers
+    would find out by reading from the device in every pass, which makes the host wait."""
     own = masking_utils.find_packed_sequence_indices
     if "position_ids" not in inputs:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -76,10 +76,8 @@ def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
 def _dispatched(
     experts: Any, group: Ranks, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The experts' own forward pass, spread over the ranks of a group. A collective, as is its backward pass.
-
-    hidden: (tokens, width). index: (tokens, k) int64, among all experts. weights: (tokens, k).
-    """
+    """The experts' own forward pass, spread over the ranks of a group. A collective, as is its backward pass. hidden:
+    (tokens, width). index: (tokens, k) int64, among all experts. weights: (tokens, k)."""
     own, size, k = experts.num_experts, group.size, index.shape[1]
     order = index.flatten().argsort(stable=True)
     by_expert = torch.bincount(index.flatten(), minlength=own * size)

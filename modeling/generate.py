@@ -24,10 +24,8 @@ def sample_text(
     device: torch.device,
     has_encoder: bool = False,
 ) -> str:
-    """The prompt continued by `tokens` sampled tokens, or, for an encoder-decoder, the answer on the next line.
-
-    Every rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed.
-    """
+    """The prompt continued by `tokens` sampled tokens, or, for an encoder-decoder, the answer on the next line. Every
+    rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed."""
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
     was_training = model.training
     model.eval()

@@ -114,7 +114,11 @@ class _ChunkedLoss(torch.autograd.Function):
         global _making_gradients
         wide = torch.promote_types(compute, torch.float32)
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
-        sums = _Gradients(hidden, weight, bias, wide, needs)
+        made = (
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs[1] else None,
+            torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
+        )
         losses = torch.zeros(len(labels), dtype=wide, device=hidden.device)
         total = torch.zeros((), dtype=wide, device=hidden.device)
         gradient_scale = gradient_scale.to(wide)
@@ -140,13 +144,13 @@ class _ChunkedLoss(torch.autograd.Function):
                     try:
                         if fused is None:
                             logits.mul_(factors[rows].unsqueeze(1))
-                        sums.add(rows, logits, states, narrow)
+                        _add_gradients(made, rows, logits, states, narrow)
                     finally:
                         _making_gradients = False
                 del logits  # before the next chunk's
-        ctx.made, ctx.scale = sums.made(), gradient_scale
-        if head.shared is not None and ctx.made[0] is not None:
-            head.shared.sum(ctx.made[0])
+        ctx.made, ctx.scale = made, gradient_scale
+        if head.shared is not None and made[0] is not None:
+            head.shared.sum(made[0])
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.mark_non_differentiable(losses)
         return total, losses
@@ -169,10 +173,8 @@ def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 def _softmax_loss(
     logits: torch.Tensor, labels: torch.Tensor, head: Head, with_gradient: bool, *, right: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(tokens,) losses of a chunk. Overwrites `logits`; if with_gradient, with their gradient.
-
-    logits: (tokens, vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`.
-    """
+    """(tokens,) losses of a chunk. Overwrites `logits`; if with_gradient, with their gradient. logits: (tokens,
+    vocabulary), FP32 or wider, before scale and cap. right: (tokens,), filled as by `likeliest`."""
     scale, cap, shared = head.scale, head.cap, head.shared
     counts = (labels != IGNORED).unsqueeze(1)
     targets = labels.clamp(min=0).unsqueeze(1)
@@ -215,39 +217,28 @@ def _softmax_loss(
     return loss
 
 
-class _Gradients:
-    """Gradients of hidden states, weight and bias, summed over chunks."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wide: torch.dtype,
-        needs: list[bool],
-    ) -> None:
-        self._hidden = torch.empty_like(hidden) if needs[0] else None
-        self._weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
-        self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None
-
-    def add(self, rows: slice, gradient: torch.Tensor, states: torch.Tensor, weight: torch.Tensor) -> None:
-        """Add a chunk. gradient: that of its logits. states, weight: in the compute dtype."""
-        narrow = gradient.to(weight.dtype)
-        if self._hidden is not None:
-            self._hidden[rows] = narrow @ weight
-        if self._bias is not None:
-            self._bias += gradient.sum(dim=0)
-        if self._weight is None:
-            return
-        wide = self._weight.dtype
-        if narrow.dtype != wide and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
-            torch.addmm(self._weight, narrow.t(), states, out_dtype=wide, out=self._weight)
-        else:
-            self._weight.addmm_(gradient.t().to(wide), states.to(wide))
-
-    def made(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider."""
-        return self._hidden, self._weight, self._bias
+def _add_gradients(
+    made: tuple[torch.Tensor | None, ...],
+    rows: slice,
+    gradient: torch.Tensor,
+    states: torch.Tensor,
+    weight: torch.Tensor,
+) -> None:
+    """Add a chunk to the gradients of the hidden states, in their dtype, and of weight and bias, in FP32 or wider.
+    gradient: that of its logits. states, weight: in the compute dtype."""
+    of_hidden, of_weight, of_bias = made
+    narrow = gradient.to(weight.dtype)
+    if of_hidden is not None:
+        of_hidden[rows] = narrow @ weight
+    if of_bias is not None:
+        of_bias += gradient.sum(dim=0)
+    if of_weight is None:
+        return
+    wide = of_weight.dtype
+    if narrow.dtype != wide and narrow.is_cuda:  # tensor cores take 16 bits and sum in FP32
+        torch.addmm(of_weight, narrow.t(), states, out_dtype=wide, out=of_weight)
+    else:
+        of_weight.addmm_(gradient.t().to(wide), states.to(wide))
 
 
 IGNORED = -100
@@ -267,9 +258,7 @@ def label_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def likeliest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """1 where no token is likelier than the label, 0 elsewhere and for masked labels; FP32, shaped like the labels.
-
-    Each of n tokens that tie as likeliest counts 1 / n, so that a model without preferences is right by chance.
-    """
+    Each of n tokens that tie as likeliest counts 1 / n, so that a model without preferences is right by chance."""
     largest = logits.amax(-1, keepdim=True)
     of_label = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1))
     found = (of_label == largest).squeeze(-1) & (labels != IGNORED)

@@ -79,10 +79,8 @@ def fused_softmax(
     cap: float | None,
     ignored: int = IGNORED,
 ) -> torch.Tensor:
-    """(tokens,) FP32 losses of a chunk. Overwrites `logits` with their gradient, times `factors`.
-
-    logits: (tokens, vocabulary), FP32 or narrower, before scale and cap. labels: (tokens,) int64. factors: (tokens,).
-    """
+    """(tokens,) FP32 losses of a chunk. Overwrites `logits` with their gradient, times `factors`. logits: (tokens,
+    vocabulary), FP32 or narrower, before scale and cap. labels: (tokens,) int64. factors: (tokens,)."""
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     given: list[Any] = [logits, labels, factors, factors.stride(0), losses]
     given += [logits.shape[1], logits.stride(0), scale, cap or 1.0]

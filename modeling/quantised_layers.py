@@ -84,12 +84,10 @@ class FrozenLinear8bit(_Frozen, Linear8bitLt):
     """(outputs,) FP32. Not a buffer, which would be rounded with the model."""
 
     def rebuilt(self, dtype: torch.dtype) -> torch.Tensor:
-        """(outputs, inputs): the weights, code times scale in FP32, rounded once."""
         codes = self.weight.data.to(dtype)  # 8-bit codes are exact in every float dtype
         return codes.mul_((self.largest / 127).unsqueeze(1))
 
     def scales(self) -> list[torch.Tensor]:
-        """The quantisation scales stored beside the codes."""
         return [self.largest]
 
     @property

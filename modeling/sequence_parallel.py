@@ -100,10 +100,8 @@ class SequenceAttention:
         return _Trade.apply(found, 1, 2, group), None
 
     def _window_of(self, module: torch.nn.Module, options: dict[str, Any]) -> int | None:
-        """[tokens] Attention window of this layer, including the token itself; None: all tokens before it.
-
-        Raises UserError if it is not the one in the model's config, or not causal: the mask is then unknown.
-        """
+        """[tokens] Attention window of this layer, including the token itself; None: all tokens before it. Raises
+        UserError if it is not the one in the model's config, or not causal: the mask is then unknown."""
         window = options.get("sliding_window", getattr(module, "sliding_window", None)) or None
         layer = getattr(module, "layer_idx", None)
         expected = self._windows[layer] if layer is not None and layer < len(self._windows) else None

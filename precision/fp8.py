@@ -170,9 +170,7 @@ def linear_fp8(
     kept: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
     """inputs W^T + bias in `ambient`. weight: (out, in), the FP32 master. count: gets every operand and its rounding.
-
-    kept: the result of `SharedInputs.at` for these inputs.
-    """
+    kept: the result of `SharedInputs.at` for these inputs."""
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     values, narrow = cast_once(kept, inputs, ambient), None
     if kept is not None:
@@ -243,9 +241,7 @@ def _product(
     left_narrow: Narrow | None = None,
 ) -> torch.Tensor:
     """left right^T in `ambient`, from (rows, summed) and (columns, summed), each rounded over its last dimension.
-
-    left_narrow: the left operand, if it is already rounded.
-    """
+    left_narrow: the left operand, if it is already rounded."""
     global _multiplying
     kernel = kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0)
     rows, row_scales = left_narrow or _narrow(*left[1:], section.scaling, kernel)

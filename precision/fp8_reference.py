@@ -35,10 +35,8 @@ _SCALES = (-126, 127)
 
 
 def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:
-    """`values` rounded to FP8, as FP64; values along the last dimension, which are summed together, share a scale.
-
-    If one of the values that share a scale is not finite, all become nan. scaling: as in Fp8Section.
-    """
+    """`values` rounded to FP8, as FP64; values along the last dimension, which are summed together, share a scale. If
+    one of the values that share a scale is not finite, all become nan. scaling: as in Fp8Section."""
     if scaling == "block32":
         blocks = [rounded(part, name, "row") for part in values.split(_BLOCK, dim=-1)]
         return torch.cat(blocks, dim=-1)

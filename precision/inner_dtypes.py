@@ -87,8 +87,7 @@ class InnerDtypes:
             if name.rpartition(".")[2].isdigit()
             and any(f"{name}.{child}" in inner for child, _ in module.named_children())
         }
-        find_head: Any = getattr(model, "get_output_embeddings", None)
-        head = find_head() if callable(find_head) else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self._ends = {None, root, *(name for name, module in modules.items() if module is head)}
         self.found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         """Maps an operation to module names (or LOSS, outside all modules), and these to its dtypes there."""
@@ -206,10 +205,7 @@ class InnerDtypes:
             found.append({"what": SOFTMAX, "why": why, "modules": sorted(self._compiled)})
         expected = {SOFTMAX: self._attentions - self._compiled, NORM: self._norms, ROTARY: self._tables}
         for what, modules in (expected | {RESIDUAL: self._blocks}).items():
-            silent = sorted(
-                (modules & self.ran) - self.found[what].keys() if what in self.found else modules & self.ran
-            )
-            if silent:
+            if silent := sorted((modules & self.ran) - self.found.get(what, {}).keys()):
                 found.append({"what": what, "why": _INSIDE if what == RESIDUAL else _OWN, "modules": silent})
         if self.ran and LOSS_SUM not in self.found:
             found.append({"what": LOSS_SUM, "why": _OWN, "modules": []})
@@ -288,12 +284,10 @@ class InnerDtypes:
 
 def promises(config: Config, compute: str, regions: Regions | None) -> dict[str, Any]:
     """The dtypes that a run's config promises, as arguments of `report`. compute: the dtype of its weights."""
-    by_manifest = regions is not None
-    in_fp32 = by_manifest or config.precision.routers == "fp32"
     return {
-        "promised": regions.dtypes if regions is not None else None,
-        "stream": "fp32" if by_manifest else compute,
-        "routers": "fp32" if in_fp32 else compute,
+        "promised": regions and regions.dtypes,
+        "stream": "fp32" if regions else compute,
+        "routers": "fp32" if regions or config.precision.routers == "fp32" else compute,
         "compiled": config.model.compile,
     }
 
@@ -319,10 +313,8 @@ def _makes_table(module: torch.nn.Module) -> bool:
 
 
 def _rounded_to(tensor: torch.Tensor) -> str | None:
-    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None if there is none.
-
-    Integers and powers of two are exact in any dtype, so at least three other values have to be exact in 16 bits.
-    """
+    """The 16-bit dtype to which all values of an FP32 tensor were rounded; None if there is none. Integers and powers
+    of two are exact in any dtype, so at least three other values have to be exact in 16 bits."""
     values = tensor.detach()
     if values.dtype != torch.float32 or values.numel() > _MOST_FREQUENCIES:
         return None

@@ -9,7 +9,6 @@ DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from copy import copy
 from typing import Any, ClassVar, Literal
 
@@ -23,8 +22,8 @@ LARGEST_BACKOFF = 256.0
 """Cap on the escalated factor. FP16 spans 2^40 with its subnormals: 2^8 a step finds any scale in five overflows."""
 
 
-class ScalePolicy(ABC):
-    """The loss scale and the rule that moves it. `update` is called once for every attempted step."""
+class ScalePolicy:
+    """The loss scale and the rule that moves it, here none. `update` is called once for every attempted step."""
 
     name: ClassVar[str]
     scale: float
@@ -85,10 +84,8 @@ class ScalePolicy(ABC):
         self.hysteresis = self._full_hysteresis
         self.scale = min(self.scale * factor, self._maximum)
 
-    @abstractmethod
     def _after_overflow(self) -> None: ...
 
-    @abstractmethod
     def _after_clean_step(self) -> None: ...
 
 
@@ -191,12 +188,6 @@ class StaticPolicy(ScalePolicy):
         super().__init__(section)
         self._minimum = self._maximum = self.scale
         self._full_hysteresis = self.hysteresis = 1
-
-    def _after_overflow(self) -> None:
-        pass
-
-    def _after_clean_step(self) -> None:
-        pass
 
 
 POLICIES = (DeepSpeedPolicy, AdaptivePolicy, StaticPolicy)

@@ -35,7 +35,6 @@ class Rule:
     compute: Compute
     """Dtype of the matching regions."""
     reason: str
-    """The user's reason."""
     match: str | None = None
     """Glob (`*`, `?`, `[...]`; `*` also crosses dots) over the full module name; None: every name."""
     module_class: str | None = None
@@ -44,8 +43,6 @@ class Rule:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checked manifest."""
-
     default: Compute
     """The ambient dtype: that of matmul regions without a rule, and of the outputs of regions."""
     rules: tuple[Rule, ...]
@@ -117,10 +114,8 @@ def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
 
 
 def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
-    """The dtype of every region of `model`, by full module name.
-
-    Raises UserError for a rule without effect, and for fp8 in a module that `can_be_fp8` rules out.
-    """
+    """The dtype of every region of `model`, by full module name. Raises UserError for a rule without effect, and for
+    fp8 in a module that `can_be_fp8` rules out."""
     modules = dict(model.named_modules())
     regions = find_regions(model)
     assigned: dict[str, Assignment] = {}
@@ -206,10 +201,8 @@ def _is_attention(module: torch.nn.Module) -> bool:
 
 
 def is_slice(module: torch.nn.Module) -> bool:
-    """Whether a module is DeepSpeed AutoTP's slice of a linear layer.
-
-    Recognised by name, because only training/ imports DeepSpeed. AutoTP's embeddings have the same base class.
-    """
+    """Whether a module is DeepSpeed AutoTP's slice of a linear layer. Recognised by name, because only training/
+    imports DeepSpeed. AutoTP's embeddings have the same base class."""
     names = [kind.__name__ for kind in type(module).__mro__]
     return "TensorParallel_Layer" in names and not any("Embedding" in name for name in names)
 

@@ -148,10 +148,8 @@ class Observation:
 
 
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
-    """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`).
-
-    Raises PrecisionMismatch if a module computed in a different dtype, or did not compute and is not in `may_idle`.
-    """
+    """Compare the observed dtypes with the assigned ones (`Regions.dtypes`, `Regions.may_idle`). Raises
+    PrecisionMismatch if a module computed in a different dtype, or did not compute and is not in `may_idle`."""
     computed = observation.computed
     wrong = []
     for name, expected in dtypes.items():

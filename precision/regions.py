@@ -71,8 +71,7 @@ class Regions:
         self._shared = SharedInputs()
         self._kinds = find_regions(model)
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
-        find_head: Any = getattr(model, "get_output_embeddings", None)
-        head = find_head() if callable(find_head) else None
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self._patched: list[tuple[torch.nn.Module, Any]] = []
         modules = dict(model.named_modules())
         for name, kind in self._kinds.items():
@@ -104,7 +103,6 @@ class Regions:
         return self.names_in("fp16")
 
     def names_in(self, compute: str) -> tuple[str, ...]:
-        """Regions that compute in this dtype now."""
         return tuple(name for name, now in self._compute.items() if now == compute)
 
     def set(self, name: str, compute: str, reason: str) -> Change | None:
@@ -130,10 +128,8 @@ class Regions:
 
     @contextmanager
     def ambient(self) -> Iterator[None]:
-        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model.
-
-        The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there.
-        """
+        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model. The
+        backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there."""
         device_type = next(self._model.parameters()).device.type
         with _autocast(device_type, self.manifest.default):
             yield

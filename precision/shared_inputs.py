@@ -26,9 +26,7 @@ class SharedInputs:
 
     def at(self, layer: str, inputs: torch.Tensor, dtype: torch.dtype) -> dict[Any, Any] | None:
         """Values kept by the previous layer for the same tensor and `dtype`; this layer adds its own for the next.
-
-        Empty if the tensor has changed since; None for an input that only one layer uses.
-        """
+        Empty if the tensor has changed since; None for an input that only one layer uses."""
         if inputs.is_inference():  # these have no version to tell whether they changed
             return None
         state = inputs._version, dtype
@@ -42,9 +40,7 @@ class SharedInputs:
 
 def cast_once(kept: dict[Any, Any] | None, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`inputs` in `dtype`, one copy for all layers; gradients are summed in the dtype of `inputs`, as with own casts.
-
-    kept: the result of `SharedInputs.at`.
-    """
+    kept: the result of `SharedInputs.at`."""
     if kept is None or inputs.dtype == dtype:
         return inputs.to(dtype)
     if "cast" not in kept:

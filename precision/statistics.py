@@ -64,9 +64,7 @@ def in_fp64(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
 
 class ActivationMeter:
     """Context manager: `maxima` maps a module name to its outputs' largest magnitude, () float32; nan if any value is.
-
-    The whole model goes by its class name. unwatched: modules that get no hook.
-    """
+    The whole model goes by its class name. unwatched: modules that get no hook."""
 
     def __init__(self, model: nn.Module, unwatched: Collection[nn.Module] = ()) -> None:
         without = set(unwatched)

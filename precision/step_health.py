@@ -64,12 +64,10 @@ class Health:
 
     @property
     def loss_is_finite(self) -> bool:
-        """Whether the loss is neither inf nor nan."""
         return math.isfinite(self.loss)
 
     @property
     def finite(self) -> bool:
-        """Whether both loss and gradients are finite."""
         return self.loss_is_finite and math.isfinite(self.grad_norm)
 
     @property

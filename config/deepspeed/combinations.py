@@ -35,7 +35,6 @@ class Combination(NamedTuple):
     compute: str
     """One of COMPUTES."""
     stage: int
-    """ZeRO stage."""
     offload: str = "none"
     """none, optimizer, param or optimizer+param."""
 

@@ -33,7 +33,6 @@ def initializable(resolved: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_in_fp32(path: Path, copy: Path) -> None:
-    """Write the JSON at `path` without its 16-bit sections to `copy`."""
     copy.parent.mkdir(parents=True, exist_ok=True)
     copy.write_text(json.dumps(in_fp32(read_document(path)), indent=2) + "\n", encoding="utf-8")
 
@@ -60,7 +59,6 @@ def unknown_keys(path: Path, document: dict[str, Any]) -> list[str]:
 
 
 def zero_stage(document: dict[str, Any]) -> int:
-    """ZeRO stage of a JSON, 0 to 3."""
     return int(document.get("zero_optimization", {}).get("stage", 0))
 
 

@@ -22,7 +22,6 @@ class Binding:
     reason: str
     """Why it is not bound, or what it is bound to."""
     logged: bool
-    """Whether to log it."""
 
 
 def usable_cpus() -> frozenset[int]:

@@ -47,8 +47,6 @@ class RankCpus:
 
 @dataclass(frozen=True)
 class Share:
-    """The cores of one rank."""
-
     own: tuple[Core, ...]
     """Cores of this rank alone; empty if there are fewer cores than ranks."""
     around: frozenset[int]
@@ -56,7 +54,6 @@ class Share:
 
     @property
     def cpus(self) -> frozenset[int]:
-        """All CPUs of `own`."""
         return frozenset[int]().union(*self.own)
 
 
@@ -81,10 +78,8 @@ def cpus_text(cpus: Iterable[int]) -> str:
 
 
 def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
-    """NUMA node -> its cores among the `allowed` CPUs; nodes without any, such as memory-only ones, are left out.
-
-    A core consists of its allowed hardware threads. If /sys cannot be read there is one node, 0, and one core per CPU.
-    """
+    """NUMA node -> its cores among the `allowed` CPUs; nodes without any, such as memory-only ones, are left out. A
+    core consists of its allowed hardware threads. If /sys cannot be read there is one node, 0, and one core per CPU."""
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
         with suppress(OSError, ValueError):

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from config.machine import processes
-from config.machine.processes import machine, pid_namespace, read, runs, start_ticks, stat_fields
+from config.machine.processes import cgroup_files, machine, pid_namespace, read, runs, start_ticks, stat_fields
 
 _ENDED = "ZX"
 # include/uapi/linux/pidfd.h: PIDFD_GET_INFO is _IOWR(0xFF, 11, struct pidfd_info), first version; exit_code is last.
@@ -39,12 +39,10 @@ class Member:
 
     @classmethod
     def here(cls, rank: int) -> Member:
-        """This process."""
         return cls.of(rank, os.getpid())
 
     @classmethod
     def of(cls, rank: int, pid: int) -> Member:
-        """A process on this machine."""
         return cls(rank, socket.gethostname(), pid, start_ticks(pid), f"{machine()} {pid_namespace()}")
 
     @property
@@ -72,18 +70,8 @@ class MemoryKills:
     @classmethod
     def now(cls) -> MemoryKills:
         """The current counters; None for one that cannot be read."""
-        found = None
-        for line in read("/proc/self/cgroup").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                names = [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
-            elif "memory" in controllers.split(","):
-                names = [f"/sys/fs/cgroup/memory{path}/memory.oom_control", "/sys/fs/cgroup/memory/memory.oom_control"]
-            else:
-                continue
-            for name in names:
-                found = found if found is not None else _counter(name, "oom_kill")
-        return cls(found, _counter("/proc/vmstat", "oom_kill"))
+        counters = (_counter(path, "oom_kill") for path in cgroup_files("memory.events", "memory.oom_control"))
+        return cls(next((count for count in counters if count is not None), None), _counter("/proc/vmstat", "oom_kill"))
 
     def since(self, before: MemoryKills) -> str:
         """The most likely reason for a SIGKILL between `before` and now, by the counters, human-readable."""
@@ -120,7 +108,6 @@ def _code(status: int) -> int:
 
 
 def describe_status(status: int | None) -> str:
-    """A human-readable exit status."""
     return "has ended for an unknown reason" if status is None else processes.describe_exit(status)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +81,19 @@ def read(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def cgroup_files(name: str, version_1: str) -> Iterator[str]:
+    """Paths of a file about memory in this process's cgroup and those around it. version_1: its name in version 1."""
+    for line in read("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            folder, file = Path(f"/sys/fs/cgroup{path}"), name
+        elif "memory" in controllers.split(","):
+            folder, file = Path(f"/sys/fs/cgroup/memory{path}"), version_1
+        else:
+            continue
+        yield from (f"{one}/{file}" for one in (folder, *folder.parents))
 
 
 def launchers() -> list[Launcher]:

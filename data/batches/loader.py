@@ -163,7 +163,6 @@ class Batches:
         self._ahead = self._read_ahead(position)
 
     def close(self) -> None:
-        """End the background thread."""
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_ahead(self, position: int) -> Future[Batch]:
@@ -221,9 +220,7 @@ def validation_batches(
     make_batch: MakeBatch | None = None,
 ) -> Iterator[Batch]:
     """The same validation batches at every call: min(all, batches * global_size) sequences, evenly spaced over the set.
-
-    The last global batch is padded with fully masked rows, so that every rank takes part in the same collectives.
-    """
+    The last global batch is padded with fully masked rows, so that every rank takes part in the same collectives."""
     make_batch = make_batch or next_tokens(sequence_length, documents)
     held_out = shards.sequences(sequence_length)
     available = held_out if batches is None else min(held_out, batches * global_size)
@@ -296,10 +293,8 @@ PADDED_TO = 8
 def _rows(
     shards: RowShards, sequence_length: int, samples: np.ndarray, *, padded: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Inputs, labels and positions of sequences of whole rows, (samples, length) each, padded at the end.
-
-    padded: pad to this rank's longest, since attention is causal; else to `sequence_length`, as one more document.
-    """
+    """Inputs, labels and positions of sequences of whole rows, (samples, length) each, padded at the end. padded: pad
+    to this rank's longest, since attention is causal; else to `sequence_length`, as one more document."""
     length = sequence_length
     if padded:
         length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)

@@ -16,10 +16,8 @@ from data.sources.seq2seq_rows import sides
 
 
 def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
-    """Batches of sources and targets, both padded at the end to this rank's longest.
-
-    The decoder is causal, so that side needs no mask. start, pad: [id].
-    """
+    """Batches of sources and targets, both padded at the end to this rank's longest. The decoder is causal, so that
+    side needs no mask. start, pad: [id]."""
 
     def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)

@@ -27,10 +27,8 @@ def sliced(make: MakeBatch, *, rank: int, ranks: int) -> MakeBatch:
 
 
 def slice_of(batch: Batch, *, rank: int, ranks: int) -> Batch:
-    """The `rank`-th of `ranks` equal slices of a batch's sequences.
-
-    Padding at the end of sequences is a document of its own: token 0 without a label, positions from 0 on.
-    """
+    """The `rank`-th of `ranks` equal slices of a batch's sequences. Padding at the end of sequences is a document of
+    its own: token 0 without a label, positions from 0 on."""
     length = batch.input_ids.shape[-1]
     each = slice_length(length, ranks)
     padding = each * ranks - length

@@ -94,7 +94,6 @@ def write_index(folder: Path, content: dict[str, Any]) -> None:
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    """sha256 of the tokenizer.json in a tokenizer folder."""
     return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
 
 
@@ -108,21 +107,17 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         raise damaged(folder / TOKENIZER, f"its tokenizer.json cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
+    same = ("fingerprint", "vocab_size", "end_of_document", "skipped", "source", "revision")
     return Corpus(
+        **{key: index[key] for key in same},
         folder=folder,
-        fingerprint=index["fingerprint"],
         tokenizer_folder=folder / TOKENIZER,
-        vocab_size=index["vocab_size"],
-        end_of_document=index["end_of_document"],
         train=train,
         validation=validation,
         train_documents=index["train"]["documents"],
         validation_documents=index["validation"]["documents"],
         train_bytes=index["train"]["text_bytes"],
         validation_bytes=index["validation"]["text_bytes"],
-        skipped=index["skipped"],
-        source=index["source"],
-        revision=index["revision"],
         counts=index.get("counts", {}),
         notes=tuple(index.get("notes", ())),
         labels=tuple(index.get("labels", ())),
@@ -160,9 +155,10 @@ def _content_sha256(content: dict[str, Any]) -> str:
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
     """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data. Raises UserError."""
     if len(corpus.labels) < 2:
-        key = "data.tags_field" if data.format == "tagged" else "data.label_field"
-        field = data.tags_field if data.format == "tagged" else data.label_field
-        raise UserError(f"{key}={field}: all rows have the same label, which teaches nothing. Name another field.")
+        key = "tags_field" if data.format == "tagged" else "label_field"
+        raise UserError(
+            f"data.{key}={getattr(data, key)}: all rows have the same label, which teaches nothing. Name another field."
+        )
     missing = [name for name in sorted_labels(corpus.labels) if name not in given]
     if given and missing:
         raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")

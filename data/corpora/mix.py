@@ -33,7 +33,10 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
     for name, count in zip(names, samples, strict=True):
         if not count:
             raise UserError(f"data.sources: {name} holds no sequence of {length} tokens; leave it out, or shorten them")
-    weights = tuple(_weight(item, count) for item, count in zip(data.sources, samples, strict=True))
+    weights = tuple(
+        count * (item.epochs or 1.0) if item.weight is None else item.weight
+        for item, count in zip(data.sources, samples, strict=True)
+    )
     mixture = Mixture(names, samples, weights)
     notes = [
         f"data: {name}: {share:.1%} of the samples, {count:,} sequences of its own"
@@ -109,16 +112,11 @@ def _size(part: Corpus, length: int) -> str:
     return what if sequences == part.train_documents else f"{what} in {sequences:,} sequences"
 
 
-def _weight(item: SourceSection, samples: int) -> float:
-    return item.weight if item.weight is not None else samples * (item.epochs or 1.0)
-
-
 def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
     """The same parts with one numbering of labels: sources in their order, and in each the order of its labels."""
     labels = tuple(dict.fromkeys(name for part in parts for name in part.labels))
     if not labels:
         return parts
-
     return [
         replace(
             part,

@@ -35,7 +35,7 @@ class Mixture:
         found = np.empty_like(numbers)
         for block in np.unique(numbers // BLOCK):
             inside = numbers // BLOCK == block
-            found[inside] = _block(self, int(block), seed)[numbers[inside] % BLOCK]
+            found[inside] = self.block(int(block), seed=seed)[numbers[inside] % BLOCK]
         return found
 
     def source_of(self, ids: np.ndarray) -> np.ndarray:
@@ -43,11 +43,11 @@ class Mixture:
         return np.searchsorted(np.cumsum(self.samples), ids, side="right")
 
     def shares(self) -> list[float]:
-        """Each source's share of all samples."""
         return [float(share) for share in self._shares()]
 
+    @lru_cache(maxsize=8)  # noqa: B019, a mixture lives as long as its run
     def block(self, block: int, *, seed: int) -> np.ndarray:
-        """The samples of one block, (BLOCK,) int64."""
+        """The samples of one block, (BLOCK,) int64; cached because many batches need the same one."""
         before, after = self._taken(block * BLOCK), self._taken((block + 1) * BLOCK)
         counts = [stop - start for start, stop in zip(before, after, strict=True)]
         slots = permute(
@@ -84,16 +84,10 @@ class Mixture:
         return [weight / sum(exact) for weight in exact]
 
 
-@lru_cache(maxsize=8)
-def _block(mixture: Mixture, block: int, seed: int) -> np.ndarray:
-    """`mixture.block`, cached because many batches need the same block."""
-    return mixture.block(block, seed=seed)
-
-
 @lru_cache(maxsize=4)
 def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
     """The places of a window at which a source begins a pass over its samples, with the window's own two ends."""
-    blocks = [_block(mixture, block, seed) for block in range(window // BLOCK, (window + span) // BLOCK)]
+    blocks = [mixture.block(block, seed=seed) for block in range(window // BLOCK, (window + span) // BLOCK)]
     owners = mixture.source_of(np.concatenate(blocks))
     cuts = [np.array([0, span])]
     for number, (size, taken) in enumerate(zip(mixture.samples, mixture._taken(window), strict=True)):

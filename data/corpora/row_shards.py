@@ -79,12 +79,10 @@ class RowShards:
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
         return len(self._rows)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
         return int(self._lengths.sum(dtype=np.int64))
 
     def sequences(self, sequence_length: int) -> int:
@@ -94,7 +92,6 @@ class RowShards:
         return len(self._ends)
 
     def label_tokens(self, sequence_length: int) -> int:
-        """Labels in all sequences."""
         return int(self._labels.sum(dtype=np.int64))
 
     @cached_property

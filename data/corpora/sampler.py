@@ -72,10 +72,8 @@ def grouped(
 
 
 def split_for_rank(ids: np.ndarray, *, micro_size: int, rank: int, world_size: int) -> np.ndarray:
-    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size). Raises UserError.
-
-    Micro-batch number a of all ranks together is the a-th stretch of the global batch.
-    """
+    """One rank's part of a global batch: (global_size,) -> (accumulation, micro_size). Raises UserError. Micro-batch
+    number a of all ranks together is the a-th stretch of the global batch."""
     if len(ids) % (micro_size * world_size):
         raise UserError(
             f"batch.global_size={len(ids)}: not a multiple of batch.micro_size x processes = "

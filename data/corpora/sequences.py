@@ -17,10 +17,8 @@ IGNORED = -100
 def sequences(
     shards: TokenShards | RowShards, sample: int, window: Callable[[int], np.ndarray], *, end: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Inputs and labels, (n,) int64 each, of every part of a sample within which tokens attend to each other.
-
-    window: (length + 1,) tokens of a sample of documents. end: the token that ends one; None: they are not kept apart.
-    """
+    """Inputs and labels, (n,) int64 each, of every part of a sample within which tokens attend to each other. window:
+    (length + 1,) tokens of a sample of documents. end: the token that ends one; None: they are not kept apart."""
     if isinstance(shards, RowShards):
         for tokens, trained in shards.sequence(sample):
             labels = np.where(trained[1:].astype(bool), tokens[1:].astype(np.int64), IGNORED)

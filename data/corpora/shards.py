@@ -39,10 +39,8 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def write_shard(path: Path, tokens: np.ndarray, header: dict[str, str]) -> dict[str, Any]:
-    """Write one shard to stable storage and return its entry for the index: file, bytes, tokens, header.
-
-    tokens: (n,) uint16 or uint32. header: what to keep beside them; version, dtype and sha256 are added.
-    """
+    """Write one shard to stable storage and return its entry for the index: file, bytes, tokens, header. tokens: (n,)
+    uint16 or uint32. header: what to keep beside them; version, dtype and sha256 are added."""
     full = {
         **header,
         "format_version": FORMAT_VERSION,
@@ -78,10 +76,6 @@ class Shard:
     def array(self) -> np.ndarray:
         """(tokens,) read-only view of the file, a new mapping each time."""
         return np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.tokens,))
-
-    def windows(self, sequence_length: int) -> int:
-        """Whole windows of sequence_length + 1 tokens in this shard."""
-        return max(0, (self.tokens - 1) // sequence_length)
 
 
 def open_shard(path: Path, expected: dict[str, Any], *, verify: bool) -> Shard:
@@ -134,7 +128,6 @@ class TokenShards:
         return int(self._window_ends(sequence_length)[-1])
 
     def label_tokens(self, sequence_length: int) -> int:
-        """Labels in all windows."""
         return self.sequences(sequence_length) * sequence_length
 
     def read(self, ids: np.ndarray, sequence_length: int) -> np.ndarray:
@@ -152,6 +145,6 @@ class TokenShards:
     def _window_ends(self, sequence_length: int) -> np.ndarray:
         """(shards + 1,) int64: windows before each shard, and in all. Kept, since there may be thousands of shards."""
         if sequence_length not in self._ends:
-            counts = [shard.windows(sequence_length) for shard in self.shards]
+            counts = [max(0, (shard.tokens - 1) // sequence_length) for shard in self.shards]
             self._ends[sequence_length] = np.cumsum([0, *counts], dtype=np.int64)
         return self._ends[sequence_length]

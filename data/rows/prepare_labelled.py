@@ -127,7 +127,6 @@ def _targets(folder: Path, split: str) -> np.ndarray:
 
 
 def _notes(data: DataSection, preparation: Preparation, folder: Path, names: list[str]) -> list[str]:
-    """Human-readable lines on what was counted."""
     counts, train, validation = preparation.counts(), preparation.train, preparation.validation
     kept = f"data: {train.rows:,} rows of format {data.format} to train on, {validation.rows:,} rows held out"
     kept += f"{lost(counts)}; the longest row has {counts['longest']:,} tokens"

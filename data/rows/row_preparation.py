@@ -153,7 +153,6 @@ class BatchEncoder(ABC):
         """The sequences that a row becomes, none if it is dropped, which `found` counts. Raises BadRow."""
 
     def advice(self, row: dict[str, Any] | BadRow) -> str:
-        """Advice on a row that does not fit."""
         return FIX
 
 
@@ -171,11 +170,9 @@ class SplitWriter:
 
     @property
     def rows(self) -> int:
-        """Rows so far."""
         return len(self._lengths)
 
     def add(self, row: Row) -> None:
-        """Append a row."""
         self._held.append({**row, "tokens": row["tokens"].astype(self._dtype)})
         self._lengths.append(len(row["tokens"]))
         self._labels.append(_labels_of(row))
@@ -223,7 +220,6 @@ class Preparation:
         self._splits: dict[str, Any] = {}
 
     def write(self, parts: Iterable[EncodedRows], sequences: Sequences, report: ProgressFile) -> None:
-        """Write the rows of all parts."""
         for part in parts:
             self.found.add_facts(part)
             for row, held_out in zip(part.rows, part.held_out, strict=True):
@@ -232,7 +228,6 @@ class Preparation:
         self._splits = {split: writer.finish(sequences) for split, writer in zip(SPLITS, self._writers, strict=True)}
 
     def counts(self) -> dict[str, Any]:
-        """The counts for the index."""
         longest = self.found.longest
         counts = {"format": self._data.format, "longest": longest["row"], **self.found.counts}
         if self._data.target_length is not None:

@@ -19,6 +19,7 @@ from data.sources.files import decompressed, opened, pieces, reading
 from data.sources.row_formats import BadRow, Found
 
 LONE_SURROGATE = "holds a lone surrogate, which is no character"
+_ENCODING = "utf-8-sig"  # Windows writes a byte order mark
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PARQUET_ROWS = 256
 """Number of Parquet rows that exist as Python objects at a time."""
@@ -51,7 +52,7 @@ def json_rows(path: str) -> Iterator[Found]:
     with reading(path), decompressed(path) as stream:
         if is_list:
             raw = stream.read()
-            for number, row in enumerate(json.loads(_text(raw)), 1):
+            for number, row in enumerate(json.loads(raw.decode(_ENCODING)), 1):
                 yield f"{path}: item {number}", _as_row(row, raw)
             return
         for number, line in enumerate(pieces(stream, b"\n"), 1):
@@ -67,22 +68,15 @@ def _opening(stream: BinaryIO) -> bytes:
     return b""
 
 
-def _text(raw: bytes) -> str:
-    """Decode UTF-8 without a byte order mark, which Windows writes. Raises UnicodeDecodeError."""
-    return raw.decode("utf-8-sig")
-
-
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        return _as_row(json.loads(_text(line)), line)
+        return _as_row(json.loads(line.decode(_ENCODING)), line)
     except UnicodeDecodeError as error:
         return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
-    except json.JSONDecodeError as error:
-        part = error.pos >= len(_text(line).rstrip()) - 1
+    except (ValueError, RecursionError) as error:
+        part = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip()) - 1
         one = "; write each row on one line, or all rows in one list" if part else ""
         return BadRow("", f"is not JSON ({one_line(error, 120)}){one}")
-    except (ValueError, RecursionError) as error:
-        return BadRow("", f"is not JSON ({one_line(error, 120)})")
 
 
 def _as_row(value: Any, raw: bytes) -> dict[str, Any] | BadRow:

@@ -39,10 +39,8 @@ def decompressed(path: str) -> BinaryIO:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Context manager: a damaged file, one of another format, or a failing store raises UserError.
-
-    The libraries under fsspec have their own exceptions, and none of them has to be installed.
-    """
+    """Context manager: a damaged file, one of another format, or a failing store raises UserError. The libraries under
+    fsspec have their own exceptions, and none of them has to be installed."""
     try:
         yield
     except UserError:

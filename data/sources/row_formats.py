@@ -75,16 +75,10 @@ _FIELDS = {
 }
 
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "model", "function_call"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "function_call": "assistant",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
 _QUESTIONS = ("question", "instruction", "query", "input")

@@ -133,13 +133,10 @@ def open_source(data: DataSection) -> Source:
 
 @dataclass(frozen=True)
 class _Files:
-    """The files that data.path names."""
-
     names: tuple[str, ...]
     """Paths or URLs, in reading order."""
     identity: str
     total_bytes: int | None
-    """[bytes]"""
 
 
 def _files(path: str, source: str) -> _Files:

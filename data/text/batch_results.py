@@ -1,15 +1,14 @@
 """Compute batches in worker processes, and keep each result in a file that outlives a kill.
 
-The file is named by a hash of its batch and of the work, so a preparation that starts again finds the results of the
-one before it. It appears by a rename and begins with a checksum: after a power cut it may be damaged, and the result is
-computed again. Worker processes import this module, so it imports little.
+The file (`data.array_file`) is named by a hash of its batch and of the work, so a preparation that starts again finds
+the results of the one before it, and computes damaged ones again. Worker processes import this module, so it imports
+little.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
@@ -17,13 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from safetensors.numpy import load, save
-
+from data.array_file import Arrays, read_arrays, write_arrays
 from data.text.workers import Workers
 
-Arrays = dict[str, np.ndarray]
-_DIGEST_BYTES = 32
 _AHEAD = 2
 """Batches in flight for each worker."""
 
@@ -35,7 +30,6 @@ class Work:
     make: Callable[..., Callable[[Any], Arrays]]
     """Called in each process, returns the function from a batch to its result."""
     arguments: tuple[Any, ...]
-    """Arguments of `make`."""
     identity: str
     """Differs whenever anything differs that determines a batch's result."""
 
@@ -46,11 +40,8 @@ def kept_folder(corpus: Path) -> Path:
 
 
 def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None) -> Generator[Arrays]:
-    """The result of every batch, in order. At most two batches per worker are in flight, plus one.
-
-    kept: a folder from `kept_folder`, which is created; None: results are not kept. Raises whatever a batch raises, and
-    WorkerDied.
-    """
+    """The result of every batch, in order. At most two batches per worker are in flight, plus one. kept: a folder from
+    `kept_folder`, which is created; None: results are not kept. Raises whatever a batch raises, and WorkerDied."""
     if kept is not None:
         kept.mkdir(exist_ok=True)
     queue: deque[Future[Arrays]] = deque()
@@ -59,12 +50,12 @@ def results(work: Work, batches: Iterable[Any], workers: int, kept: Path | None)
             while len(queue) >= _AHEAD * workers:
                 yield queue.popleft().result()
             path = None if kept is None else result_path(kept, work.identity, batch)
-            found = None if path is None else read_result(path)
+            found = None if path is None else read_arrays(path)
             if found is None:
                 queue.append(pool.submit((path, batch)))
             else:
                 queue.append(Future())
-                queue[-1].set_result(found)
+                queue[-1].set_result(found[0])
         while queue:
             yield queue.popleft().result()
 
@@ -77,7 +68,8 @@ def _keeping(make: Callable[..., Callable[[Any], Arrays]], *arguments: Any) -> C
         path, batch = item
         result = function(batch)
         if path is not None:
-            write_result(path, result)
+            path.parent.mkdir(exist_ok=True)
+            write_arrays(path, result, {})
         return result
 
     return compute
@@ -88,25 +80,3 @@ def result_path(folder: Path, identity: str, batch: Any) -> Path:
     content = json.dumps(batch, default=repr).encode()
     key = hashlib.blake2b(content, digest_size=20, key=hashlib.sha256(identity.encode()).digest()).hexdigest()
     return folder / key[:2] / key[2:]
-
-
-def write_result(path: Path, result: Arrays) -> None:
-    """Write a result, whole or not at all. Raises OSError."""
-    content = save(result)
-    path.parent.mkdir(exist_ok=True)
-    aside = path.with_suffix(f".{os.getpid()}")
-    try:
-        aside.write_bytes(hashlib.sha256(content).digest() + content)
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def read_result(path: Path) -> Arrays | None:
-    """A kept result; None if it is missing or damaged."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    return load(content) if hashlib.sha256(content).digest() == digest else None

@@ -19,13 +19,9 @@ PIECE_CHARACTERS = 1 << 18
 memory per token, and one file may be a whole corpus."""
 
 
-def is_validation(text: str, fraction: float) -> bool:
+def is_validation(document: str | bytes, fraction: float) -> bool:
     """Whether a document is held out: its hash as a number in [0, 1) is below `fraction`. Same text, same answer."""
-    return is_drawn(text.encode(), fraction)
-
-
-def is_drawn(content: bytes, fraction: float) -> bool:
-    """`is_validation` for a document given as bytes."""
+    content = document.encode() if isinstance(document, str) else document
     digest = hashlib.blake2b(content, digest_size=8, person=b"split").digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
@@ -72,10 +68,8 @@ class DocumentEncoder:
 def joined_splits(
     parts: tuple[list[np.ndarray], list[np.ndarray]], counts: np.ndarray, dtype: np.dtype
 ) -> dict[str, np.ndarray]:
-    """Tokens of the documents of one batch by split, each document with its end-of-document token.
-
-    Besides `train` and `validation`, `counts`, int64: each split's documents, and bytes of UTF-8.
-    """
+    """Tokens of the documents of one batch by split, each document with its end-of-document token. Besides `train` and
+    `validation`, `counts`, int64: each split's documents, and bytes of UTF-8."""
     train, validation = (np.concatenate([np.empty(0, dtype), *tokens]) for tokens in parts)
     return {"train": train, "validation": validation, "counts": counts}
 

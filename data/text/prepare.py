@@ -15,7 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
@@ -123,15 +123,13 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
     return fingerprint_of_parts(parts)
 
 
-@contextmanager
-def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]:
-    """Hold the corpus's lock; until then display its holder's progress. UserError after `wait_minutes` without any."""
+def _lock(folder: Path, wait_minutes: float, display: Display) -> AcquireReturnProxy:
+    """Take the corpus's lock; until then display its holder's progress. UserError after `wait_minutes` without any."""
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, ""
     while True:
         try:
-            lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            break
+            return lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         except Timeout:
             found = read_progress(folder)
             display.show(found)
@@ -142,10 +140,6 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> Iterator[None]
                     f"data.wait_minutes={wait_minutes:g}: another process is still preparing {folder} (it holds "
                     f"{folder}.lock) without progress. Raise data.wait_minutes, or stop it if it hangs."
                 ) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:
@@ -171,10 +165,8 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
 def _fill(
     data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile, *, make: MakeTokenizer
 ) -> None:
-    """Write a whole corpus into `folder`: tokenizer, shards, and last the index.
-
-    If all documents were drawn for validation, none is held out, provided the end of one can be instead.
-    """
+    """Write a whole corpus into `folder`: tokenizer, shards, and last the index. If all documents were drawn for
+    validation, none is held out, provided the end of one can be instead."""
     report("making the tokenizer for")
     tokenizer = make(data.tokenizer, source, data.validation_fraction)
     tokenizer.save_pretrained(folder / TOKENIZER)
@@ -234,7 +226,6 @@ def _fill(
 
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
-    """The work of tokenizing documents."""
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
     dtype = token_dtype(vocabulary_size(tokenizer))

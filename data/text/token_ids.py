@@ -20,7 +20,7 @@ from config.schema import DataSection
 from data.sources.files import opened, reading
 from data.sources.row_formats import BadRow
 from data.sources.sources import Source
-from data.text.encode import is_drawn, joined_splits
+from data.text.encode import is_validation, joined_splits
 
 _BATCH_TOKENS = 1 << 20
 
@@ -28,10 +28,8 @@ _BATCH_TOKENS = 1 << 20
 def copied(
     data: DataSection, source: Source, skipped: Counter[str], *, size: int, end_of_document: int, dtype: str
 ) -> Generator[dict[str, np.ndarray]]:
-    """The documents of a source with `ids_field` in batches, as in `joined_splits`. Raises UserError.
-
-    size: [ids] of the vocabulary. dtype: of the stored ids, uint16 or uint32.
-    """
+    """The documents of a source with `ids_field` in batches, as in `joined_splits`. Raises UserError. size: [ids] of
+    the vocabulary. dtype: of the stored ids, uint16 or uint32."""
     assert source.ids_field is not None
     parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
     counts, held = np.zeros((2, 2), dtype=np.int64), 0
@@ -43,7 +41,7 @@ def copied(
         if not len(ids):
             skipped["no tokens"] += 1
             continue
-        held_out = is_drawn(ids.astype("<u4").tobytes(), data.validation_fraction)
+        held_out = is_validation(ids.astype("<u4").tobytes(), data.validation_fraction)
         parts[held_out].append(np.concatenate([ids.astype(dtype), end]))
         counts[int(held_out), 0] += 1
         held += len(ids) + 1

@@ -60,10 +60,8 @@ class Workers:
             connection.close()
 
     def submit(self, item: Any, seconds: float | None = None) -> Future[Any]:
-        """Apply the function in a process. The result raises what the function raised there, or WorkerDied.
-
-        seconds: time limit, after which the process is killed.
-        """
+        """Apply the function in a process. The result raises what the function raised there, or WorkerDied. seconds:
+        time limit, after which the process is killed."""
         return self._threads.submit(self._compute, item, seconds)
 
     def _compute(self, item: Any, seconds: float | None) -> Any:

@@ -29,7 +29,6 @@ from launch.job import add_processes_option, default_processes
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Run the canary, start the run and watch it; returns the exit code."""
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
@@ -71,7 +70,6 @@ def _open(plan: Plan) -> Journal:
 
 
 def _report(plan: Plan) -> None:
-    """Rewrite the run's report now that the canary has ended."""
     command = [sys.executable, "-m", "tracking.report", str(plan.run_folder)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:

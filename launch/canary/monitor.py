@@ -53,8 +53,6 @@ class Check:
 
 
 class RunMonitor:
-    """Starts the run and watches it until it ends."""
-
     def __init__(self, plan: Plan, journal: Journal) -> None:
         """journal: must contain a gate that passed."""
         self._plan, self._journal = plan, journal
@@ -244,7 +242,6 @@ class RunMonitor:
         return code
 
     def _stop_run(self) -> None:
-        """Ask the run to save and end."""
         assert self._run is not None
         with suppress(ProcessLookupError):
             self._run.send_signal(signal.SIGUSR1)

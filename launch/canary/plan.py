@@ -39,12 +39,10 @@ class Plan:
 
     @property
     def section(self) -> CanarySection:
-        """Section `canary:` of the config."""
         return self.resolved.config.canary
 
     @property
     def steps(self) -> int:
-        """Number of steps of the canary."""
         whole, section = self.resolved.config.run.steps, self.section
         if section.data_share is not None:
             return max(1, round(section.data_share * whole))
@@ -57,13 +55,11 @@ class Plan:
 
     @property
     def run_folder(self) -> Path:
-        """Folder of the whole run."""
         run = self.resolved.config.run
         return Path(run.dir).expanduser() / run.name
 
     @property
     def folder(self) -> Path:
-        """Folder of the canary, beside that of the run."""
         return self.run_folder.with_name(f"{self.run_folder.name}-canary")
 
     @property
@@ -74,7 +70,6 @@ class Plan:
 
     @property
     def bounds(self) -> list[str]:
-        """Overrides for `canary.bounds`."""
         return [f"parity.{name}={value}" for name, value in self.section.bounds.items()]
 
     def whole_command(self, overrides: Sequence[str], resume: str) -> list[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from config.files import write_atomically
 from launch import job
 
+log = partial(job.log, program="canary")
 Event = dict[str, Any]
 Kind = Literal["gate", "started", "check", "breach", "rolled_back", "fallback", "refused", "budget", "end"]
 
@@ -24,7 +26,6 @@ class Journal:
 
     folder: Path
     name: str
-    """Name of the run."""
     events: list[Event] = field(default_factory=list)
 
     @classmethod
@@ -40,7 +41,6 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """Path of canary.jsonl."""
         return self.folder / "canary.jsonl"
 
     def add(self, event: Kind, step: int, text: str, **further: Any) -> None:
@@ -62,8 +62,3 @@ class Journal:
     def spent(self) -> float:
         """[device hours] Time spent on canary, twin and checks so far."""
         return float(sum(event.get("device_hours", 0.0) for event in self.events))
-
-
-def log(text: str) -> None:
-    """Write one line, prefixed `canary:`, to stderr."""
-    job.log(text, "canary")

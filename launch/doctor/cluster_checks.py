@@ -150,9 +150,7 @@ def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> It
 
 def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
     """Check an all-reduce. answer: from `programs.ALL_REDUCE`, None if it failed. expected: bus bandwidth in bytes/s.
-
-    Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as in NVIDIA/nccl-tests, doc/PERFORMANCE.md.
-    """
+    Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as in NVIDIA/nccl-tests, doc/PERFORMANCE.md."""
     if answer is None:
         fix = "NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME when a wrong interface is taken"
         yield red("all-reduce", failure, fix)

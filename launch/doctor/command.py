@@ -27,7 +27,7 @@ from config.optimizers import OPTIMIZERS
 from config.options import positive_int
 from config.schema import Config
 from launch.doctor.examine import Scope, examine
-from launch.doctor.hosts import HERE, Host, hosts_of
+from launch.doctor.hosts import HERE, Host
 from launch.doctor.report import AMBER, GREEN, as_json, print_findings, worst
 from launch.hosts import read_hostfile
 
@@ -36,7 +36,9 @@ FOUND = 1
 
 def read_scope(options: argparse.Namespace) -> Scope:
     """The hosts and checks requested on the command line. Raises UserError."""
-    hosts = hosts_of(read_hostfile(Path(options.hostfile))) if options.hostfile else [Host(HERE, local=True)]
+    # the deepspeed launcher starts the job of a single machine here, under any name
+    slots = read_hostfile(Path(options.hostfile)) if options.hostfile else {HERE: None}
+    hosts = [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
     if options.overrides and not options.config:
         raise UserError(f"command line: {options.overrides[0]} changes a config; add --config FILE")
     config, of_run = Config(), {}
@@ -90,7 +92,6 @@ def _parser() -> argparse.ArgumentParser:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Examine the machines and print the findings; returns the exit code."""
     began = time.monotonic()
     try:
         options = _parser().parse_intermixed_args(arguments)

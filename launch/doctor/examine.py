@@ -32,7 +32,6 @@ class Scope:
     folders: dict[str, str]
     """Role (`run` or `data cache`) to path."""
     options: argparse.Namespace
-    """Options of the command line."""
     compute: str | None = None
     """Dtype of the run; None without a config."""
     offload: str = "none"

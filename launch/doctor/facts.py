@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine import op_builds
-from config.machine.processes import mount_of, read
+from config.machine.processes import cgroup_files, mount_of, read
 
 SPEED_BYTES = 64 * 2**20
 """Size of the file that is written and read back to measure the speed of a folder."""
@@ -109,10 +109,8 @@ def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
 
 
 def _programs() -> dict[str, list[dict[str, str | None]]]:
-    """Path and version of the programs that build ops, the one that a shell would start first.
-
-    There may be a second ninja, from this Python's environment, which training prefers.
-    """
+    """Path and version of the programs that build ops, the one that a shell would start first. There may be a second
+    ninja, from this Python's environment, which training prefers."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
     own = str(Path(sys.executable).parent)
     return {
@@ -142,14 +140,7 @@ def memory() -> dict[str, int | None]:
     """[bytes] Total and available memory of the host, and the lowest limit of this process's cgroups, if any."""
     text = Path("/proc/meminfo").read_text(encoding="utf-8")
     of = {name: int(value) * 1024 for name, value in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
-    limits = []
-    for line in read("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        version_1 = "memory" in controllers.split(",")
-        if version_1 or not controllers:
-            folder = Path(f"/sys/fs/cgroup/memory{path}" if version_1 else f"/sys/fs/cgroup{path}")
-            name = "memory.limit_in_bytes" if version_1 else "memory.max"
-            limits += [read(f"{one}/{name}").strip() for one in (folder, *folder.parents)]
+    limits = (read(path).strip() for path in cgroup_files("memory.max", "memory.limit_in_bytes"))
     lower = [int(limit) for limit in limits if limit.isdigit() and int(limit) < of["MemTotal"]]
     return {"total": of["MemTotal"], "available": of["MemAvailable"], "cgroup_limit": min(lower, default=None)}
 
@@ -213,10 +204,8 @@ def _wandb_login() -> bool:
 
 
 def _folder(name: str, measured: set[str]) -> dict[str, Any]:
-    """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file.
-
-    measured: mount points already timed; extended by that of this folder.
-    """
+    """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file. measured:
+    mount points already timed; extended by that of this folder."""
     path = nearest_existing(name)
     facts: dict[str, Any] = {"path": name, "error": None}
     probe = path / f".doctor-{os.getpid()}-{socket.gethostname()}"

@@ -21,7 +21,6 @@ SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    """Run the checks that concern a single machine."""
     yield from _compilers(host, facts)
     yield from _ninjas(host, facts)
     yield from _nvcc(host, facts)
@@ -202,9 +201,7 @@ def check_offload(
     host: str, facts: Facts, offload: str, optimizer: OptimizerSpec, parameters: int | None, hosts: int
 ) -> Iterator[Finding]:
     """Check that host memory can hold what ZeRO offloads: FP32 masters, gradients and state; 16-bit parameters.
-
-    offload: as returned by `config.deepspeed.document.offload`.
-    """
+    offload: as returned by `config.deepspeed.document.offload`."""
     if offload == "none" or parameters is None:
         return
     each = sum({"optimizer": 8 + optimizer.state_bytes(matrix=False), "param": 2}[part] for part in offload.split("+"))

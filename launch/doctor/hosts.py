@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -99,7 +99,6 @@ class Host:
         return ahead, error
 
     def close(self) -> None:
-        """End the agent."""
         if self._process is not None:
             with suppress(OSError):
                 assert self._process.stdin is not None
@@ -134,11 +133,6 @@ class Host:
         for line in iter(process.stdout.readline, b""):
             self._lines.put(line)
         self._lines.put(b"")
-
-
-def hosts_of(slots: Mapping[str, int]) -> list[Host]:
-    """Machines of a hostfile. A single one counts as local: the deepspeed launcher starts it here under any name."""
-    return [Host(name, count, local=len(slots) == 1) for name, count in slots.items()]
 
 
 def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:

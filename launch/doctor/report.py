@@ -37,7 +37,6 @@ amber, red = partial(Finding, AMBER), partial(Finding, RED)
 
 
 def green(check: str, what: str, host: str = "") -> Finding:
-    """A finding that needs no fix."""
     return Finding(GREEN, check, what, "", host)
 
 
@@ -50,7 +49,6 @@ def judged(check: str, what: str, host: str, *problems: tuple[object, str, str, 
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """The worst level among the findings."""
     return min((finding.level for finding in findings), key=_RANK.__getitem__, default=GREEN)
 
 

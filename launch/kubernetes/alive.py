@@ -21,10 +21,8 @@ ANSWER_SECONDS = 10.0
 
 
 def last_event(port: int) -> float | None:
-    """Time of rank 0's last event, in seconds since the epoch; None without one, or if the port is closed.
-
-    Raises TimeoutError or OSError if something listens there but does not answer.
-    """
+    """Time of rank 0's last event, in seconds since the epoch; None without one, or if the port is closed. Raises
+    TimeoutError or OSError if something listens there but does not answer."""
     url = f"http://127.0.0.1:{port}/metrics?name[]={METRIC}"
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:

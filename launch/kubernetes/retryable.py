@@ -18,7 +18,6 @@ TRY_AGAIN = 143
 
 
 def main(arguments: list[str]) -> int:
-    """Supervise the command after `--`; returns the exit code."""
     code = supervise.main(arguments)
     return code if code in FINAL else TRY_AGAIN
 

@@ -53,7 +53,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "traffic": dataclasses.asdict(traffic(plan.shape, layout)),
         "mfu": {"assumed" if plan.mfu_source == "assumed" else "measured": plan.mfu, "model": plan.model_mfu},
         "modelled": plan.timed and _timed_json(plan, plan.timed),
-        "changed": {each.name: _timed_json(plan, each.timed) | {"fits": each.fits} for each in plan.changed},
+        "changed": {name: _timed_json(plan, timed) | {"fits": fits} for name, timed, fits in plan.changed},
         "token_budget": plan.token_budget,
         "configured": _option_json(plan, plan.configured),
         "smallest": _option_json(plan, plan.smallest) if plan.smallest else None,
@@ -65,7 +65,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 @entry_point()
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
     options, arguments = _parse(argv)
     from launch.plan.plan import make_plan
 

@@ -34,8 +34,6 @@ from precision.regions import Regions
 
 SCOPES = ("Norm", "attention", "MLP", "block")
 """Parts of a model that an operator may be in, innermost first."""
-_INNER = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
-"""Matmuls whose FLOPs are counted, to the position of the argument whose last dimension they sum over."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +59,8 @@ class Counted:
 
 
 def count_activations(model: Any, layout: Layout) -> Counted:
-    """Run the model (on the meta device, modified in place) once in training mode on a micro-batch of `layout`.
-
-    Raises UserError if the model's code cannot run without values.
-    """
+    """Run the model (on the meta device, modified in place) once in training mode on a micro-batch of `layout`. Raises
+    UserError if the model's code cannot run without values."""
     model.to(DTYPES[layout.compute])
     with FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu").train()
@@ -100,10 +96,8 @@ def count_activations(model: Any, layout: Layout) -> Counted:
 
 
 def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], *, head: Any) -> list[Operation]:
-    """Operators of any model's forward and backward pass on a GPU, counted as in `count_activations`.
-
-    run: the forward pass, called under FakeTensorMode. head: the module that produces logits.
-    """
+    """Operators of any model's forward and backward pass on a GPU, counted as in `count_activations`. run: the forward
+    pass, called under FakeTensorMode. head: the module that produces logits."""
     counter = _Counter(model, head, on_cpu=False)
     _pass(counter, blocks, run, answer=True)
     return counter.log.operations
@@ -119,10 +113,8 @@ def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, a
 
 
 def _inputs(layout: Layout) -> dict[str, Any]:
-    """Arguments of a model's forward pass.
-
-    Encoders, including that of an encoder-decoder, get an attention mask, as for padded rows.
-    """
+    """Arguments of a model's forward pass. Encoders, including that of an encoder-decoder, get an attention mask, as
+    for padded rows."""
     encoder = layout.config.task in ENCODER_TASKS
     rows = layout.micro * layout.rows
     read = layout.sequence if layout.targets else layout.tokens // rows
@@ -159,7 +151,6 @@ class _Counter:
         self._model, self._head = model, head
         self.log = Log()
         self.on_cpu = on_cpu
-        """Whether the run computes on a CPU."""
         self.matmuls = 0.0
         """[bytes] Results of matmuls in blocks."""
         self.weight_flops = self.attention_flops = 0.0
@@ -237,9 +228,7 @@ class _Counter:
 @contextmanager
 def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
     """Context manager: scalars read from fake tensors are `answer`, and fused attention saves what its kernels save.
-
-    Models read scalars to find out whether a mask masks anything, and drop it if not.
-    """
+    Models read scalars to find out whether a mask masks anything, and drop it if not."""
 
     class Answers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -252,17 +241,13 @@ def _answering(answer: bool, counter: _Counter) -> Iterator[None]:
                 result = func(*args, **(kwargs or {}))
             if name == "aten::_to_copy":
                 counter.add_cast(args[0], result)
-            counter.log.add(func, args, kwargs or {}, result)
+            flops = counter.log.add(func, args, kwargs or {}, result)
             if name in KEPT_OPERATORS and isinstance(result, torch.Tensor):
                 counter.add_result(result)
-            if name in _INNER:
-                flops = 2.0 * result.numel() * args[_INNER[name]].shape[-1]
-                if counter.log.backward:
-                    pass
-                elif name in KEPT_OPERATORS:
-                    counter.weight_flops += flops
-                else:
-                    counter.attention_flops += flops
+            if name in KEPT_OPERATORS and not counter.log.backward:
+                counter.weight_flops += flops
+            elif not counter.log.backward:
+                counter.attention_flops += flops
             return result
 
     class Fused(torch.autograd.Function):

@@ -51,7 +51,6 @@ class Device:
     network: float
     """[bytes/s] Unidirectional bandwidth out of one node, over all adapters together."""
     per_node: int
-    """[accelerators] Number per node."""
     source: str
     reached: Reached = Reached()
 

@@ -52,8 +52,6 @@ class Layout:
     """Whether rows packed into one sequence are masked from each other, so that attention gets a mask."""
     reference_pass: bool
     """Whether each micro-batch also runs through the model without its adapter."""
-    optimizer: str
-    """Name in config/optimizers.py, which defines the state kept beside the masters."""
     offload: str
     """none, optimizer, param or optimizer+param."""
     overlap: bool
@@ -80,7 +78,6 @@ class Layout:
 
     @property
     def global_size(self) -> int:
-        """[samples] Global batch size."""
         return self.micro * self.accumulation * self.zero_ranks // self.sharing
 
     @property
@@ -159,7 +156,6 @@ def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:
         reduced=4 if config.precision.reduce == "fp32" or resolved.compute == "fp32" else 2,
         masked=config.keeps_documents_apart,
         reference_pass=config.task == "dpo" and config.preference.reference == "adapter_off",
-        optimizer=config.optimizer.name,
         offload=offload(resolved.deepspeed),
         overlap=bool(zero.get("overlap_comm", False)),
         zero=zero,

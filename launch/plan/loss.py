@@ -78,9 +78,7 @@ def sampler_bytes(shape: Shape, layout: Layout) -> float:
 
 def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]]:
     """Moments before a step's forward pass at which answers are sampled and measured, to the memory they add, by item.
-
-    A vLLM server has its own KV cache, outside this process. The self-gap is measured with the copy, in FP32.
-    """
+    A vLLM server has its own KV cache, outside this process. The self-gap is measured with the copy, in FP32."""
     section, whole = layout.config.grpo, sampler_bytes(shape, layout)
     if not whole:
         return {}

@@ -20,8 +20,6 @@ from precision.split_masters import SPLIT_BYTES
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak memory of one rank."""
-
     device: dict[str, float]
     """Item to bytes on the accelerator at the peak."""
     host: dict[str, float]
@@ -64,15 +62,13 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
 
 def _state_bytes(shape: Shape, layout: Layout) -> float:
     """[bytes] Optimizer state of the whole model."""
-    bytes_of = OPTIMIZERS[layout.optimizer].state_bytes
+    bytes_of = OPTIMIZERS[layout.config.optimizer.name].state_bytes
     return float(sum(bytes_of(matrix=group.matrix) * group.parameters for group in shape.groups))
 
 
 def activations(shape: Shape, layout: Layout) -> tuple[float, float, float]:
-    """(kept, recomputed, loss) bytes of one micro-batch.
-
-    kept: until the backward pass. recomputed: by one block during its backward pass. loss: see `loss_bytes`.
-    """
+    """(kept, recomputed, loss) bytes of one micro-batch. kept: until the backward pass. recomputed: by one block during
+    its backward pass. loss: see `loss_bytes`."""
     assert shape.counted is not None
     kept, again = kept_bytes(shape, layout)
     return kept + shape.counted.outside * layout.tokens, again, loss_bytes(shape, layout)
@@ -158,10 +154,8 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
 
 
 def saved_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] One rank's part of a checkpoint: masters, optimizer state, and weights in the compute dtype.
-
-    Frozen weights are not saved. Below stage 3 every rank copies the weights but only rank 0 writes them.
-    """
+    """[bytes] One rank's part of a checkpoint: masters, optimizer state, and weights in the compute dtype. Frozen
+    weights are not saved. Below stage 3 every rank copies the weights but only rank 0 writes them."""
     shape = shape.own
     trained = shape.trained_parameters / (layout.zero_ranks if layout.stage == 3 else 1)
     share = layout.zero_ranks if layout.stage else 1
@@ -192,10 +186,8 @@ def _start(shape: Shape, layout: Layout, device: dict[str, float], process: floa
 
 
 def _copied(shape: Shape, layout: Layout, *, experts: bool) -> float:
-    """[bytes] Size of the copies for the largest bucket of FP32 gradients that BF16_Optimizer flattens.
-
-    The gradients of a group are one tensor; a bucket with a single tensor is reduced in place, or cast.
-    """
+    """[bytes] Size of the copies for the largest bucket of FP32 gradients that BF16_Optimizer flattens. The gradients
+    of a group are one tensor; a bucket with a single tensor is reduced in place, or cast."""
     buckets: list[list[float]] = [[]]
     for group in shape.groups:
         if (group.shared > 1) == experts:

@@ -17,7 +17,6 @@ from config.errors import UserError, one_line
 from config.schema import AdapterSection, Config, ModelSection, OptimizerSection
 from config.task import CAUSAL_LM, ENCODER_TASKS, model_class_of
 from data.text.tokenizer import ENCODER_TOKENS, SMALLEST_BPE, is_made, vocabulary_size
-from launch.plan.codes import Codes, coded_layers, codes_of
 from launch.plan.counted import Counted, count_activations
 from launch.plan.layout import Layout
 from modeling.activation_checkpointing import blocks_of
@@ -58,11 +57,27 @@ class Stored:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model used only for inference."""
-
     shape: Shape
     width: int
     """[bytes] Size of one parameter."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Sizes of the quantised layers of a frozen base (`adapter.base`).
+
+    NF4 has one scale per 64 weights (Dettmers et al. 2023, QLoRA); `double_quant` stores these scales in 8 bits, with
+    one FP32 scale per 256 of them. int8 has one scale per row.
+    """
+
+    parameters: int
+    """[parameters] Number of weights that the codes represent."""
+    codes: float
+    """[bytes] Size of the codes, which stage 3 divides among ranks."""
+    scales: float
+    """[bytes] Size of the scales, which every rank holds in full."""
+    largest: int
+    """[parameters] Size of the largest layer, whose weights are dequantised while it computes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,6 @@ class Shape:
     trained_matmul: int
     """[parameters] Trained part of `matmul_parameters`, which needs one more matmul in the backward pass."""
     groups: tuple[Group, ...]
-    """Parameter groups of the optimizer."""
     modules: tuple[tuple[Stored, ...], ...]
     """Own parameters of each module that has any, counting shared ones once."""
     layers: int
@@ -197,9 +211,7 @@ def _vocabulary(config: Config) -> int:
 
 def read_shape(config: Config, layout: Layout) -> Shape:
     """The sizes of the model in `config`. Takes seconds; needs no weights, and no network for a model from scratch.
-
-    Raises UserError if the model is unknown, rejected or cannot run without values.
-    """
+    Raises UserError if the model is unknown, rejected or cannot run without values."""
     model = model_of(config)
     shape = sizes_of(model, config.adapter, config.optimizer, model_class=model_class_of(config))
     if layout.tensor > 1:
@@ -321,6 +333,44 @@ def sizes_of(
     )
 
 
+_BLOCK, _SCALES = 64, 256
+"""[weights] Number per scale, and [scales] number per scale of scales."""
+
+
+def coded_layers(model: Any, section: AdapterSection) -> list[Any]:
+    """Layers to quantise in a model without its adapter: linear ones, except the head and fully trained modules."""
+    head = model.get_output_embeddings()
+    return [
+        module
+        for name, module in model.named_modules()
+        if section.base != "compute"
+        and type(module).__name__ in ("Linear", "Conv1D")
+        and module is not head
+        and not any(name.endswith(one) for one in section.modules_to_save)
+    ]
+
+
+def codes_of(model: Any, section: AdapterSection) -> Codes | None:
+    """Sizes of `coded_layers`; None if the base is not quantised."""
+    if section.base == "compute":
+        return None
+    shapes = [
+        # GPT-2's weights are (inputs, outputs) and are transposed before quantisation
+        tuple(layer.weight.shape[:: -1 if type(layer).__name__ == "Conv1D" else 1])
+        for layer in coded_layers(model, section)
+    ]
+    sizes = [math.prod(shape) for shape in shapes]
+    blocks = sum(math.ceil(size / _BLOCK) for size in sizes)
+    rows = sum(shape[0] for shape in shapes)
+    if section.base == "int8":
+        codes, scales = float(sum(sizes)), 4.0 * rows
+    elif section.double_quant:
+        codes, scales = sum(sizes) / 2, blocks + 4.0 * sum(math.ceil(size / _BLOCK / _SCALES) for size in sizes)
+    else:
+        codes, scales = sum(sizes) / 2, 4.0 * blocks
+    return Codes(sum(sizes), codes, scales, max(sizes, default=0))
+
+
 def _modules(model: Any, coded: set[int], *, halved: bool) -> Iterator[tuple[Stored, ...]]:
     """Parameters by module. coded: ids of quantised ones, stored as bytes. halved: whether a byte holds two weights."""
     seen: set[int] = set()
@@ -347,10 +397,8 @@ def _tables(model: Any) -> set[int]:
 
 
 def _groups(model: Any, section: OptimizerSection, *, ranks: int = 1) -> Iterator[Group]:
-    """Sizes of the groups of `modeling.parameter_groups`; experts shared by `ranks` ranks count in full.
-
-    Raises UserError if a group in the config has no parameters.
-    """
+    """Sizes of the groups of `modeling.parameter_groups`; experts shared by `ranks` ranks count in full. Raises
+    UserError if a group in the config has no parameters."""
     for group in parameter_groups(model, section):
         shapes = [how.whole(item.shape) if (how := cut(item)) else item.shape for item in group["params"]]
         sizes = [shape.numel() for shape in shapes]

@@ -75,17 +75,17 @@ class Log:
         finally:
             self._held.clear()
 
-    def add(self, function: Any, given: Sequence[Any], options: dict[str, Any], result: Any) -> None:
-        """Record a torch operator that has run."""
+    def add(self, function: Any, given: Sequence[Any], options: dict[str, Any], result: Any) -> float:
+        """Record a torch operator that has run; returns its FLOPs."""
         name = function._schema.name
         if function.is_view or name.removeprefix("aten::").startswith(_MAKES_NOTHING) or name.startswith("prim::"):
-            return
+            return 0.0
         arguments = [item for item in pytree.tree_leaves((given, options)) if isinstance(item, torch.Tensor)]
         made = [item for item in pytree.tree_leaves(result) if isinstance(item, torch.Tensor)]
         overwrites = name.endswith("_") or function._schema.is_mutable
         known = {item.untyped_storage()._cdata for item in arguments}
         if not overwrites and made and all(item.untyped_storage()._cdata in known for item in made):
-            return  # a view under another name
+            return 0.0  # a view under another name
         if name in _PICKS:
             table = arguments.pop(_PICKS[name]).untyped_storage()._cdata
             made = [item for item in made if item.untyped_storage()._cdata != table]
@@ -96,9 +96,9 @@ class Log:
         flops = float(count(*given, **options, out_val=result)) if count else 0.0
         read = arguments[1:] if name in _ONLY_WRITES else arguments
         self.note("matmul" if flops else "other", flops, read, made)
+        return flops
 
     def note(self, kind: str, flops: float, read: Iterable[Any], written: Iterable[Any]) -> None:
-        """Record an operator with its operands."""
         scope, reads, writes = self._scope(), self._sizes(read), self._sizes(written)
         if scope != HEAD:
             self.operations.append(Operation(kind, scope, self.backward, flops, reads, writes))

@@ -21,7 +21,7 @@ from launch.plan.layout import Layout, layout_of
 from launch.plan.memory import Memory, peak_memory
 from launch.plan.model import Shape, read_shape
 from launch.plan.speed import Speed, matmul_peak, mfu_of, speed
-from launch.plan.timed import Lever, Timed, levers, time_of
+from launch.plan.timed import Timed, levers, time_of
 
 PROCESS_BYTES = 476 * 2**20
 """Memory of Python, torch, DeepSpeed and gloo in one rank on a CPU, as measured in docs/plan.md."""
@@ -53,7 +53,6 @@ class Planner:
     speed: Callable[[Layout], Speed]
 
     def option(self, layout: Layout) -> Option:
-        """The layout with its memory and speed."""
         memory = peak_memory(self.shape, layout, process=self.process)
         return Option(layout, memory, self.speed(layout), memory.total <= self.usable)
 
@@ -101,18 +100,7 @@ def communication_bound_from(options: list[Option]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Changed:
-    """Modelled step time with one thing changed."""
-
-    name: str
-    timed: Timed
-    fits: bool
-
-
-@dataclass(frozen=True)
 class Plan:
-    """The results of planning."""
-
     resolved: Resolved
     shape: Shape
     device: Device
@@ -131,19 +119,19 @@ class Plan:
     @cached_property
     def timed(self) -> Timed | None:
         """Modelled time of the configured step by item; None if its operators could not be counted."""
-        return self._timed(Lever("", self.configured.layout), self.configured)
+        return self._timed(self.configured)
 
     @cached_property
-    def changed(self) -> list[Changed]:
-        """Modelled step times with one thing changed, for each possible change."""
+    def changed(self) -> list[tuple[str, Timed, bool]]:
+        """(what is changed, modelled step time, whether it fits), for each possible change alone."""
         tried = levers(self.shape, self.configured.layout) if self.timed else []
         options = [(lever, self.planner.option(lever.layout)) for lever in tried]
-        found = [(lever.name, self._timed(lever, option), option.fits) for lever, option in options]
-        return [Changed(name, timed, fits) for name, timed, fits in found if timed is not None]
+        found = [(lever.name, self._timed(option, lever.without), option.fits) for lever, option in options]
+        return [(name, timed, fits) for name, timed, fits in found if timed is not None]
 
-    def _timed(self, lever: Lever, option: Option) -> Timed | None:
+    def _timed(self, option: Option, without: Sequence[str] = ()) -> Timed | None:
         sent = option.speed.communication_seconds
-        return time_of(self.shape, lever.layout, self.device, communication=sent, without=lever.without)
+        return time_of(self.shape, option.layout, self.device, communication=sent, without=without)
 
     @property
     def model_mfu(self) -> float:

@@ -33,9 +33,7 @@ def _edge(shape: Shape, layout: Layout) -> float:
 
 def recomputed_blocks(shape: Shape, layout: Layout) -> int:
     """[blocks] Number recomputed as a whole; for a budget the smallest number that fits, computed as by the trainer.
-
-    The trainer includes what the loss keeps until the backward pass: FP32 log-softmax, or gradients of chunks.
-    """
+    The trainer includes what the loss keeps until the backward pass: FP32 log-softmax, or gradients of chunks."""
     model, layers, tokens = layout.config.model, shape.layers, layout.tokens
     if layout.checkpointing == "budget":
         assert shape.counted is not None

@@ -165,10 +165,8 @@ def _of_states(shape: Shape, layout: Layout) -> Traffic:
 
 def _exchanged(shape: Shape, layout: Layout) -> float:
     """[bytes] FP32 matrices sent to the rank that computes their update, and back, for optimizers of whole matrices.
-
-    Shared experts are updated where they are, except one that is divided between two ranks.
-    """
-    if not OPTIMIZERS[layout.optimizer].splits_matrices or layout.stage == 0:
+    Shared experts are updated where they are, except one that is divided between two ranks."""
+    if not OPTIMIZERS[layout.config.optimizer.name].splits_matrices or layout.stage == 0:
         return 0.0
     staying = sum(group.parameters for group in shape.groups if group.matrix and group.shared > 1)
     return 8.0 * (shape.hidden_matrix_parameters - staying) / layout.zero_ranks * _leaving(layout.zero_ranks)
@@ -189,8 +187,6 @@ def ring_bandwidth(device: Device, world: int) -> float:
 
 @dataclass(frozen=True)
 class Speed:
-    """Duration of one optimizer step."""
-
     compute_seconds: float
     communication_seconds: float
     step_seconds: float
@@ -251,10 +247,8 @@ def mfu_of(tokens_per_second: float, shape: Shape, layout: Layout, device: Devic
 
 
 def computed_flops(shape: Shape, layout: Layout) -> float:
-    """[FLOP] Cost of one token on one rank: forward, backward, recomputation, and passes of reference and teacher.
-
-    With expert parallelism, ranks process each other's tokens, which costs the same as having all experts.
-    """
+    """[FLOP] Cost of one token on one rank: forward, backward, recomputation, and passes of reference and teacher. With
+    expert parallelism, ranks process each other's tokens, which costs the same as having all experts."""
     shape = shape.own if layout.expert == 1 else shape
     again = recomputed_share(shape, layout) + layout.reference_pass + layout.counting_pass
     flops = shape.flops_per_token(layout.sequence) + again * shape.forward_flops(layout.sequence)

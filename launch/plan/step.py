@@ -49,7 +49,7 @@ def _rule_bytes(group: Group, layout: Layout) -> float:
     flat, piece = _sizes(group, layout)
     if group.matrix:
         return 4 * flat + _exchange_bytes(group, layout)
-    moments = TEMPORARIES.get(layout.optimizer, ())
+    moments = TEMPORARIES.get(layout.config.optimizer.name, ())
     return float(max((of_flat * flat + of_piece * piece for of_flat, of_piece in moments), default=0))
 
 
@@ -70,9 +70,7 @@ def _sub_group(layout: Layout) -> float:
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
     """[bytes] Buffers for exchanging whole matrices with the rank that computes them, and Newton-Schulz temporaries.
-
-    The FP32 iteration holds two copies of the matrix and two of its Gram matrix; with BF16 the FP32 result counts.
-    """
+    The FP32 iteration holds two copies of the matrix and two of its Gram matrix; with BF16 the FP32 result counts."""
     short, long = group.sides
     matrix = short * long
     iteration = 10.0 * matrix if layout.config.optimizer.orthogonalization == "bf16" else 8.0 * matrix + 8.0 * short**2

@@ -41,7 +41,6 @@ _ROOM_FOR_BOXES = 100
 
 
 def print_plan(plan: Plan) -> None:
-    """Print the plan."""
     console = terminal.console(columns=120)
     shape, layout, device = plan.shape, plan.configured.layout, plan.device
     title = (
@@ -69,7 +68,7 @@ def print_plan(plan: Plan) -> None:
 
 def _memory_table(plan: Plan) -> Table:
     memory = plan.configured.memory
-    spec = OPTIMIZERS[plan.configured.layout.optimizer]
+    spec = OPTIMIZERS[plan.configured.layout.config.optimizer.name]
     own = f"{', '.join(spec.matrix_states)} of hidden matrices, of the rest " if spec.matrix_states else ""
     means = _ITEM_NOTES | {"moments": f"{own}{', '.join(spec.states)}, in FP32"}
     title = f"Memory of one rank at its peak, {memory.moment}"
@@ -152,11 +151,10 @@ def _time_tables(plan: Plan) -> list[Table | str]:
     whole = sum(timed.micro.values())
     table.add("total", f"{whole * ms:,.1f}", f"{timed.seconds * ms:,.1f}", "", style="bold")
     changed = Table(("changed", "ms a step", "", "MFU", ""), title="Effect of a single change, modelled, unmeasured")
-    for each in plan.changed:
-        gain = each.timed.seconds / timed.seconds - 1
-        remark = "" if each.fits else Text("does not fit", style="red")
-        mfu = f"{plan.modelled_mfu(each.timed):.0%}"
-        changed.add(each.name, f"{each.timed.seconds * ms:,.1f}", f"{gain:+.1%}", mfu, remark)
+    for name, other, fits in plan.changed:
+        remark = "" if fits else Text("does not fit", style="red")
+        gain, mfu = other.seconds / timed.seconds - 1, plan.modelled_mfu(other)
+        changed.add(name, f"{other.seconds * ms:,.1f}", f"{gain:+.1%}", f"{mfu:.0%}", remark)
     return [table, changed]
 
 

@@ -56,10 +56,8 @@ LIGER, LOSS_KERNEL = "Liger", "loss kernel"
 def time_of(
     shape: Shape, layout: Layout, device: Device, *, communication: float, without: Collection[str] = ()
 ) -> Timed | None:
-    """Modelled time of a step; None if its operators could not be counted.
-
-    communication: [s] time of a step's collectives. without: kernels that the machine lacks.
-    """
+    """Modelled time of a step; None if its operators could not be counted. communication: [s] time of a step's
+    collectives. without: kernels that the machine lacks."""
     own = shape.own
     counted = own.counted
     if counted is None or not counted.operations:
@@ -83,7 +81,7 @@ def time_of(
     step = {
         name: rates.moving(each * own.divided / layout.zero_ranks) for name, each in step_bytes(own, layout).items()
     }
-    if layout.optimizer == "muon":
+    if layout.config.optimizer.name == "muon":
         step["optimizer"] += _newton_schulz(own, layout) / rates.matmul
     compute = computing * layout.accumulation
     if layout.world > 1:
@@ -118,10 +116,8 @@ class _Rates:
 
 
 def kernels_of(operations: Sequence[Operation], layout: Layout, architecture: str) -> Sequence[Operation]:
-    """The operators as executed by the config's kernels: torch's, Liger's or compiled ones.
-
-    Liger and compiled kernels are assumed to be perfect: neighbours become one kernel that reads its inputs once.
-    """
+    """The operators as executed by the config's kernels: torch's, Liger's or compiled ones. Liger and compiled kernels
+    are assumed to be perfect: neighbours become one kernel that reads its inputs once."""
     model = layout.config.model
     if model.compile:
         return fused(operations, lambda one: None if one.scope == "outside" else "block")
@@ -187,7 +183,7 @@ def gradient_bytes(layout: Layout) -> float:
 def step_bytes(shape: Shape, layout: Layout) -> dict[str, float]:
     """[bytes] Item to memory traffic of a step per value of a rank's part, from the code of torch and DeepSpeed."""
     matrix = shape.hidden_matrix_parameters / max(shape.trained_parameters, 1)
-    rule = OPTIMIZERS[layout.optimizer]
+    rule = OPTIMIZERS[layout.config.optimizer.name]
     state = rule.state_bytes(matrix=True) * matrix + rule.state_bytes(matrix=False) * (1 - matrix)
     in_fp32 = layout.stage == 0 or layout.bf16_optimizer
     # flattened for reduction, divided and copied back, or flattened for the update; then zeroed, twice for BF16

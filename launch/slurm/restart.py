@@ -45,7 +45,6 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
     parser = Arguments("python -m launch.slurm.restart", __doc__)
     parser.add_argument("question", choices=("begin", "end"))
     parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")

@@ -35,7 +35,6 @@ _SBATCH = REPOSITORY / "launch/slurm/sweep.sbatch"
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Run, submit, list or report a sweep; returns the exit code."""
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     options = _parse(arguments[:split])
     if options.trial is not None:

@@ -22,7 +22,6 @@ class History:
     """A run so far. If a resumed run repeats steps, the last attempt counts."""
 
     path: Path
-    """Path of the run's events.jsonl."""
     losses: dict[int, float] = field(default_factory=dict)
     """Step to training loss, or to the negated reward for a run followed by its reward."""
     evaluations: dict[int, float] = field(default_factory=dict)

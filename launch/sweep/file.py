@@ -70,8 +70,6 @@ class Settings:
 
 @dataclass(frozen=True)
 class Sweep(Settings):
-    """A checked sweep file."""
-
     path: Path
     trials: tuple[Trial, ...]
 

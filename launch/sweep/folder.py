@@ -66,7 +66,6 @@ class Plan(Settings):
         return [entry for entry in self.trials if not entry.removed]
 
     def run_folder(self, entry: Entry) -> Path:
-        """The run folder of a trial."""
         return self.folder / entry.name
 
     def log_path(self, entry: Entry) -> Path:
@@ -74,14 +73,12 @@ class Plan(Settings):
         return self.folder / "logs" / f"{entry.index:03d}.log"
 
     def outcome(self, entry: Entry) -> Outcome:
-        """The recorded outcome of a trial."""
         try:
             return Outcome(**json.loads(self._record(entry).read_text(encoding="utf-8")))
         except FileNotFoundError:
             return Outcome()
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
-        """Record the outcome of a trial."""
         write_json_atomically(self._record(entry), dataclasses.asdict(outcome))
 
     def _record(self, entry: Entry) -> Path:
@@ -90,9 +87,7 @@ class Plan(Settings):
 
 def prepare(sweep: Sweep) -> tuple[Plan, list[str]]:
     """Write the plan of a sweep, merged with the one in its folder; returns it with notes for the user about changes.
-
-    Raises UserError if a trial that has begun would now have another config, or if the folder cannot be made.
-    """
+    Raises UserError if a trial that has begun would now have another config, or if the folder cannot be made."""
     folder, notes = sweep.folder, []
     old = read_plan(folder) if (folder / "sweep.json").is_file() else None
     known = {_identity(entry.overrides): entry for entry in old.trials} if old else {}

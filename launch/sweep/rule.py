@@ -20,8 +20,6 @@ from config.schema import limit
 
 @dataclass(frozen=True)
 class Hopeless:
-    """Parameters of the rule."""
-
     after_steps: int = limit(50, at_least=1)
     """[steps] No trial is stopped before this step."""
     every_steps: int = limit(10, at_least=1)
@@ -43,10 +41,8 @@ class Report:
 
 
 def hopeless_reason(own: Sequence[Report], others: Sequence[Sequence[Report]], rule: Hopeless) -> str | None:
-    """Why the trial should be stopped after its last report; None if it should not.
-
-    own, others: reports in step order; a nan loss counts as infinite.
-    """
+    """Why the trial should be stopped after its last report; None if it should not. own, others: reports in step order;
+    a nan loss counts as infinite."""
     if not own or own[-1].step < rule.after_steps:
         return None
     step = own[-1].step

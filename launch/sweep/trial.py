@@ -13,9 +13,12 @@ import signal
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
+
+import psutil
 
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED
 from config.errors import UserError
@@ -37,14 +40,13 @@ POLL_SECONDS = 0.3
 RECORD_SECONDS = 20.0
 """Interval at which the elapsed time of a running trial is recorded."""
 _PR_SET_PDEATHSIG = 1
+log = partial(job.log, program="sweep")
 _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Run one trial to its end, unless it is stopped.
-
-    Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics, 75 stopped on request, 1 anything else.
-    """
+    """Run one trial to its end, unless it is stopped. Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics,
+    75 stopped on request, 1 anything else."""
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
         outcome = plan.outcome(entry)
@@ -195,19 +197,10 @@ def end_leftover_processes(run_folder: Path) -> None:
         time.sleep(0.2)
 
 
-def log(line: str) -> None:
-    """Write one line, prefixed `sweep:`, to stderr."""
-    job.log(line, "sweep")
-
-
 def _trial_processes(run_folder: Path) -> list[int]:
     """Pids of a trial's processes on this machine, except this one."""
-    variable, found = f"{RUN_FOLDER_VARIABLE}={run_folder}".encode(), []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if variable in path.read_bytes().split(b"\0") and path.parent.name != str(os.getpid()):
-                found.append(int(path.parent.name))
-    return found
+    others = (one for one in psutil.process_iter(["environ"]) if one.pid != os.getpid())
+    return [one.pid for one in others if (one.info["environ"] or {}).get(RUN_FOLDER_VARIABLE) == str(run_folder)]
 
 
 def _end_with_sweep() -> None:

@@ -58,10 +58,8 @@ class Classification:
 
 
 class Regression:
-    """Squared error, in FP32, of one number per text, and Pearson's correlation.
-
-    The numbers to predict are the input `targets`, FP32 whatever the model computes in: 16 bits would change them.
-    """
+    """Squared error, in FP32, of one number per text, and Pearson's correlation. The numbers to predict are the input
+    `targets`, FP32 whatever the model computes in: 16 bits would change them."""
 
     has_perplexity = False
     sums: tuple[str, ...] = ("count", "predicted", "there", "predicted squared", "there squared", "product")

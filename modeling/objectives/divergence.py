@@ -101,10 +101,8 @@ class Distillation:
     def _of_chunk(
         self, logits: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Summed loss; and, without gradient, the (3,) float64 sums and the (tokens,) losses of the labels.
-
-        logits: (tokens, vocabulary). known: the teacher's logits or, with ids, its log-probabilities.
-        """
+        """Summed loss; and, without gradient, the (3,) float64 sums and the (tokens,) losses of the labels. logits:
+        (tokens, vocabulary). known: the teacher's logits or, with ids, its log-probabilities."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         counts = labels != IGNORED
         q = torch.log_softmax(logits / self._temperature, dim=-1)

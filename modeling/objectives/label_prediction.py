@@ -105,10 +105,8 @@ class RowPrediction(LabelPrediction):
 
 
 def labels_of_row(labels: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """The number of labels that count in each position's row, int64, shaped like labels.
-
-    positions: shaped like labels, 0 where a row begins, as in packed sequences; None: every sequence is one row.
-    """
+    """The number of labels that count in each position's row, int64, shaped like labels. positions: shaped like labels,
+    0 where a row begins, as in packed sequences; None: every sequence is one row."""
     counts = (labels != IGNORED).long()
     if positions is None:
         return counts.sum(dim=1, keepdim=True).expand_as(labels).clone()

@@ -99,7 +99,10 @@ WITH_CONFIG = [
     ("optimizer.learning_rate=1e-3s", "command line: optimizer.learning_rate = '1e-3s' is not a number; write digits"),
     ("run.steps=20,000", "command line: run.steps = '20,000' is not an integer; write digits alone, without a unit"),
     ("run.steps=many", "command line: run.steps = 'many' is not an integer; give a number"),
-    ("data.tokenizer=bpe:10", "command line: data.tokenizer = 'bpe:10' names no vocabulary size of 257 or more"),
+    *(
+        (f"data.tokenizer={spec}", f"command line: data.tokenizer = '{spec}' names no vocabulary size of 257 or more")
+        for spec in ("bpe:256", "bpe:many", "bpe:-5")
+    ),
     ("data.tokenizer=./nowhere", "command line: data.tokenizer = './nowhere' does not exist; give a folder, a hub id"),
     ("batch.micro_size=3", "{config} with batch.micro_size=3: batch.global_size = 8 cannot be"),
     ("deepspeed.config=zero9.json", "{config}: deepspeed.config = 'zero9.json' does not exist"),

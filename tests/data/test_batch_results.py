@@ -9,12 +9,13 @@ import pytest
 
 import data.text.prepare
 from config.schema import DataSection
+from data.array_file import read_arrays, write_arrays
 from data.corpora.corpus import is_prepared
 from data.rows import prepare_rows, row_preparation
 from data.rows.row_preparation import EncodedRows
 from data.sources.row_formats import BadRow
 from data.text import batch_results
-from data.text.batch_results import kept_folder, read_result, result_path, write_result
+from data.text.batch_results import kept_folder, result_path
 from data.text.prepare import prepare
 from tests.data.test_prepare import texts
 from tests.support.jobs.launches import start
@@ -92,7 +93,7 @@ def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(sec
 def test_a_result_belongs_to_its_batch_and_its_work(tmp_path: Path) -> None:
     batches = ([], ["x"], [("f:2", BadRow("x", "is missing"))], [("f:2", {"x": "is missing"})], [("f:2", {"x": b"y"})])
     assert len({result_path(tmp_path, work, batch) for work in ("a", "b") for batch in batches}) == 10
-    assert read_result(tmp_path / "nothing") is None
+    assert read_arrays(tmp_path / "nothing") is None
 
 
 def test_results_come_back_as_they_were(tmp_path: Path) -> None:
@@ -102,10 +103,10 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
         given.counts.update({"rows": 7, "dropped": 2})
         given.longest.update({"row": 9, "source": 6})
         given.bad = {"x: is empty": [2, "f:2", "f:5"]}
-        write_result(tmp_path / f"rows{len(lengths)}", given.packed())
-        kept = read_result(tmp_path / f"rows{len(lengths)}")
+        write_arrays(tmp_path / f"rows{len(lengths)}", given.packed(), {})
+        kept = read_arrays(tmp_path / f"rows{len(lengths)}")
         assert kept is not None
-        found = EncodedRows.unpacked(kept)
+        found = EncodedRows.unpacked(kept[0])
         for mine, other in zip(found.rows, given.rows, strict=True):
             for name in ("tokens", "trained"):
                 assert mine[name].dtype == other[name].dtype and np.array_equal(mine[name], other[name])

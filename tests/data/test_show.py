@@ -197,7 +197,7 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (row(messages=[]), "data.on_bad_row=skip", "). Correct the rows, or the keys of data that say what they are."),
     (FIRST, "task=pretrain data.train_on=all", "data.train_on = 'all' is only read by task = sft"),
     (FIRST, "adapter.kind=lora adapter.target_modules=[]", "adapter.target_modules is empty; name modules"),
-    (FIRST, "adapter.r=4", "adapter.r = 4 is only read by adapter.kind = lora; remove it"),
+    (FIRST, "adapter.r=4", "adapter.r = 4 is only read by adapter.kind = lora and dora; remove it"),
     (FIRST, "data.validation_fraction=0.9999999", "all 1 rows of data.path="),
 ]
 

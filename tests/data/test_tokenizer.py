@@ -95,12 +95,6 @@ def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arri
         monkeypatch.undo()
 
 
-@pytest.mark.parametrize("spec", ["bpe:", "bpe:256", "bpe:many", "bpe:-5"])
-def test_a_vocabulary_that_cannot_be(spec: str, source: Source) -> None:
-    with pytest.raises(UserError, match=f"data.tokenizer={spec}: the vocabulary size must be"):
-        make_tokenizer(spec, source, 0.0)
-
-
 def word_level(folder: Path, **special: str) -> Path:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<end>": 1, "hello": 2, "world": 70000}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

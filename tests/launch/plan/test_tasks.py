@@ -19,12 +19,11 @@ from config.launcher import as_launched
 from config.schema import AdapterSection, Config, DistillSection, ModelSection, OptimizerSection
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
-from launch.plan.codes import codes_of
 from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
 from launch.plan.loss import loss_bytes
 from launch.plan.memory import model_states, peak_memory
-from launch.plan.model import Shape, read_shape, sizes_of
+from launch.plan.model import Shape, codes_of, read_shape, sizes_of
 from launch.plan.speed import computed_flops
 from modeling.adapter import add_adapter
 from modeling.build import build_model, empty_model
