@@ -216,7 +216,8 @@ def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: i
     if not twins:
         return {}
     mine, other = (
-        {name: _known(value) for name, value in _used(run, price * devices)} for run in (candidate, twins[0])
+        {name: None if value is None or math.isnan(value) else value for name, value in _used(run, price * devices)}
+        for run in (candidate, twins[0])
     )
     return {
         name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
@@ -233,10 +234,6 @@ def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
     if hourly:
         speed = run.facts.tokens_per_second
         yield "cost_per_million_tokens", hourly / 3600 * 1e6 / speed if speed else None
-
-
-def _known(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
 
 
 def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:

@@ -230,14 +230,9 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
 
 def _modules_in_order(walks: Sequence[dict[str, Any]]) -> list[str]:
     """Every compared module: those with an output in the order of execution, then those with weights only."""
-    names: dict[str, None] = {}
-    for walk in walks:
-        for step in walk["steps"]:
-            names |= dict.fromkeys(step["order"])
-    for walk in walks:
-        for step in walk["steps"]:
-            names |= dict.fromkeys(name.rpartition(".")[0] for name in step["parameters"])
-    return list(names)
+    steps = [step for walk in walks for step in walk["steps"]]
+    names = [name for step in steps for name in step["order"]]
+    return list(dict.fromkeys([*names, *(name.rpartition(".")[0] for step in steps for name in step["parameters"])]))
 
 
 def _points(axis: Axes, order: Sequence[str], errors: dict[str, float], colour: str, label: str) -> None:
@@ -276,9 +271,7 @@ def _value(check: dict[str, Any], which: str) -> str:
     value = float(check[which])  # "inf" and "nan" are strings in JSON
     if not math.isfinite(value):
         return "not measured" if math.isnan(value) else "not finite"
-    if check["name"] in _SHARES:
-        return f"{value:.2%}"
-    return _number(value)
+    return f"{value:.2%}" if check["name"] in _SHARES else _number(value)
 
 
 def _number(value: Any) -> str:

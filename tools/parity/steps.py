@@ -20,7 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,10 +254,10 @@ class StepParity:
         engine.model.train(not self.no_dropout)
         found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
         restore_generators(drawn, engine.world.device)
-        errors: dict[str, float] = {}
         of_ranks = engine.world.gather_objects(found)
-        for rank, (each, _) in enumerate(of_ranks):
-            errors |= {f"{name} on rank {rank}": off for name, off in each.items()}
+        errors = {
+            f"{name} on rank {rank}": off for rank, (each, _) in enumerate(of_ranks) for name, off in each.items()
+        }
         return {"task_loss": errors, "other_constants": [note for _, note in of_ranks if note]}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -443,10 +443,9 @@ class StepParity:
             counted = OPTIMIZERS[section.name].by_value
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
+            tensors = *before, whole_master(engine, parameter), *now
             # a part at a time where that is possible, since FP64 takes ten times the parameter's memory
-            parts = zip(
-                *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
-            )
+            parts = zip(*map(_parts, tensors), strict=True) if counted else [tensors]
             moved, size, explained, within = Apart(), 0.0, 0.0, 0
             for master, gradient, *rest in parts:
                 known, (found, *found_states) = rest[: len(states[name])], rest[len(states[name]) :]
@@ -570,20 +569,14 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
         if isinstance(output, torch.Tensor):
             seen[name] = module.training, str(output.dtype).removeprefix("torch.")
 
-    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_hook(partial(note, name)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
     return values.reshape(-1).split(PART)
-
-
-def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (values,)
 
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:

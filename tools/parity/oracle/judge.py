@@ -118,7 +118,8 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     model = _model(run, config, shape)
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     movement = Movement(model, config.optimizer)
-    at_start = Start("", {name: _checksum(item) for name, item in model.named_parameters() if item.requires_grad})
+    trained = ((name, item.detach().flatten()) for name, item in model.named_parameters() if item.requires_grad)
+    at_start = Start("", {name: as_text(checksum(values, 0)) for name, values in trained})
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
     task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
@@ -227,10 +228,6 @@ def _recorded(
 
 def _checkpoint(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoints / f"step-{step}" / "deepspeed"
-
-
-def _checksum(parameter: torch.Tensor) -> str:
-    return as_text(checksum(parameter.detach().flatten(), 0))
 
 
 def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[str, Comparison]) -> str:
