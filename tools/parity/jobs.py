@@ -20,16 +20,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
-from launch.job import (
-    TRAIN,
-    default_processes,
-    error_line_of,
-    first_line,
-    job_command,
-    launch,
-    shorten,
-    with_steps,
-)
+from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
 from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of

@@ -77,13 +77,7 @@ from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import (
-    states_of,
-    trainable_parameters,
-    whole_gradient,
-    whole_master,
-    whole_weight,
-)
+from training.engine.tensors import states_of, trainable_parameters, whole_gradient, whole_master, whole_weight
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import Session, session

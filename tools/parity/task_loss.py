@@ -134,11 +134,7 @@ def _teaching(engine: Engine, teach: Callable[..., Any]) -> Any:
 
 
 def _differentiated(
-    config: Any,
-    inputs: Mapping[str, Any],
-    labels: torch.Tensor,
-    passed: _Passed,
-    dtype: torch.dtype = torch.float64,
+    config: Any, inputs: Mapping[str, Any], labels: torch.Tensor, passed: _Passed, dtype: torch.dtype = torch.float64
 ) -> tuple[_Loss, torch.Tensor]:
     """The definition's loss, and its gradient at the logits, computed in `dtype`."""
     logits = passed.own.to(dtype).requires_grad_()
