@@ -117,10 +117,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def make_study(options: argparse.Namespace) -> Study:
-    """The study, with its DeepSpeed JSONs in the output folder.
-
-    Raises UserError for a config that cannot be trained in one of the settings.
-    """
+    """Write the study's DeepSpeed JSONs and return it. Raises UserError if a setting cannot be trained."""
     path = Path(options.config or REPOSITORY / "config/recipes/demo.yaml")
     given = [*(() if options.config else SMALL), *options.overrides]
     uniform = ["precision.path=cast", "precision.manifest=null"]

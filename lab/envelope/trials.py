@@ -6,7 +6,6 @@ next starts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -20,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.command_line import parse
 from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
@@ -81,8 +81,7 @@ class Study:
         given += [f"deepspeed.config={json.dumps(str(self.documents[setting.compute]))}"]
         given += [f"optimizer.learning_rate={rate!r}"]
         given += [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
-        options = argparse.Namespace(config=str(self.config), overrides=given, deepspeed_config=None, local_rank=None)
-        return resolve_run(options, launched or as_launched(self.processes))
+        return resolve_run(parse(["--config", str(self.config), *given]), launched or as_launched(self.processes))
 
     def first(self, launched: Mapping[str, str] | None = None) -> Resolved:
         """The first run of all; settings that it shares with the others are the study's."""

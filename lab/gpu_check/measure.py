@@ -396,18 +396,13 @@ def _depths(found: Mapping[str, Any]) -> Figures:
 
 def predicted(bench: Bench, *arguments: str) -> Figures:
     """Memory that `launch.plan` predicts for the same config; empty for a device it does not know."""
-    device = planner_device(bench.device)
-    if device is None:
+    words = re.findall(r"[a-z0-9]+", bench.device.lower())
+    known = (*DEVICES, "cpu")
+    fits = [name for name in known if all(any(word.startswith(part) for word in words) for part in name.split("-"))]
+    if not fits:
         return {}
+    device = max(fits, key=len)
     options = ["--json", "--gpus", str(bench.processes), "--device", device]
     said = bench.tool("launch.plan", *options, *arguments, codes=(0, 3), leads=True)
     memory = json.loads(said[said.index("{") :])["memory"]
     return {"planned GiB": memory["peak"] / GIB, "planned host GiB": sum(memory["host"].values()) / GIB}
-
-
-def planner_device(name: str) -> str | None:
-    """`launch.plan`'s name for a device, from the name that the driver reports; None if it has no such device."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    known = (*DEVICES, "cpu")
-    fits = [row for row in known if all(any(word.startswith(part) for word in words) for part in row.split("-"))]
-    return max(fits, key=len, default=None)

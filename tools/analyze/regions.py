@@ -88,10 +88,7 @@ def measure(
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
-    """The content of `Point.casts`, observed in a training step: kernels differ without gradients or dropout.
-
-    A collective.
-    """
+    """`Point.casts`, observed in a training step: kernels differ without gradients or dropout. A collective."""
     every = Unit(tuple(name for unit in units for name in unit.names), 0, {})
     found: dict[str, dict[str, str]] = {}
     for dtype in ("bf16", "fp16"):

@@ -216,10 +216,7 @@ def build_skeleton(
 
 
 def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, the tokenizer, and generation_config.json for models that generate.
-
-    A pretrained model's generation settings are kept.
-    """
+    """config.json, the tokenizer and, for models that generate, the base's generation settings or new ones."""
     section = config.model
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id

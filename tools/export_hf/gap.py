@@ -166,10 +166,7 @@ def in_own_memory(model: Any) -> Any:
 
 
 def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory.
-
-    model_class: as in config/task.py.
-    """
+    """A checkpoint's model with its masters as weights, whole in memory. model_class: as in config/task.py."""
     auto = getattr(transformers, model_class)
     with no_init_weights():
         model: Any = auto.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)
