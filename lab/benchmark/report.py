@@ -37,9 +37,8 @@ def compare(
 ) -> dict[str, Any]:
     """Each contestant's measurements and its ratios to the baseline. runs: by contestant, in order of rounds.
 
-    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. If it or flops_per_token is None there is no MFU.
-    The baseline is the bare loop if it took part, else the first contestant. Losses are compared with the first
-    Mantissa's, else with the first contestant's; if they differ by more than `tolerance` there is no ratio.
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Baseline is the bare loop, else the first
+    contestant. Losses are compared with the first Mantissa's, else the first contestant's; no ratio beyond `tolerance`.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
     reference = next((name for name in runs if name in OWN), next(iter(runs)))

@@ -33,7 +33,7 @@ from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
 from lab.benchmark.harness import SHARES
 from lab.envelope.page import write_results
-from lab.envelope.search import CONTROL, Bounds, Setting
+from lab.envelope.search import CONTROL, Setting
 from lab.envelope.trials import Missing, Study, explore_finished, work
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
@@ -141,7 +141,7 @@ def make_study(options: argparse.Namespace) -> Study:
         documents=write_documents(json_path, folder / "ds_configs", {"fp32", *(each.compute for each in settings)}),
         settings=settings,
         rates=tuple(options.rates),
-        bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
+        bounds=config.parity,
         processes=options.processes,
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from config.schema import ParitySection
 from tools.parity.judge_runs import Trajectory, first_departure
 
 RISE = 0.1
@@ -69,16 +70,6 @@ class Trial:
     """[step] Attempted step, from 1, at which the run failed by itself."""
     why: str | None = None
     """The reason of the failure."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of parity, named as in the config's `parity:` section."""
-
-    loss_gap: float
-    """[fraction] Bound on the running median of the training loss, at every step."""
-    validation_delta: float
-    """[fraction] Bound on the last validation loss."""
 
 
 Failure = tuple[int, str]
@@ -160,7 +151,7 @@ class DivergenceWatch:
         return None
 
 
-def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | None:
+def parity_failure(trial: Trial, reference: Trial, bounds: ParitySection) -> Failure | None:
     """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same setting and rate.
 
     Both must have the same number of planned steps. The validation loss is compared if both have one.
@@ -193,7 +184,7 @@ def climb(rates: Sequence[float], attempt: Callable[[float], Tried]) -> tuple[Tr
 
 
 def explore(
-    settings: Sequence[Setting], rates: Sequence[float], bounds: Bounds, run: Callable[[Setting, float], Trial]
+    settings: Sequence[Setting], rates: Sequence[float], bounds: ParitySection, run: Callable[[Setting, float], Trial]
 ) -> Iterator[Cell]:
     """The cells of every setting, each FP32 cell before those compared with it; `run` runs a trial or recalls it.
 

@@ -23,8 +23,9 @@ from config.command_line import parse
 from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
+from config.schema import ParitySection
 from lab.benchmark.harness import SHARES
-from lab.envelope.search import CONTROL, Bounds, Cell, DivergenceWatch, Setting, Trial, explore, window_of
+from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore, window_of
 from tools.parity.judge_runs import NUDGE
 from tracking.compare.surviving import read_events
 from tracking.environment import environment
@@ -66,7 +67,7 @@ class Study:
     settings: tuple[Setting, ...]
     rates: tuple[float, ...]
     """Ascending."""
-    bounds: Bounds
+    bounds: ParitySection
     processes: int
 
     def resolve(self, setting: Setting, rate: float, launched: Mapping[str, str] | None = None) -> Resolved:

@@ -93,9 +93,8 @@ def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
 class Ranges:
     """Histograms of every region and kind, on the device, without synchronization until `spreads`.
 
-    `counts`: (regions, kinds, bins + 2) int64, the last two being zeros and values that are not finite. `maxima`:
-    (regions, kinds) float64. Both have the same shape on every rank, whatever it has seen, so they can be reduced:
-    counts by a sum, maxima by a maximum.
+    `counts`: (regions, kinds, bins + 2) int64, the last two for zeros and non-finite values. `maxima`: (regions, kinds)
+    float64. Both have the same shape on every rank and can be reduced, by a sum and by a maximum.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device) -> None:
@@ -185,8 +184,7 @@ class OperandMeter(Observation):
 def gradients_counted(model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> Iterator[None]:
     """Context manager around forward and backward passes that counts gradients and weight gradients of every region.
 
-    With activation checkpointing of either kind each gradient is counted once: only tensors on the backward path have
-    one.
+    Activation checkpointing counts no gradient twice: only tensors on the backward path have one.
     """
 
     def count(names: list[str], kind: str, gradient: torch.Tensor) -> None:

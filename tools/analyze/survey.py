@@ -177,9 +177,8 @@ def _decide(
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only if they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; then also considered is FP16
-    wherever nothing overflows, however much it flushes, and FP32 elsewhere, if enough FLOPs stay in 16 bits. given:
-    more arguments of `propose`.
+    costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; FP16 wherever nothing
+    overflows and FP32 elsewhere is then tried, too, if enough FLOPs stay in 16 bits. given: for `propose`.
     """
     limits: Limits = given["limits"]
     named = {

@@ -76,10 +76,9 @@ def export(
 ) -> dict[str, Any]:
     """Write the folder `out`; returns the content of its mantissa.json.
 
-    A run's adapter is written in peft's format, or merged into its base. merge_from: `fp32` for the values of the
-    base's files, `compute` for those rounded to the run's compute dtype. comparison: how to compare its
-    log-probabilities with the masters'. Raises UserError for what the user can correct, TensorsDiffer if a tensor is
-    not as expected, and GapTooLarge; `out` is then unchanged.
+    A run's adapter is written in peft's format, or merged into its base: its files' values (merge_from `fp32`), or
+    these rounded to the run's compute dtype (`compute`). comparison: how to compare log-probabilities with the
+    masters'. Raises UserError, TensorsDiffer if a tensor is not as expected, and GapTooLarge; `out` is then unchanged.
     """
     adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
     if merged and not adapted:

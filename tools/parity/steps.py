@@ -204,10 +204,9 @@ class StepParity:
     def evaluation_errors(self, batch: Batch) -> dict[str, Any]:
         """How an evaluation of a batch differs from what it should be. Changes no weight.
 
-        evaluation_error: the relative distance between the losses of two evaluations with the same weights and
-        different random numbers, so that whatever is drawn or changed in evaluation, such as dropout, shows. On a CPU a
-        sound model's are equal bit for bit. evaluated_otherwise: modules that were in training mode, or returned
-        another dtype than in training, to what they did.
+        evaluation_error: relative distance between the losses of two evaluations with different random numbers, which
+        shows whatever is drawn or changed in evaluation; bitwise 0 on a CPU for a sound model. evaluated_otherwise:
+        modules in training mode, or with another output dtype than in training, to what they did.
         """
         engine, drawn = self._engine, generators(self._engine.world.device)
         with _watched(engine.model) as evaluated:
@@ -300,9 +299,9 @@ class StepParity:
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
 
-        Each is first computed alone, as a sum with nothing. FP32 adds them up exactly except for its last rounding;
-        adding up in 16 bits rounds their sum again. If passes differ from run to run, four times their difference is
-        allowed. Empty if the config reduces gradients in less than FP32, or any is not finite. Changes no weight.
+        Each is first computed alone. FP32 rounds their sum once, adding up in 16 bits rounds it again. If passes are
+        nondeterministic, four times their difference is allowed. Empty if the config reduces gradients in less than
+        FP32, or any is not finite. Changes no weight.
         """
         if self._resolved.config.precision.reduce != "fp32" or self._engine.router is not None:
             return {}
@@ -320,12 +319,11 @@ class StepParity:
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
         """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
-        weighting_error: by parameter, the relative distance of the reduced gradient from the one summed here over the
-        same passes, in which each label (pair, row) counts the same however many are in its micro-batch. loss_error:
-        the same for the reported loss. Both go through the same roundings, so that even a weight that is wrong by less
-        than any 16-bit rounding shows. What routers add is recomputed from their logits and the config's factors. If
-        passes differ from run to run, four times their difference is allowed. Empty if gradients are not finite.
-        Changes no weight.
+        weighting_error: by parameter, the relative distance of the reduced gradient from one summed here over the same
+        passes, in which each label (pair, row) has equal weight. loss_error: the same for the reported loss. Roundings
+        are the same in both, so a weight that is wrong by less than any 16-bit rounding shows. What routers add is
+        recomputed from their logits and the config's factors. If passes are nondeterministic, four times their
+        difference is allowed. Empty if gradients are not finite. Changes no weight.
         """
         engine = self._engine
         engine.model.train(not self.no_dropout)
@@ -415,13 +413,12 @@ class StepParity:
     ) -> dict[str, Any]:
         """The distance of each parameter's update from what it should be.
 
-        update_error: relative distance beyond what rounding explains, of the FP32 master and of what the optimizer
-        computes in 16 bits. update_rounding: the share of its values whose master or moments are further from FP64 than
-        FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a slightly wrong coefficient
-        shows however small its effect on one update is; for optimizers that update each value by itself
-        (`training.corruption.updates`). constants: other values of the optimizer's constants that explain a deviating
-        update, as text by parameter. states: those before it, as the reference's weights are the masters before it.
-        norm: what the engine clipped by; whether it is the gradient's is judged separately.
+        update_error: relative distance beyond what the rounding of the FP32 master, and of what the optimizer computes
+        in 16 bits, explains. update_rounding: share of values whose master or moments are further from FP64 than FP32's
+        rounding explains, for optimizers that update each value by itself (`training.corruption.updates`); it shows a
+        moment in fewer bits or a slightly wrong coefficient, however small its effect on one update. constants: other
+        values of the optimizer's constants that explain a deviating update, as text by parameter. states: before the
+        update, as the reference's weights are the masters before it. norm: by which the engine clipped.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping

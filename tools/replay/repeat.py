@@ -89,9 +89,8 @@ def restored(
 ) -> Iterator[Restored]:
     """Context manager: the run at the nearest checkpoint before the step. A collective over the run's processes.
 
-    resolved: the run's config, perhaps with another precision; masters and optimizer state are carried over. world: the
-    process group, if it exists. new_scale: the loss scale starts at `precision.loss_scale.initial`, not at the
-    checkpoint's. Raises UserError if a step to repeat is not recorded.
+    resolved: the run's config, perhaps with another precision. world: the process group, if it exists. new_scale: start
+    at `precision.loss_scale.initial`, not at the checkpoint's scale. Raises UserError if a step is not recorded.
     """
     target, collector = recorded.step, Collector()
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
@@ -116,8 +115,7 @@ def restored(
 def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
     """Repeat the steps up to the recorded one, and report. A collective over the run's processes.
 
-    If sums have no fixed order and a step differs, all are repeated again, up to _REPEATS times: the difference of two
-    repeats determines how far one may be from the record.
+    If a step differs where sums have no fixed order, up to _REPEATS more repeats show how far one may be from another.
     """
     world = distributed.join(resolved)
     try:

@@ -247,11 +247,10 @@ def _comparisons(
     teacher: the dtype that a teacher computes in. layers: of the model.
 
     Bounds in 16 bits are multiples of the unit roundoff. Those of losses and norms grow with every `_LAYERS` layers,
-    whose roundings propagate and at worst add up. The first update's norm is from the same weights; later ones have
-    twice its bound, since the weights differ by the rounding of earlier steps. Single masters are not compared there:
-    Adam's first steps follow a gradient's sign, which is rounding for the smallest ones. If a gradient of normal values
-    has a relative error e, e / pi of them change sign, and the movement, of the same length, has a cosine of 1 - 2 e /
-    pi. e is bounded like the norm.
+    whose roundings at worst add up. The first update's norm is from the same weights; later ones have twice its bound
+    for the rounding of earlier steps. Single masters are not compared in 16 bits: Adam's first steps follow a
+    gradient's sign, which is rounding for the smallest ones. With a relative error e, bounded like the norm, e / pi of
+    a normal gradient's values change sign, and the movement, of the same length, has a cosine of 1 - 2 e / pi.
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # with a manifest the first is FP32
     computed |= {teacher} if teacher is not None else set()

@@ -110,9 +110,8 @@ class Task:
 class DroppedOut(Task):
     """Next-token prediction with dropout, which drops the same values as the run.
 
-    Dropout depends on the shape of what is computed together and on the generator of the rank that computes it, so each
-    rank's micro-batches are computed whole, with a generator seeded as its own was. On a CPU torch draws the same
-    values for any dtype.
+    Dropout depends on the tensor's shape and on the rank's generator, so each rank's micro-batches are computed whole,
+    with a generator seeded as its own was. On a CPU torch draws the same values for any dtype.
     """
 
     def __init__(self, *given: Any, ranks: int) -> None:
