@@ -105,10 +105,12 @@ def page(found: Mapping[str, Any]) -> str:
         )
         for name, mine in contestants.items()
     ]
+    ranks = conditions.get("batch", {}).get("tensor", 1)
+    shared = f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
     work = (
         f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
         f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
-        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
+        f"{shared}, {conditions['tokens']:,.0f} tokens a step; "
         f"{conditions['rounds']} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} "
         "others; medians of the rounds [least to most]."
     )
@@ -116,11 +118,6 @@ def page(found: Mapping[str, Any]) -> str:
     missing += [f"{reason}." for reason in found["failed"].values()]
     bounds = [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return markdown.page(work, _mfu(found), Table(head, rows), "\n".join(missing), "\n".join(bounds))
-
-
-def _shared(found: Mapping[str, Any]) -> str:
-    ranks = found["conditions"].get("batch", {}).get("tensor", 1)
-    return f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
 
 
 def _mfu(found: Mapping[str, Any]) -> str:

@@ -115,11 +115,6 @@ class Cell:
         return [item.rate for item in self.tried if failed and not item.why and item.rate > failed[0]]
 
 
-def window_of(steps: int) -> int:
-    """[steps] Length of the running median for a run of `steps` steps: an eighth of them, at least 5."""
-    return max(5, steps // 8)
-
-
 class DivergenceWatch:
     """Follows a run step by step and reports when it has failed."""
 

@@ -25,7 +25,7 @@ from config.load import to_dict
 from config.resolved import Resolved, resolve_run
 from config.schema import ParitySection
 from lab.benchmark.harness import SHARES
-from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore, window_of
+from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore
 from tools.parity.judge_runs import NUDGE
 from tracking.compare.surviving import read_events
 from tracking.environment import environment
@@ -143,7 +143,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
     from training.session import session
 
     config, steps = resolved.config, resolved.config.run.steps
-    watch = DivergenceWatch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
+    watch = DivergenceWatch(window=max(5, steps // 8), most_skips=config.guard.max_consecutive_skips)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
     with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened:

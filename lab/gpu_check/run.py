@@ -32,7 +32,8 @@ from launch.job import error_line_of
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
-"""Files above this size (weights, checkpoints, prepared batches) are deleted when their item ends; logs are kept."""
+"""Larger files (weights, checkpoints, prepared batches) except logs are deleted when their item ends, so that large
+models leave room on the disk and the folder can be copied."""
 MARK = "MANTISSA_GPU_CHECK"
 """Environment variable that marks a check's jobs; its value is the work folder."""
 TOGETHER = 3
@@ -184,7 +185,9 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         figures=figures if item.timed else {name: each for name, each in figures.items() if name != "tokens/s"},
         commands=bench.commands,
     )
-    delete_large_files(folder)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
+            path.unlink()
     return result
 
 
@@ -204,10 +207,3 @@ def _write(check: Check, number: int, item: Item, status: str, error: str, **mea
     }
     write_json(check.path(number, item), result)
     return result
-
-
-def delete_large_files(folder: Path) -> None:
-    """Delete files above MOST_BYTES except logs, to free disk space and keep the folder small enough to copy."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
-            path.unlink()

@@ -51,10 +51,6 @@ class Spread:
         """Number of finite non-zero values."""
         return sum(self.counts)
 
-    def share_below(self, exponent: int) -> float:
-        """The share of the finite non-zero values that is below 2^exponent."""
-        return sum(self.counts[: max(exponent - self.lowest, 0)]) / max(self.values, 1)
-
 
 NOTHING = Spread(0, (), 0, 0, 0.0)
 """The spread of no values at all."""

@@ -27,6 +27,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -286,10 +287,6 @@ def _effect(text: str) -> float:
     return _between(text.removesuffix("%"), 0.0, 1.0, scale=100 if text.endswith("%") else 1)
 
 
-def _probability(text: str) -> float:
-    return _between(text, 0.5, 1.0)
-
-
 def _between(text: str, low: float, high: float, *, scale: float = 1) -> float:
     try:
         number = float(text) / scale
@@ -322,9 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_effect,
         help="print how many pairs detect a shift of the validation loss of this size, such as 0.5%%",
     )
-    parser.add_argument(
-        "--power", type=_probability, default=POWER, help="probability of finding it (default: %(default)s)"
-    )
+    power = partial(_between, low=0.5, high=1.0)
+    parser.add_argument("--power", type=power, default=POWER, help="probability of finding it (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     if options.oracle is not None:
         if options.overrides:
