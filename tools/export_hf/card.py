@@ -144,6 +144,4 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return text(value)
+    return f"{value:.6g}" if isinstance(value, float) else text(value)

@@ -310,9 +310,7 @@ class Plan:
             args, kwargs = _converted((args, kwargs), dtype)
         with _autocast(device, "fp32" if kind == "norm" else compute):
             output = self._by_ranks(name, module, own, args, kwargs)
-        if name == self.head:
-            return output
-        return _converted(output, given if kind == "norm" else ambient)
+        return output if name == self.head else _converted(output, given if kind == "norm" else ambient)
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as by ranks that each have a slice of it."""
@@ -500,9 +498,7 @@ def terms_of(kind: Kind, call: Call) -> int:
         return 1
     if kind == "rotary":
         return given.shape[-2] ** 2
-    if kind == "attention":
-        return max(given.shape[-2:])
-    return given.shape[-1]
+    return max(given.shape[-2:]) if kind == "attention" else given.shape[-1]
 
 
 def floats_of(tree: Any) -> list[torch.Tensor]:

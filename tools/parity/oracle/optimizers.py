@@ -115,8 +115,7 @@ class _Written(torch.optim.Optimizer):
 
 def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float) -> torch.Tensor:
     """Mix `share` of `value` into the average `name`, which starts at zero, and return it."""
-    state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
-    found: torch.Tensor = state[name]
+    state[name] = found = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
     return found
 
 
