@@ -77,11 +77,8 @@ def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
     """(bins + 2,) int64: counts by power of two from LOWEST_EXPONENT up, then of zeros and of non-finite values. The
     values must be within FP32's range."""
     flat = values.detach().float().abs().reshape(-1)
-    # an FP32 number of magnitude 2^e to 2^(e+1) has the exponent bits e + 127, a subnormal one 0
-    exponent = flat.view(torch.int32) >> 23
-    subnormal = ((flat * 2.0**64).view(torch.int32) >> 23) - 64
-    index = torch.where(exponent == 0, subnormal, exponent) - 127 - LOWEST_EXPONENT
-    index = torch.where(flat == 0, _ZEROS, torch.where(exponent == 255, _NONFINITE, index)).long()
+    index = flat.frexp().exponent - 1 - LOWEST_EXPONENT  # frexp's mantissa is in [0.5, 1)
+    index = torch.where(flat == 0, _ZEROS, torch.where(flat.isfinite(), index, _NONFINITE)).long()
     counts = torch.zeros(_BINS + 2, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, index, torch.ones_like(index))
 

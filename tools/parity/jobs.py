@@ -23,7 +23,7 @@ from config.schema import SAMPLING_TASKS
 from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
-from tools.parity.judge_runs import Settling, Trajectory, control_factor, settling_of
+from tools.parity.judge_runs import NUDGE, Settling, Trajectory, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
@@ -160,7 +160,8 @@ def train_twin(
     if a_bit:
         name = f"{TWIN}a-bit-apart"
     if control is not None:
-        rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
+        factor = 1 + (-1) ** control * NUDGE * (control // 2 + 1)  # 1 + 2^-8, 1 - 2^-8, 1 + 2^-7 ...
+        rate = chosen.resolved.config.optimizer.learning_rate * factor
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)

@@ -56,11 +56,6 @@ class Trajectory:
     """The settling; None if the first step was applied, or the loss scale did not settle."""
 
 
-def control_factor(index: int) -> float:
-    """The factor on a control's learning rate, by its index from 0: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
-    return 1 + (-1) ** index * NUDGE * (index // 2 + 1)
-
-
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
     """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 

@@ -96,7 +96,8 @@ def restored(
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
         if opened.answers is not None:
             opened.answers.keep_in(run_dir.path / "rollouts", publishes=False)
-        found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
+        before = (path for path in by_step(run_dir.checkpoints) if step_of(path) < target and is_whole(path))
+        found: Path | None = opened.world.from_main(next(before, None) if opened.world.is_main else None)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         state = checkpoints.load(found, opened.engine) if found else None
         if new_scale and state is not None:
@@ -145,11 +146,6 @@ def _attempts(
     with restored(run_dir, resolved, recorded, log, world=world) as run:
         made = [(run.attempt(expected)[0], expected) for expected in run.steps]
         return made, run.collector.of_kind("nonfinite", recorded.step)
-
-
-def newest_before(folder: Path, step: int) -> Path | None:
-    """The whole checkpoint of the highest step below `step`; None if there is none."""
-    return next((path for path in by_step(folder) if step_of(path) < step and is_whole(path)), None)
 
 
 def describe(cause: Event) -> str:
