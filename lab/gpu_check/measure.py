@@ -42,7 +42,8 @@ POISONED = "model.layers.1.mlp.down_proj"
 
 def demo(bench: Bench, recipe: str) -> Figures:
     """Train an unmodified recipe to the end."""
-    size = ("run.steps=20", "schedule.warmup_steps=1", "evaluate.every_steps=20", "generate.tokens=4")  # 7 overflow
+    # in FP16 the first 7 steps overflow
+    size = ("run.steps=20", "schedule.warmup_steps=1", "evaluate.every_steps=20", "generate.tokens=4")
     return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *bench.either((), size))))
 
 

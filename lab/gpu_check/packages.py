@@ -1,4 +1,4 @@
-"""Install missing packages from a folder of wheels, without a package registry. Imports only the standard library.
+"""Install missing packages from a folder of wheels, without a package registry. Runs on the standard library alone.
 
 Packages that are already installed are used as they are, torch and transformers always. The remaining wheels go into a
 separate folder appended to PYTHONPATH, so the machine's own environment is neither modified nor shadowed.
