@@ -69,15 +69,13 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
     found: the content of parity.json, in which non-finite values are strings.
     """
-    steps, of_runs = "", [""]
+    runs = sure = cost = steps = ""
     if found["confidence"] is not None:
         with figure(folder / "trajectories.png", *_SIZE, dpi=120) as drawn:
             _draw_trajectories(drawn.subplots(1, 2), found)
-        of_runs = [
-            "![loss of both runs, and their difference](trajectories.png)",
-            section("How sure", text(confidence_line(found["confidence"]))),
-            section("Speed, memory and cost", _resources(found["bought"])),
-        ]
+        runs = "![loss of both runs, and their difference](trajectories.png)"
+        sure = section("How sure", text(confidence_line(found["confidence"])))
+        cost = section("Speed, memory and cost", _resources(found["bought"]))
     if any(walk["steps"] for walk in found["walks"]):
         with figure(folder / "steps.png", *_SIZE, dpi=120) as drawn:
             _draw_steps(drawn.subplots(1, 2), found)
@@ -86,11 +84,11 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}",
         "\n".join(verdict_lines(found)),
         section("Checks", _checks(found["checks"])),
-        of_runs[0],
+        runs,
         steps,
-        *of_runs[1:2],
+        sure,
         section("Where they diverge", _divergence(found)),
-        *of_runs[2:],
+        cost,
         section("Conditions", _conditions(found["conditions"])),
     )
     return write_document(folder / "parity.md", content, tone="bad" if found["failed"] else "good")

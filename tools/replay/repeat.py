@@ -46,7 +46,6 @@ class Collector:
         self.events: list[Event] = []
 
     def write(self, event: Event) -> None:
-        """Keep one event."""
         self.events.append(event)
 
     def close(self) -> None:
