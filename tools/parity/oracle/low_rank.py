@@ -23,6 +23,7 @@ class LowRank(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(r, outputs, bias=False)})
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """(..., inputs) -> (..., outputs)."""
         first: Any = self.lora_A["default"]
         second: Any = self.lora_B["default"]
         found: torch.Tensor = self.base_layer(states)
