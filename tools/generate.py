@@ -151,10 +151,9 @@ def _require_generative(folder: Path) -> None:
     base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
     classes = map(str, _settings(base).get("architectures") or [])
     encoder = next((name for name in classes if name.endswith(_ENCODERS)), "")
-    if adapter and (encoder or adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM")):
-        raise UserError(f"{folder}: is an adapter of an encoder, which generates no text; use it in transformers")
-    if encoder:
-        raise UserError(f"{folder}: is a {encoder}, which generates no text; use it in transformers")
+    if encoder or adapter and adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
+        what = "an adapter of an encoder" if adapter else f"a {encoder}"
+        raise UserError(f"{folder}: is {what}, which generates no text; use it in transformers")
 
 
 _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM")

@@ -31,15 +31,7 @@ from config.launcher import as_launched
 from config.options import positive_int, positive_number
 from config.resolved import Resolved
 from config.schema import Config
-from lab.benchmark.contestants import (
-    COMMON_OVERRIDES,
-    PRECISIONS,
-    Run,
-    Runner,
-    parted,
-    read_names,
-    unavailable_reason,
-)
+from lab.benchmark.contestants import COMMON_OVERRIDES, PRECISIONS, Run, Runner, parted, read_names, unavailable_reason
 from lab.benchmark.harness import ALL_HOLD, FAILED, Report, conditions, in_own_process, in_rounds, job_options
 from lab.benchmark.report import TOLERANCE, bound, compare, page
 from lab.benchmark.spec import prepare_work

@@ -37,9 +37,8 @@ def compare(
 ) -> dict[str, Any]:
     """Each contestant's measurements and its ratios to the baseline. runs: by contestant, in order of rounds.
 
-    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. If it or flops_per_token is None there is no MFU.
-    The baseline is the bare loop if it took part, else the first contestant. Losses are compared with the first
-    Mantissa's, else with the first contestant's; if they differ by more than `tolerance` there is no ratio.
+    tokens: of a step, over all ranks. peak: [FLOP/s] of all devices. Baseline is the bare loop, else the first
+    contestant. Losses are compared with the first Mantissa's, else the first contestant's; no ratio beyond `tolerance`.
     """
     baseline = "bare" if "bare" in runs else next(iter(runs))
     reference = next((name for name in runs if name in OWN), next(iter(runs)))
@@ -106,10 +105,12 @@ def page(found: Mapping[str, Any]) -> str:
         )
         for name, mine in contestants.items()
     ]
+    ranks = conditions.get("batch", {}).get("tensor", 1)
+    shared = f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
     work = (
         f"{conditions['task']}{conditions['adapter']}, {conditions['model']}, {conditions['parameters']:,} parameters; "
         f"ZeRO-{conditions['zero_stage']}, {conditions['compute']}, {conditions['processes']} processes"
-        f"{_shared(found)}, {conditions['tokens']:,.0f} tokens a step; "
+        f"{shared}, {conditions['tokens']:,.0f} tokens a step; "
         f"{conditions['rounds']} rounds of {conditions['timed_steps']} timed steps after {conditions['warm_up']} "
         "others; medians of the rounds [least to most]."
     )
@@ -117,11 +118,6 @@ def page(found: Mapping[str, Any]) -> str:
     missing += [f"{reason}." for reason in found["failed"].values()]
     bounds = [f"{check['of']} >= {check['least']}: {_verdict(check)}" for check in found["bounds"]]
     return markdown.page(work, _mfu(found), Table(head, rows), "\n".join(missing), "\n".join(bounds))
-
-
-def _shared(found: Mapping[str, Any]) -> str:
-    ranks = found["conditions"].get("batch", {}).get("tensor", 1)
-    return f", {ranks} to a matrix (parallel.tensor)" if ranks > 1 else ""
 
 
 def _mfu(found: Mapping[str, Any]) -> str:

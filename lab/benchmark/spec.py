@@ -187,9 +187,8 @@ def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
     """[FLOP] Forward and backward of one token, without recomputation.
 
     6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
-    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since the
-    backward pass has no matmul for its gradient. Layers below the first trained one have no backward matmul at all,
-    which is not subtracted: with LoRA, the first block's queries, keys and values.
+    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since no
+    matmul computes its gradient; that layers below the first trained one need no backward pass is not subtracted.
     """
     import torch
     from transformers.pytorch_utils import Conv1D

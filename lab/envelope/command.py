@@ -33,7 +33,7 @@ from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
 from lab.benchmark.harness import SHARES
 from lab.envelope.page import write_results
-from lab.envelope.search import CONTROL, Bounds, Setting
+from lab.envelope.search import CONTROL, Setting
 from lab.envelope.trials import Missing, Study, explore_finished, work
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from training.tasks.task import prepare
@@ -117,10 +117,7 @@ def read_rates(text: str) -> list[float]:
 
 
 def make_study(options: argparse.Namespace) -> Study:
-    """The study, with its DeepSpeed JSONs in the output folder.
-
-    Raises UserError for a config that cannot be trained in one of the settings.
-    """
+    """Write the study's DeepSpeed JSONs and return it. Raises UserError if a setting cannot be trained."""
     path = Path(options.config or REPOSITORY / "config/recipes/demo.yaml")
     given = [*(() if options.config else SMALL), *options.overrides]
     uniform = ["precision.path=cast", "precision.manifest=null"]
@@ -144,7 +141,7 @@ def make_study(options: argparse.Namespace) -> Study:
         documents=write_documents(json_path, folder / "ds_configs", {"fp32", *(each.compute for each in settings)}),
         settings=settings,
         rates=tuple(options.rates),
-        bounds=Bounds(config.parity.loss_gap, config.parity.validation_delta),
+        bounds=config.parity,
         processes=options.processes,
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from config.load import to_yaml
 from config.redact import redact_arguments
-from lab.envelope.search import CONTROL, Cell, Setting
+from lab.envelope.search import CONTROL, Cell
 from lab.envelope.trials import TRIALS, Study, device_name, explore_finished, read_trials
 from tracking.compare.surviving import read_events
 from tracking.environment import environment
@@ -33,13 +33,12 @@ _HEAD = ("precision", "depth", "batch", "largest rate", "of FP32's", "of the con
 
 
 def write_results(study: Study, *, command: Sequence[str]) -> list[dict[str, Any]]:
-    """Write the results of the finished trials and return the rows of envelope.json.
-
-    command: for the page. Raises Missing.
-    """
+    """Write the finished trials' results; returns the rows of envelope.json. command: for the page. Raises Missing."""
     folder, first = study.folder, study.first()
     cells, used, fingerprint = explore_finished(study)
-    rows = [_row(cell, cells) for cell in sorted(cells, key=lambda cell: _order(study, cell.setting))]
+    labels = ["fp32", *dict.fromkeys(item.label for item in study.settings if item.precision != "fp32")]
+    cells.sort(key=lambda cell: (labels.index(cell.setting.label), cell.setting.depth, cell.setting.batch))
+    rows = [_row(cell, cells) for cell in cells]
     others = len(read_trials(folder)) - len(used)
     seconds = sum(line["seconds"] for line in read_events(folder / TRIALS) if line["key"] in used)
     facts = environment({})
@@ -60,12 +59,6 @@ def write_results(study: Study, *, command: Sequence[str]) -> list[dict[str, Any
     written = envelope_page(rows, study.rates, conditions, to_yaml(first.config), picture="envelope.png")
     write_document(folder / "envelope.md", written)
     return rows
-
-
-def _order(study: Study, setting: Setting) -> tuple[int, int, int]:
-    """Sort key: FP32 first, then the order of the settings; then depth and batch."""
-    labels = ["fp32", *dict.fromkeys(item.label for item in study.settings if item.precision != "fp32")]
-    return labels.index(setting.label), setting.depth, setting.batch
 
 
 def _row(cell: Cell, cells: Sequence[Cell]) -> dict[str, Any]:

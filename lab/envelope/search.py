@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from config.schema import ParitySection
 from tools.parity.judge_runs import Trajectory, first_departure
 
 RISE = 0.1
@@ -71,16 +72,6 @@ class Trial:
     """The reason of the failure."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Bounds of parity, named as in the config's `parity:` section."""
-
-    loss_gap: float
-    """[fraction] Bound on the running median of the training loss, at every step."""
-    validation_delta: float
-    """[fraction] Bound on the last validation loss."""
-
-
 Failure = tuple[int, str]
 """The first step at which a rate fails, and why it is not in the envelope."""
 
@@ -124,11 +115,6 @@ class Cell:
         return [item.rate for item in self.tried if failed and not item.why and item.rate > failed[0]]
 
 
-def window_of(steps: int) -> int:
-    """[steps] Length of the running median for a run of `steps` steps: an eighth of them, at least 5."""
-    return max(5, steps // 8)
-
-
 class DivergenceWatch:
     """Follows a run step by step and reports when it has failed."""
 
@@ -160,7 +146,7 @@ class DivergenceWatch:
         return None
 
 
-def parity_failure(trial: Trial, reference: Trial, bounds: Bounds) -> Failure | None:
+def parity_failure(trial: Trial, reference: Trial, bounds: ParitySection) -> Failure | None:
     """Why `trial` is not within parity with `reference`, the stable FP32 trial of the same setting and rate.
 
     Both must have the same number of planned steps. The validation loss is compared if both have one.
@@ -193,7 +179,7 @@ def climb(rates: Sequence[float], attempt: Callable[[float], Tried]) -> tuple[Tr
 
 
 def explore(
-    settings: Sequence[Setting], rates: Sequence[float], bounds: Bounds, run: Callable[[Setting, float], Trial]
+    settings: Sequence[Setting], rates: Sequence[float], bounds: ParitySection, run: Callable[[Setting, float], Trial]
 ) -> Iterator[Cell]:
     """The cells of every setting, each FP32 cell before those compared with it; `run` runs a trial or recalls it.
 

@@ -6,7 +6,6 @@ next starts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -20,11 +19,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from config.command_line import parse
 from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
+from config.schema import ParitySection
 from lab.benchmark.harness import SHARES
-from lab.envelope.search import CONTROL, Bounds, Cell, DivergenceWatch, Setting, Trial, explore, window_of
+from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore
 from tools.parity.judge_runs import NUDGE
 from tracking.compare.surviving import read_events
 from tracking.environment import environment
@@ -66,7 +67,7 @@ class Study:
     settings: tuple[Setting, ...]
     rates: tuple[float, ...]
     """Ascending."""
-    bounds: Bounds
+    bounds: ParitySection
     processes: int
 
     def resolve(self, setting: Setting, rate: float, launched: Mapping[str, str] | None = None) -> Resolved:
@@ -81,8 +82,7 @@ class Study:
         given += [f"deepspeed.config={json.dumps(str(self.documents[setting.compute]))}"]
         given += [f"optimizer.learning_rate={rate!r}"]
         given += [f"precision.loss_scale.policy={setting.policy}"] if setting.policy else []
-        options = argparse.Namespace(config=str(self.config), overrides=given, deepspeed_config=None, local_rank=None)
-        return resolve_run(options, launched or as_launched(self.processes))
+        return resolve_run(parse(["--config", str(self.config), *given]), launched or as_launched(self.processes))
 
     def first(self, launched: Mapping[str, str] | None = None) -> Resolved:
         """The first run of all; settings that it shares with the others are the study's."""
@@ -143,7 +143,7 @@ def run_trial(resolved: Resolved, corpus: Corpus, world: World) -> Trial:
     from training.session import session
 
     config, steps = resolved.config, resolved.config.run.steps
-    watch = DivergenceWatch(window=window_of(steps), most_skips=config.guard.max_consecutive_skips)
+    watch = DivergenceWatch(window=max(5, steps // 8), most_skips=config.guard.max_consecutive_skips)
     losses: list[float] = []
     applied, why, validation = 0, None, math.nan
     with session(resolved, corpus=corpus, world=world, shares=SHARES) as opened:

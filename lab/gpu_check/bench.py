@@ -1,6 +1,6 @@
-"""The workbench of an item of the GPU check: its folder, its time limit, and the size of its work.
+"""Working environment of one item of the GPU check: its folder, time limit and problem size.
 
-Every job is a process of its own, with a log. What is still running when the item's time is over is killed.
+Every job runs in its own process, with a log, and is killed when the item's time is up.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TINY = (
     *("data.validation_fraction=0.2", "batch.global_size=4", "batch.micro_size=2", "evaluate.batches=1"),
     "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
 )
-"""Overrides that make a rehearsal of any item's work: a model of a few thousand parameters on Mantissa's own source."""
+"""Overrides that shrink any item to a rehearsal: a model of a few thousand parameters on Mantissa's own source code."""
 
 T = TypeVar("T")
 
 
 class ItemFailed(Exception):
-    """A job of an item failed, or did not show what it should have."""
+    """A job failed or its output lacks the expected result."""
 
     def __init__(self, why: str, log: Path | None = None) -> None:
         super().__init__(why)
@@ -41,41 +41,41 @@ class ItemFailed(Exception):
 
 @dataclass
 class Bench:
-    """The folder, size and time limit of an item's jobs."""
+    """Folder, problem size and time limit of an item's jobs."""
 
     folder: Path
-    """Folder of this item alone, empty at its start."""
+    """The item's own, initially empty."""
     cache: Path
-    """Folder of prepared data, shared by all items."""
+    """Prepared data, shared by all items."""
     processes: int
-    """Processes of each job."""
+    """Ranks per job."""
     tiny: bool
-    """Rehearse: the same jobs, on a model of a few thousand parameters."""
+    """Rehearsal: the same jobs with a model of a few thousand parameters."""
     limit: float
-    """[seconds] Time for all of its jobs together, counted from now."""
+    """[seconds] For all jobs together, counted from construction."""
     device: str = "cpu"
-    """Name of the first GPU, as the driver reports it."""
+    """Name of the first GPU, as reported by the driver."""
     device_bytes: int | None = None
     """[bytes] Memory of the first GPU; None without one."""
     commands: list[str] = field(default_factory=list)
     """Command lines of the jobs so far."""
     found: dict[str, Any] = field(default_factory=dict)
-    """Figures so far, of an item that did not come to its end."""
+    """Partial figures of an item that failed or was killed."""
 
     def __post_init__(self) -> None:
         self._ends = time.monotonic() + self.limit
 
     @property
     def left(self) -> float:
-        """[seconds] Time left for the item; more than 0."""
+        """[seconds] Remaining time of the item, always positive."""
         return max(0.01, self._ends - time.monotonic())
 
     def either(self, full: T, tiny: T) -> T:
-        """The one for this size."""
+        """`tiny` in a rehearsal, else `full`."""
         return tiny if self.tiny else full
 
     def arguments(self, recipe: str, *overrides: str) -> list[str]:
-        """train.py's arguments for a recipe of config/recipes; a rehearsal's size comes last."""
+        """Arguments to train.py for a recipe of config/recipes; those of a rehearsal come last and win."""
         shared = [f"data.cache_dir={self.cache}", f"data.workers={min(8, len(usable_cpus()))}"]
         if find_spec("wandb") is None:
             shared.append("tracking.wandb=disabled")
@@ -84,7 +84,7 @@ class Bench:
 
     @contextmanager
     def keeping(self, read: Callable[[], dict[str, Any]]) -> Iterator[None]:
-        """Keep the figures that `read` finds if the body fails or is killed."""
+        """Context manager: if its body fails or times out, store whatever figures `read` finds."""
         try:
             yield
         except (ItemFailed, subprocess.TimeoutExpired):
@@ -93,7 +93,7 @@ class Bench:
             raise
 
     def train(self, name: str, arguments: Sequence[str]) -> list[Event]:
-        """The events of a finished run of train.py. Raises ItemFailed, TimeoutExpired."""
+        """Run train.py to completion and return its events. Raises ItemFailed or TimeoutExpired."""
         self._note(training_program(arguments, self.folder, name))
         code, log, events = train(arguments, self.folder, name, processes=self.processes, seconds=self.left)
         if code:
@@ -101,16 +101,15 @@ class Bench:
         return events
 
     def start(self, name: str, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start a run of train.py in the background; `launch.job.kill` ends it."""
+        """Start train.py in the background; stop it with `launch.job.kill`."""
         program = training_program(arguments, self.folder, name)
         self._note(program)
         return start(program, processes=self.processes, log=self.folder / "logs" / f"{name}.log")
 
     def tool(self, module: str, *arguments: str, codes: Sequence[int] = (0,), leads: bool = False) -> str:
-        """Run `python -m module` to its end; what it printed.
+        """Run `python -m module` to completion and return its output. Raises ItemFailed or TimeoutExpired.
 
-        codes: exit codes that are a result. leads: it starts its processes itself, so that it is one process here.
-        Raises ItemFailed, TimeoutExpired.
+        codes: exit codes that do not count as failure. leads: the tool launches its own ranks, so start one process.
         """
         program = ["-m", module, *arguments]
         self._note(program)
@@ -125,6 +124,6 @@ class Bench:
 
 
 def newest_log(folder: Path) -> Path | None:
-    """The log that was written to last, of an item's jobs or of those that they started."""
+    """The most recently modified log under `folder`, including those of nested jobs."""
     logs = sorted(folder.rglob("*.log"), key=lambda path: path.stat().st_mtime)
     return logs[-1] if logs else None

@@ -1,15 +1,15 @@
-"""Everything that has to be measured on a GPU, in six parts that are measured in calls of under ten minutes.
+"""Everything that has to be measured on a GPU, in six parts of under ten minutes each.
 
     python -m lab.gpu_check [--part N] [--items NAME,NAME] [--minutes 9.5] [--again] [--wheels DIR]
         [--out runs/gpu-check] [--processes 1] [--commit SHA] [--tiny]
 
-Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; all in turn without --part. An item that
-would not fit into the minutes left is not started; the same command goes on with it, also after it was killed. The
-folder gets NUMBER-ITEM.json for every item, part-NUMBER.md and goals.md. --tiny rehearses every item on a model of a
-few thousand parameters, also on a CPU. docs/gpu-check.md says more.
+Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; without --part all of them, in order. An
+item that does not fit into the remaining minutes is not started; rerun the same command to continue, also after a kill.
+The folder gets NUMBER-ITEM.json for every item, part-NUMBER.md and goals.md. --tiny rehearses every item with a model
+of a few thousand parameters, on a CPU too. See docs/gpu-check.md.
 
-Exit code 0: every item of the parts is done, or skipped as this machine lacks what it needs; 3: some failed or were
-not run; 2: it cannot be done.
+Exit code 0: every item is done, or skipped because the machine does not meet its requirements; 3: some failed or were
+not run; 2: the check is not possible.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from lab.gpu_check.packages import provide
 ALL_DONE, INCOMPLETE = 0, 3
 PARTS = range(1, 7)
 TF32_SWITCHES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-"""Variables that turn TF32 on behind torch's own setting, as NVIDIA's images do with the second."""
+"""Variables that enable TF32 regardless of torch's setting; NVIDIA's images set the second."""
 
 
 def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line. Raises UserError."""
     parser = Arguments("python -m lab.gpu_check", __doc__)
     parser.add_argument("--part", type=int, choices=PARTS, help="one part (default: all, in turn)")
-    parser.add_argument("--items", default="", help="only these, separated by commas")
-    parser.add_argument("--minutes", type=positive_number, default=9.5, help="for each part (9.5)")
+    parser.add_argument("--items", default="", help="only these items, comma-separated")
+    parser.add_argument("--minutes", type=positive_number, default=9.5, help="time budget per part (9.5)")
     parser.add_argument("--again", action="store_true", help="repeat finished measurements")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels, where there is no package registry")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to install from, without a package registry")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-check"), help="folder of results and logs")
-    parser.add_argument("--processes", type=positive_int, default=1, help="of each job (1)")
-    parser.add_argument("--commit", type=commit_hash, help="of the code, where it was copied without its .git")
-    parser.add_argument("--tiny", action="store_true", help="rehearse")
+    parser.add_argument("--processes", type=positive_int, default=1, help="ranks per job (1)")
+    parser.add_argument("--commit", type=commit_hash, help="commit of the code, if it was copied without .git")
+    parser.add_argument("--tiny", action="store_true", help="rehearse with a tiny model")
     return parser.parse_args(arguments)
 
 
 def commit_hash(text: str) -> str:
-    """Type of an argparse argument that names a commit."""
+    """argparse type for a commit hash."""
     if not re.fullmatch(r"[0-9a-f]{7,64}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not 7 to 64 lower-case hexadecimal digits, as git prints them")
     return text
 
 
 def name_commit(machine: dict[str, Any], given: str | None) -> list[str]:
-    """Put the commit that --commit gives into a machine's `git`; lines to print.
+    """Set a machine's `git` to the commit given by --commit; returns lines to print.
 
-    It counts more than what git finds, which may be of a repository that the copy lies in.
+    It takes precedence over what git reports, which may be an unrelated repository around the copy.
     """
     found = (machine["git"] or {}).get("commit")
     if given is None:
@@ -75,10 +75,9 @@ def name_commit(machine: dict[str, Any], given: str | None) -> list[str]:
 
 
 def settle_environment() -> list[str]:
-    """Set what all jobs inherit; lines to print.
+    """Set the environment that all jobs inherit; returns lines to print.
 
-    FP32 is without TF32. No item needs the Hugging Face hub, and where there is no network every question to it would
-    wait for its answer.
+    TF32 is off. No item needs the Hugging Face hub, and without a network every request to it would time out.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     switched = [name for name in TF32_SWITCHES if os.environ.pop(name, None) is not None]
@@ -86,7 +85,7 @@ def settle_environment() -> list[str]:
 
 
 def look_at_machine(folder: Path) -> dict[str, Any]:
-    """Device, driver and versions, by a process of its own. Raises UserError: what training imports is not there."""
+    """Device, driver and versions, from a separate process. Raises UserError if training's imports fail."""
     from launch.job import error_line_of, launch
 
     path, log = folder / "machine.json", folder / "work" / "machine.log"
@@ -110,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     for line in provide(options.wheels, out / ".packages"):
         print(line, flush=True)
-    # What these import may have been installed just now.
+    # imported late: their dependencies may just have been installed
     from config.files import write_atomically
     from lab.gpu_check import items
     from lab.gpu_check.page import all_goals, page
@@ -134,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = dataclasses.replace(part, items=few)
         target = out / f"part-{number}.md"
         not_run: dict[str, str] = {}
-        # Written after every item: what ends this process may come without notice.
+        # rewritten after every item, since this process may be killed without warning
         for line in run_part(check, number, chosen, not_run, ends=started + 60 * options.minutes):
             print(line, flush=True)
             write_atomically(target, page(check, number, part, not_run).encode())

@@ -1,4 +1,4 @@
-"""The goals for one GPU, and what was measured for each."""
+"""Target figures for one GPU, checked against the measurements."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Goal:
-    """A bound that a figure has to meet."""
+    """A target for one figure."""
 
     part: int
     items: tuple[str, ...]
-    """Names of the items that measure it; each of them has to meet it."""
+    """Items that measure the figure; all of them have to meet the target."""
     what: str
     read: Callable[[Figures], Any]
-    """Its value among an item's figures: a number, whether it is so, or words. Raises KeyError or TypeError: none is
-    there."""
+    """Extracts the value from an item's figures: a number, bool or string. Raises KeyError or TypeError if missing."""
     least: float | None = None
     most: float | None = None
-    """Bounds, where the value is a number; without one it is only stated."""
+    """Bounds on a number; a value without either is only reported."""
 
     @property
     def bound(self) -> str:
-        """The human-readable bound."""
+        """The bound as text."""
         if self.least is not None:
             return f">= {self.least:g}"
         return f"<= {self.most:g}" if self.most is not None else "yes" if self.what.endswith("?") else "to be stated"
 
     def holds(self, value: Any) -> bool | None:
-        """Whether a value is within the bound; None where there is none."""
+        """Whether a value meets the bound; None without a bound."""
         if isinstance(value, bool):
             return value
         if self.least is not None:
@@ -45,7 +44,7 @@ class Goal:
 
 
 def rate(mine: str, other: str, figure: str = "tokens/s") -> Callable[[Figures], float]:
-    """A figure of one contestant over another's, where both trained the same."""
+    """Reader of the ratio of two contestants' figures, if their losses agree."""
 
     def read(figures: Figures) -> float:
         if not (figures[mine]["trains the same"] and figures[other]["trains the same"]):
@@ -56,15 +55,15 @@ def rate(mine: str, other: str, figure: str = "tokens/s") -> Callable[[Figures],
 
 
 def largest(figures: Figures) -> str:
-    """Size and speed of the deepest model that trained."""
+    """Parameter count and throughput of the deepest model that trained."""
     row = figures[f"{figures['largest']} layers"]
     return f"{row['parameters'] / 1e9:.2f} billion parameters, {row['tokens/s']:,.0f} tokens/s"
 
 
 def resumes(figures: Figures) -> bool:
-    """Whether the resumed run has the undisturbed one's bits, or differs no more than two runs on this device do.
+    """Whether the resumed run is bitwise equal to the uninterrupted one, or differs no more than two runs do anyway.
 
-    Attention's backward pass sums in no fixed order on a GPU. The difference grows with the steps: tenfold is allowed.
+    Attention's backward pass is nondeterministic on a GPU. The difference grows over the steps, so 10x is allowed.
     """
     after, before = figures["largest difference after it"], figures["and before it, of two runs"]
     return bool(figures["bit-equal"] or after <= 10 * before)
@@ -98,11 +97,11 @@ GOALS = (
     Goal(6, ("telemetry",), "telemetry, share of a step, amortised", lambda f: f["amortised"], most=0.005),
     Goal(6, ("observation",), "observation, share of a step, amortised", lambda f: f["amortised"], most=0.005),
 )
-"""The goals of docs/performance.md and docs/gpu-check.md, and further ones that the parts should meet."""
+"""Targets of docs/performance.md and docs/gpu-check.md, and a few more."""
 
 
 def verdict(goal: Goal, found: list[Any], tiny: bool) -> str:
-    """Whether a goal is reached, by all that was measured for it. A rehearsal reaches none."""
+    """Outcome of a goal over all its measurements. A rehearsal (`tiny`) never meets one."""
     if not found:
         return NOT_MEASURED
     if tiny:
@@ -114,10 +113,7 @@ def verdict(goal: Goal, found: list[Any], tiny: bool) -> str:
 
 
 def goals_table(part: int, results: Mapping[str, Mapping[str, Any] | None], *, tiny: bool) -> Table:
-    """A part's goals: each with its bound, what was measured, and whether that is enough; empty without a goal.
-
-    results: by item, or None.
-    """
+    """A part's goals with bound, measured value and outcome; empty for a part without goals. results: by item name."""
     table = Table(["goal", "bound", "measured", "outcome"])
     for goal in GOALS:
         if goal.part == part:

@@ -1,8 +1,8 @@
-"""The measurements of the GPU check: the items of each of its six parts, the most valuable first.
+"""The items of the GPU check's six parts, most valuable first.
 
-`seconds` is what an item is expected to take on one H200, a start of 15 s for each of its jobs included. All are
-estimates: none has been measured. An item is not started when less time than that is left. Items that time nothing run
-some at once (`lab.gpu_check.run`); a part lists them before those that have the device to themselves, or after.
+`seconds` is an item's expected duration on one H200, including 15 s of startup per job. All are estimates, none is
+measured. An item is not started with less time than that left. Untimed items run concurrently (`lab.gpu_check.run`), so
+a part lists them in one block before or after those that need the device to themselves.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from lab.gpu_check.bench import Bench
 
 @dataclass(frozen=True)
 class Item:
-    """A row of a part's table, or several of one kind."""
+    """One measurement: a row of a part's table, or several variants."""
 
     name: str
-    """Name that is unique in the part; the item's files are named by it."""
+    """Unique within the part; also names the item's files."""
     what: str
     seconds: float
     """[s] Expected duration."""
     measure: Callable[[Bench], measure.Figures]
     against: str | None = None
-    """The item of the same part whose losses its own are compared with."""
+    """Item of the same part whose losses serve as the reference."""
     needs: str = ""
-    """A need that not every machine meets, named as in `lab.gpu_check.machine.lacks`; where unmet it is skipped."""
+    """Requirement that some machines do not meet, a key of `lab.gpu_check.machine.lacks`; the item is then skipped."""
     timed: bool = True
-    """Whether its figures are of time: then nothing runs beside it. Without, it has no tokens/s."""
+    """Whether it measures speed and so runs alone; the tokens/s of an untimed item are dropped."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """The items that are measured in one call."""
+    """Items measured in one call."""
 
     title: str
     items: tuple[Item, ...]
@@ -52,17 +52,17 @@ def _item(
     timed: bool = True,
     **options: Any,
 ) -> Item:
-    """An item that calls a function of `measure` with these arguments."""
+    """An item that calls `function` of `measure` with these arguments."""
     return Item(name, what, seconds, lambda bench: function(bench, *arguments, **options), against, needs, timed)
 
 
 def _steps(name: str, what: str, *overrides: str, seconds: float = 20, **options: Any) -> Item:
-    """Twenty steps of the demo."""
+    """20 steps of the demo recipe."""
     return _item(name, what, seconds, measure.steps, *overrides, timed=False, **options)
 
 
 def _layout(stage: int, compute: str, *, against: str | None) -> Item:
-    # Steps that are skipped while the scale settles would make the losses differ.
+    # Steps skipped while the loss scale settles would make the losses differ.
     scale = ("precision.loss_scale.initial=4096",) if compute == "fp16" else ()
     what = f"ZeRO-{stage} in {compute.upper()}, 20 steps"
     overrides = (f"deepspeed.stage={stage}", f"precision.compute={compute}", *scale)
@@ -70,7 +70,7 @@ def _layout(stage: int, compute: str, *, against: str | None) -> Item:
 
 
 def _layouts(compute: str) -> list[Item]:
-    """Stages 1 to 3; ZeRO-0 is refused in 16 bits."""
+    """ZeRO stages 1 to 3; ZeRO-0 is rejected in 16 bits."""
     first = f"zero1-{compute}"
     return [_layout(stage, compute, against=first if stage > 1 else "zero0-fp32") for stage in (1, 2, 3)]
 
@@ -153,7 +153,7 @@ NUMERICS = (
 AT_2048 = ("batch.micro_size=8", "batch.global_size=16")
 AT_4096 = ("data.sequence_length=4096", "batch.micro_size=4", "batch.global_size=8")
 TITAN = "torchtitan,torchtitan-compile"
-"""Passed over where it is not installed."""
+"""Skipped if torchtitan is not installed."""
 PEERS = f"mantissa,bare,trainer,{TITAN}"
 
 
@@ -170,11 +170,11 @@ SPEED = (
     ),
     _compared("compile-2048", "compiled beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048),
 )
-"""Contestants in this order: what is killed has measured the first ones."""
+"""Contestants are ordered by importance: an item that is killed has measured the first ones."""
 
 SMALL_BATCH = ("batch.micro_size=4", "batch.global_size=8")
 PLAIN = (*SMALL_BATCH, TORCH)
-"""Torch's kernels, as a plain loop has them."""
+"""Torch's kernels, like the bare DeepSpeed loop."""
 SIX_STEPS: dict[str, Any] = {"count": 6}
 DTYPES = "mantissa-bf16,mantissa-fp32,mantissa-fp16"
 MANIFESTS, AT_ZERO_3 = "mantissa-bf16,mantissa-manifest", ("deepspeed.stage=3", *SMALL_BATCH)
@@ -186,7 +186,7 @@ PRECISION = (
 )
 
 ON_DEVICE = {16: 20, 48: 57, 56: 66, 64: 75, 96: 111, 112: 130}
-"""[GiB] Planned memory by number of layers of the 1B shape at ZeRO-1."""
+"""[GiB] Planned device memory by number of layers, 1B shape at ZeRO-1."""
 ONE_SEQUENCE = ("model.activation_checkpointing=full", "batch.micro_size=1", "batch.global_size=2")
 MODES = "recompute-none,recompute-ops,recompute-selective,recompute-full"
 OFFLOADED = ("deepspeed.stage=3", "deepspeed.offload=cpu", *ONE_SEQUENCE)

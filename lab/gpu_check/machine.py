@@ -1,7 +1,7 @@
-"""The machine of the GPU check, examined in a process of its own: a process that asks CUDA keeps memory of the device.
+"""Describes the machine in a separate process, since initializing CUDA would hold device memory in the main one.
 
-`python -m lab.gpu_check.machine FILE` also imports what a training job imports, so that a missing package ends the
-check before it begins.
+`python -m lab.gpu_check.machine FILE` also imports everything a training job imports, so that a missing package fails
+the check early.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-import training.finish  # noqa: F401 - the loop, and with it everything
+import training.finish  # noqa: F401 - imports the whole training loop
 from launch.doctor.facts import gpus
 from modeling.kernels import unavailable_reason, uncompilable_reason
 from tracking.environment import environment, package_version
 
 PACKAGES = ("triton", "liger-kernel", "flash-attn", "torchtitan", "peft")
-"""Packages whose versions are recorded besides those of every run's environment.json."""
+"""Packages whose versions are recorded in addition to those in environment.json."""
 
 
 def machine() -> dict[str, Any]:
-    """Device, driver and versions, as plain types."""
+    """Device, driver and package versions as JSON types."""
     found = environment({})
     cuda = torch.cuda.is_available()
     properties = torch.cuda.get_device_properties(0) if cuda else None
@@ -46,7 +46,7 @@ def machine() -> dict[str, Any]:
 
 
 def lacks(device: torch.device) -> dict[str, str]:
-    """The needs of items that this machine does not meet, with the reason of each."""
+    """Requirements of items (`Item.needs`) that this machine does not meet, each with the reason."""
     on_cpu = device.type == "cpu"
     flash = "flash-attn is not installed" if find_spec("flash_attn") is None else None
     reasons = {

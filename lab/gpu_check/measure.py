@@ -1,7 +1,7 @@
-"""The measurement of each item of the GPU check: real jobs of Mantissa's own tools, and the figures of their results.
+"""Measurements behind the items of the GPU check: run Mantissa's own tools as real jobs and read off their figures.
 
-Every function runs on a `Bench` and returns the item's figures: a number, a word or a list by name, or by variant a
-dict of them. `losses` are those of every step, to be compared with another item's.
+Every function takes a `Bench` and returns figures: name to number, string or list, or variant to a dict of those.
+`losses` has the loss of every step, for comparison with another item's.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
 from launch.job import kill
+from launch.plan.devices import DEVICES
 from tracking.compare.surviving import read_events, surviving
 from tracking.events import Event
 from tracking.report.measures import peak_flops
@@ -31,32 +32,33 @@ SHORT = (
     *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.at_end=false"),
     *("generate.tokens=0", "tracking.wandb=disabled", "telemetry.every_steps=0"),
 )
-"""Nothing but the steps."""
+"""Overrides that turn off everything but the training steps."""
 POISONED = "model.layers.1.mlp.down_proj"
-"""The module whose output a planted fault makes NaN."""
+"""Module whose output the injected fault sets to NaN."""
 
 
 # --- training
 
 
 def demo(bench: Bench, recipe: str) -> Figures:
-    """A recipe run unchanged."""
-    size = ("run.steps=20", "schedule.warmup_steps=1", "evaluate.every_steps=20", "generate.tokens=4")  # 7 overflow
+    """Train an unmodified recipe to the end."""
+    # in FP16 the first 7 steps overflow
+    size = ("run.steps=20", "schedule.warmup_steps=1", "evaluate.every_steps=20", "generate.tokens=4")
     return trained(bench.train("demo", bench.arguments(recipe, "tracking.wandb=disabled", *bench.either((), size))))
 
 
 def steps(bench: Bench, *overrides: str, recipe: str = "demo", count: int = 20) -> Figures:
-    """A few steps of a recipe."""
+    """Train a few steps of a recipe."""
     return trained(bench.train("steps", short(bench, *overrides, recipe=recipe, count=count)))
 
 
 def short(bench: Bench, *overrides: str, recipe: str = "demo", count: int = 20) -> list[str]:
-    """train.py's arguments for a few steps of a recipe."""
+    """Arguments to train.py for a few steps of a recipe."""
     return bench.arguments(recipe, *SHORT, f"run.steps={count}", "schedule.warmup_steps=2", *overrides)
 
 
 def trained(events: Sequence[Event]) -> Figures:
-    """Losses, speed and memory of a run."""
+    """Losses, throughput and peak memory of a run."""
     made = [event for event in events if event["event"] == "step"]
     found: Figures = {
         "losses": [event["loss"] for event in made],
@@ -77,27 +79,10 @@ def trained(events: Sequence[Event]) -> Figures:
 
 
 def attributed(bench: Bench, *overrides: str) -> Figures:
-    """A NaN in one module's output: which module the run names."""
-    events = bench.train("poisoned", _poisoned(bench, *overrides))
-    return _causes(events)
-
-
-def replayed(bench: Bench) -> Figures:
-    """A NaN in one module's output: which module the run names, and whether replay repeats the step."""
-    events = bench.train("poisoned", _poisoned(bench))
-    said = bench.tool("tools.replay", str(bench.folder / "runs/poisoned"), "--step", "5", codes=(0, 1, 3), leads=True)
-    if "reproduced" not in said:
-        raise ItemFailed(f"the replay gave no verdict: {said.strip().splitlines()[-1:]}")
-    different = [line for line in said.splitlines() if "; recorded: " in line]
-    return _causes(events) | {"reproduced": not different, **({"different": different[0]} if different else {})}
-
-
-def _poisoned(bench: Bench, *overrides: str) -> list[str]:
+    """Inject a NaN into one module's output and check which module the run reports."""
     fault = f"faults=[{{kind: nan_activation, step: 5, module: {POISONED}}}]"
-    return short(bench, fault, "guard.reactions=[skip, abort]", *overrides, count=8)
-
-
-def _causes(events: Sequence[Event]) -> Figures:
+    arguments = short(bench, fault, "guard.reactions=[skip, abort]", *overrides, count=8)
+    events = bench.train("poisoned", arguments)
     found = [event for event in events if event["event"] == "nonfinite" and event["step"] == 5]
     if not found:
         raise ItemFailed("step 5 was poisoned, and no cause was recorded for it")
@@ -110,8 +95,18 @@ def _causes(events: Sequence[Event]) -> Figures:
     }
 
 
+def replayed(bench: Bench) -> Figures:
+    """`attributed`, and whether replaying the faulty step reproduces it."""
+    causes = attributed(bench)
+    said = bench.tool("tools.replay", str(bench.folder / "runs/poisoned"), "--step", "5", codes=(0, 1, 3), leads=True)
+    if "reproduced" not in said:
+        raise ItemFailed(f"the replay gave no verdict: {said.strip().splitlines()[-1:]}")
+    different = [line for line in said.splitlines() if "; recorded: " in line]
+    return causes | {"reproduced": not different, **({"different": different[0]} if different else {})}
+
+
 def resumed(bench: Bench) -> Figures:
-    """A run killed with SIGKILL and resumed, beside one that nothing disturbed."""
+    """Kill a run with SIGKILL, resume it, and compare it with an uninterrupted run."""
     count = bench.either(400, 120)
     saving = (f"checkpoint.every_steps={count // 10}", "run.resume=auto", "tracking.log_every_steps=50")
     arguments = short(bench, *saving, count=count)
@@ -137,7 +132,7 @@ def resumed(bench: Bench) -> Figures:
 
 
 def _kill_after_a_save(bench: Bench, arguments: Sequence[str]) -> int:
-    """Start the run `killed`, kill it two steps after its first save, and say at which step."""
+    """Start the run `killed`, kill it two steps after its first checkpoint, and return the step it reached."""
     path = bench.folder / "runs/killed/events.jsonl"
     job = bench.start("killed", arguments)
     try:
@@ -164,12 +159,12 @@ def _by_step(events: Sequence[Event]) -> dict[int, tuple[float, float, str]]:
 
 
 def _largest_difference(mine: Mapping[int, Any], whole: Mapping[int, Any], chosen: Sequence[int]) -> float:
-    """Largest relative difference of the losses."""
+    """Largest relative loss difference over the chosen steps."""
     return max((abs(mine[step][0] / whole[step][0] - 1) for step in chosen), default=0.0)
 
 
 def exported(bench: Bench) -> Figures:
-    """A checkpoint as a Hugging Face folder, every tensor compared with the masters."""
+    """Export a checkpoint to Hugging Face format; the exporter compares every tensor with the masters."""
     bench.train("steps", short(bench, "checkpoint.at_end=true", count=5))
     out = bench.folder / "exported"
     checkpoint = bench.folder / "runs/steps/checkpoints/step-5"
@@ -182,7 +177,7 @@ def exported(bench: Bench) -> Figures:
 
 
 def matrix(bench: Bench, text: str) -> Figures:
-    """The cells of the precision matrix whose name has this text."""
+    """Run the precision-matrix cells whose name contains `text`."""
     folder = bench.folder / "matrix"
     options = ["--only", text, "--folder", str(folder), "--processes", str(bench.processes)]
     said = bench.tool("lab.matrix", *options, codes=(0, 3), leads=True)
@@ -196,7 +191,7 @@ def matrix(bench: Bench, text: str) -> Figures:
 
 
 def analyzed(bench: Bench, *overrides: str) -> Figures:
-    """The manifest that the model's measurements propose, beside uniform BF16 and FP16."""
+    """Have `tools.analyze` propose a manifest; its gradient error beside that of uniform BF16 and FP16."""
     out = bench.folder / "manifest.json"
     counts = ["--steps", str(bench.either(10, 2)), "--held-out", "1", "--parity-steps", "0"]
     counts += ["--processes", str(bench.processes), "--most-regions", str(bench.either(64, 4))]
@@ -212,7 +207,7 @@ def analyzed(bench: Bench, *overrides: str) -> Figures:
 
 
 def parity(bench: Bench, *overrides: str) -> Figures:
-    """The parity gate: a run and its FP32 twin, and single steps from the same masters."""
+    """Run the parity gate: a run against its FP32 twin, plus single steps from the same masters."""
     report = bench.folder / "parity"
     arguments = bench.arguments("benchmark_1b", *overrides, "tracking.wandb=disabled", "evaluate.batches=2")
     arguments += ["parity.oracle_steps=0"]  # it computes on the CPU, in FP64
@@ -228,7 +223,7 @@ def parity(bench: Bench, *overrides: str) -> Figures:
 
 
 def compared(bench: Bench, contestants: str, *overrides: str, count: int = 10) -> Figures:
-    """Contestants of `lab.benchmark`, each once."""
+    """Run each contestant of `lab.benchmark` once."""
     options = ["--contestants", contestants, "--rounds", "1", "--steps", str(bench.either(count, 3)), "--warm-up", "3"]
     options += bench.either((), ("--peak-tflops", "1"))
     arguments = bench.arguments("benchmark_1b", *overrides)
@@ -236,7 +231,7 @@ def compared(bench: Bench, contestants: str, *overrides: str, count: int = 10) -
 
 
 def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], Figures]) -> Figures:
-    """The rows of a report that a benchmark of jobs writes; where a job fails or is killed, those that are there."""
+    """Rows of the report that a benchmark writes; if a job fails or is killed, the rows written so far are kept."""
     name = module.rpartition(".")[2]
     out = bench.folder / name
     with bench.keeping(lambda: rows(_json(out / f"{name}.json"))):
@@ -249,7 +244,7 @@ def _reported(bench: Bench, module: str, *arguments: str, rows: Callable[[Any], 
 
 
 def _contestants(found: Mapping[str, Any], bench: Bench) -> Figures:
-    """The rows of benchmark.json. MFU is of the data sheet's dense 16-bit peak, where the device's is known."""
+    """Rows from benchmark.json. MFU is relative to the data sheet's dense 16-bit peak if the device is a known one."""
     rows: Figures = {name: f"not measured: {why}" for name, why in found["passed_over"].items()}
     rows |= dict.fromkeys(found["failed"], "failed")
     measured, sheet = found["peak"]["flops"], peak_flops(bench.device)
@@ -289,7 +284,7 @@ def _over(baseline: str, ratio: Mapping[str, Any] | None) -> Figures:
 
 
 def guarded(bench: Bench, *overrides: str) -> Figures:
-    """Mantissa's steps and a plain loop's, in turn in one process."""
+    """Time Mantissa's training step against a bare DeepSpeed loop's, alternating in one process."""
     found = _paired(bench, "lab.benchmark.overhead", "--pairs", str(bench.either(40, 3)), overrides=overrides)
     middle, low, high = found["median"]
     return {
@@ -302,7 +297,7 @@ def guarded(bench: Bench, *overrides: str) -> Figures:
 
 
 def by_stage(bench: Bench, *overrides: str) -> Figures:
-    """The time that guarding adds to a step, stage by stage."""
+    """Time what guarding adds to a step, stage by stage."""
     options = ["--by-stage", "--pairs", str(bench.either(10, 2)), "--steps", "2"]
     found = _paired(bench, "lab.benchmark.overhead", *options, overrides=(*overrides, "guard.spike_sigmas=6"))
     added = {name: found[name] for name in ("health", "guard", "record", "other")}
@@ -311,7 +306,7 @@ def by_stage(bench: Bench, *overrides: str) -> Figures:
 
 
 def extra(bench: Bench, of: str, *overrides: str, pairs: int = 20) -> Figures:
-    """Steps with one of the optional works and steps without, in turn."""
+    """Time steps with and without one optional feature, alternating in one process."""
     options = ["--of", of, "--pairs", str(bench.either(pairs, 2)), "--steps", str(bench.either(16, 2))]
     found = _paired(bench, "lab.benchmark.overhead", *options, codes=(0, 3), overrides=overrides)
     share, low, high = found["cost"]  # of a block, as a share of one step
@@ -334,7 +329,7 @@ def _paired(bench: Bench, module: str, *options: str, overrides: Sequence[str], 
 
 
 def loss_of_logits(bench: Bench) -> Figures:
-    """The loss of one micro-batch, all logits at once and in chunks."""
+    """Time the loss of one micro-batch with all logits materialised and in chunks."""
     vocabulary, hidden, tokens = bench.either(("131072", "2048", "8192"), ("2048", "32", "64"))
     options = ["--vocabulary", vocabulary, "--hidden", hidden, "--tokens", tokens]
     options += ["--json", "--repeats", str(bench.either(5, 2))]
@@ -348,7 +343,7 @@ def loss_of_logits(bench: Bench) -> Figures:
 
 
 def _ways(bench: Bench) -> Figures:
-    """The rows that the loss's benchmark printed."""
+    """The JSON rows that `lab.benchmark.loss` printed."""
     log = newest_log(bench.folder)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log else []
     rows = [json.loads(line) for line in lines if line.startswith("{")]
@@ -363,7 +358,7 @@ def _ways(bench: Bench) -> Figures:
 
 
 def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
-    """The depths of the 1B shape that train, each with what the planner predicts for it."""
+    """Train the 1B shape at increasing depths; each with the planner's prediction."""
     options = ["--layers", bench.either(depths, "1,2"), "--steps", str(bench.either(3, 2))]
     arguments = bench.arguments("benchmark_1b", *overrides)
     rows = bench.found = _reported(bench, "lab.benchmark.largest", *options, *arguments, rows=_depths)
@@ -375,9 +370,9 @@ def largest(bench: Bench, depths: str, *overrides: str) -> Figures:
 
 
 def depths_around(bench: Bench, planned: Mapping[int, float]) -> str:
-    """The deepest that surely fits the device and the next one; all of them on a device without a memory of its own.
+    """The deepest model that certainly fits in device memory and the next one; every depth on a CPU.
 
-    planned: [GiB] by depth, ascending.
+    planned: [GiB] planned memory by depth, ascending.
     """
     depths = list(planned)
     if bench.device_bytes is not None:
@@ -387,7 +382,7 @@ def depths_around(bench: Bench, planned: Mapping[int, float]) -> str:
 
 
 def _depths(found: Mapping[str, Any]) -> Figures:
-    """The rows of largest.json."""
+    """Rows from largest.json."""
     rows: Figures = {}
     for depth, row in found["depths"].items():
         measured = {name: row[name] / GIB for name in ("memory_bytes", "host_bytes") if row[name]}
@@ -401,19 +396,14 @@ def _depths(found: Mapping[str, Any]) -> Figures:
 
 
 def predicted(bench: Bench, *arguments: str) -> Figures:
-    """The memory that `launch.plan` expects for the same config, where it knows the device."""
-    device = planner_device(bench.device)
-    if device is None:
+    """Memory that `launch.plan` predicts for the same config; empty for a device it does not know."""
+    words = re.findall(r"[a-z0-9]+", bench.device.lower())
+    known = (*DEVICES, "cpu")
+    fits = [name for name in known if all(any(word.startswith(part) for word in words) for part in name.split("-"))]
+    if not fits:
         return {}
+    device = max(fits, key=len)
     options = ["--json", "--gpus", str(bench.processes), "--device", device]
     said = bench.tool("launch.plan", *options, *arguments, codes=(0, 3), leads=True)
     memory = json.loads(said[said.index("{") :])["memory"]
     return {"planned GiB": memory["peak"] / GIB, "planned host GiB": sum(memory["host"].values()) / GIB}
-
-
-def planner_device(name: str) -> str | None:
-    """The row of `launch.plan`'s table for a device named as the driver reports it; None where there is none."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    rows = ("b200", "h200", "h100", "h100-pcie", "a100", "a100-40", "l40s", "a10g", "cpu")
-    fits = [row for row in rows if all(any(word.startswith(part) for word in words) for part in row.split("-"))]
-    return max(fits, key=len, default=None)

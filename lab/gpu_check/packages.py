@@ -1,8 +1,7 @@
-"""The packages of a machine without a package registry, from a folder of wheels. Standard library alone.
+"""Install missing packages from a folder of wheels, without a package registry. Runs on the standard library alone.
 
-torch and transformers are taken as the machine has them, and so is every other package that is there already. The rest
-of the wheels is installed into a folder of its own, which is put on PYTHONPATH: nothing of the machine changes, and
-nothing that it has is hidden.
+Packages that are already installed are used as they are, torch and transformers always. The remaining wheels go into a
+separate folder appended to PYTHONPATH, so the machine's own environment is neither modified nor shadowed.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ NEEDED = (
     *("torch", "transformers", "deepspeed", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "PyYAML"),
     *("filelock", "rich", "matplotlib", "orjson", "Jinja2", "markdown-it-py", "psutil", "ninja"),
 )
-"""Packages of requirements.txt that the check cannot do without."""
+"""Packages of requirements.txt that the check requires."""
 AT_LEAST = {"torch": (2, 11), "transformers": (5, 17)}
-"""Oldest versions that Mantissa was run on."""
+"""Oldest versions Mantissa was run with."""
 _TAKEN_AS_FOUND = re.compile(r"torch|transformers|triton|nvidia-.*|cuda-.*")
 
 
 def provide(wheels: Path | None, target: Path) -> list[str]:
-    """Install into `target` what of the wheels is not there, and put it on PYTHONPATH, for this process and its jobs.
+    """Install missing packages from `wheels` into `target`, and add it to PYTHONPATH for this process and its jobs.
 
-    Returns lines to print. Raises UserError: no such folder, two wheels of one package, one that cannot be installed
-    here, a package that is missing all the same or older than `AT_LEAST`.
+    Returns lines to print. Raises UserError if the folder does not exist, has two wheels of one package or one that
+    cannot be installed, or if a package is still missing or older than `AT_LEAST`.
     """
     _use(target)
     said = []
@@ -52,7 +51,7 @@ def provide(wheels: Path | None, target: Path) -> list[str]:
 
 
 def wheels_of(folder: Path) -> dict[str, Path]:
-    """The folder's wheels by the normalised name of their package, without those that are taken as found."""
+    """Wheels by normalised package name, except those of packages that are used as installed."""
     if not folder.is_dir():
         raise UserError(f"--wheels {folder}: there is no such folder")
     found: dict[str, Path] = {}
@@ -67,7 +66,7 @@ def wheels_of(folder: Path) -> dict[str, Path]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the package's metadata is found."""
+    """Whether the package's metadata can be found."""
     try:
         distribution(name)
     except PackageNotFoundError:
@@ -76,7 +75,7 @@ def is_installed(name: str) -> bool:
 
 
 def normalised(name: str) -> str:
-    """The package name normalised as PEP 503 defines."""
+    """The package name, normalised according to PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

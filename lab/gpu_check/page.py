@@ -1,4 +1,4 @@
-"""The table of a part: what was measured, what failed, what was not run."""
+"""Markdown pages of results: part-N.md and goals.md."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tracking.pages.markdown import Table, code, section, text
 
 
 def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> str:
-    """part-N.md."""
+    """Content of part-N.md."""
     found = {item.name: check.result(number, item) for item in part.items}
     rows = []
     for item in part.items:
@@ -43,7 +43,7 @@ def page(check: Check, number: int, part: Part, not_run: Mapping[str, str]) -> s
 
 
 def all_goals(check: Check) -> str:
-    """goals.md: the goals of all parts, with the results of earlier calls."""
+    """Content of goals.md: the goals of all parts, including results of earlier calls."""
     sections = []
     for number, part in PARTS.items():
         results = {item.name: check.result(number, item) for item in part.items}
@@ -52,7 +52,7 @@ def all_goals(check: Check) -> str:
 
 
 def conditions(machine: Mapping[str, Any]) -> str:
-    """Device and versions, on one line."""
+    """Device and versions on one line."""
     named = {"driver": machine["driver"], "CUDA": machine["cuda"]} | machine["versions"]
     commit = (machine["git"] or {}).get("commit", "")[:12]
     said = [machine["device"], *(f"{name} {value}" for name, value in named.items() if value)]
@@ -62,7 +62,7 @@ def conditions(machine: Mapping[str, Any]) -> str:
 def lines(
     figures: Mapping[str, Any], *, against: str | None = None, reference: Mapping[str, Any] | None = None
 ) -> Iterator[str]:
-    """Markdown: the item's own figures on one line, then a line for each of its variants."""
+    """Markdown lines: an item's own figures on one line, then one line per variant."""
     own = {name: value for name, value in figures.items() if name != "losses" and not isinstance(value, Mapping)}
     said = [f"{text(name)} {words(value)}" for name, value in own.items()]
     if reference is not None and "losses" in reference and "losses" in figures:
@@ -75,14 +75,14 @@ def lines(
 
 
 def loss_difference(mine: list[Any], other: list[Any]) -> str:
-    """Largest relative difference of a step's loss, as text."""
+    """Largest relative loss difference over the steps, as text."""
     if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
         return "cannot be compared"  # one is not finite
     return f"{max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)):.1e}"
 
 
 def words(value: object) -> str:
-    """A figure in few digits."""
+    """A figure as text, with few digits."""
     if isinstance(value, bool):
         return "yes" if value else "**no**"
     if isinstance(value, float):

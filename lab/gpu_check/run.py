@@ -1,9 +1,8 @@
-"""Measure the items of a part within its time, keep each result in a file of its own, and go on where it stopped.
+"""Run the items of a part within a time budget, one result file per item, resumable.
 
-What times nothing runs some items at once; a timed item has the machine to itself. A result is written when its item
-ends, so that whatever ends this process loses at most the items that it was at. An item that is done is not measured
-again; one that failed is, after those that were never tried. One that needs what this machine lacks is skipped, with
-the reason.
+Untimed items run concurrently; a timed one has the machine to itself. Each result is written as its item ends, so if
+this process is killed only the running items are lost. Finished items are not repeated; failed ones are retried after
+those never tried. An item whose requirements this machine does not meet is skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -33,39 +32,40 @@ from launch.job import error_line_of
 
 DONE, FAILED, TIMED_OUT, SKIPPED = "done", "failed", "took too long", "skipped"
 MOST_BYTES = 2**20
-"""Larger files of an item are deleted when it ends: weights, checkpoints, prepared batches. Logs and reports stay."""
+"""Larger files (weights, checkpoints, prepared batches) except logs are deleted when their item ends, so that large
+models leave room on the disk and the folder can be copied."""
 MARK = "MANTISSA_GPU_CHECK"
-"""Environment variable of a check's jobs: its folder."""
+"""Environment variable that marks a check's jobs; its value is the work folder."""
 TOGETHER = 3
-"""Items that time nothing at once: their jobs start for most of their time, and leave most of a GPU idle."""
+"""Maximum number of concurrent untimed items, which spend most of their time starting up and leave the GPU idle."""
 PATIENCE, GRACE = 3.0, 60.0
-"""An item is killed after PATIENCE times its expected seconds and GRACE seconds more."""
+"""An item is killed after PATIENCE times its expected duration plus GRACE seconds."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """The conditions that all items of a call share."""
+    """Settings shared by all items of a call."""
 
     out: Path
     processes: int
     tiny: bool
     machine: Mapping[str, Any]
     again: bool = False
-    """Repeat finished measurements."""
+    """Repeat finished items."""
     stopped: threading.Event = field(default_factory=threading.Event, compare=False)
-    """Set when the check is interrupted: what its items come to then is no result."""
+    """Set on interruption; items that end afterwards write no result."""
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """The conditions that a result must share to count as this check's."""
+        """Conditions under which an earlier result is still valid."""
         return {"device": self.machine["device"], "processes": self.processes, "tiny": self.tiny}
 
     def path(self, part: int, item: Item) -> Path:
-        """The file of an item's result."""
+        """Path of an item's result file."""
         return self.out / f"{part}-{item.name}.json"
 
     def result(self, part: int, item: Item) -> dict[str, Any] | None:
-        """The result of an earlier call, under the same conditions."""
+        """Result of an earlier call under the same conditions, if any."""
         try:
             found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):  # a damaged file is no result
@@ -74,14 +74,14 @@ class Check:
         return found if same else None
 
     def lacks(self, item: Item) -> str | None:
-        """Human-readable reason why this machine cannot run the item; None where it can."""
+        """Why this machine cannot run the item; None if it can."""
         return self.machine.get("lacks", {}).get(item.needs)
 
 
 def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, ends: float) -> Iterator[str]:
-    """Measure what is to be measured, until `ends` of time.monotonic(); lines to print, as it goes.
+    """Run pending items until `ends` (time.monotonic()); yields progress lines.
 
-    not_run: is given the reasons of those that are not run, by name.
+    not_run: filled with the reason for each item that was not started.
     """
     running: dict[Future[dict[str, Any]], Item] = {}
     with ThreadPoolExecutor(TOGETHER) as pool:
@@ -105,14 +105,14 @@ def run_part(check: Check, number: int, part: Part, not_run: dict[str, str], *, 
             yield from _ended(running, fewer_than=1)
         except BaseException:
             check.stopped.set()
-            while not all(job.done() for job in running):  # items whose jobs are gone end by themselves
+            while not all(job.done() for job in running):  # an item ends once its jobs are gone
                 _kill(psutil.Process().children(recursive=True))
                 time.sleep(0.05)
             raise
 
 
 def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than: int) -> Iterator[str]:
-    """Wait until fewer items are running; a line for each that has ended."""
+    """Wait until fewer than this many items are running; yields a line per finished item."""
     while len(running) >= fewer_than:
         for job in wait(running, return_when=FIRST_COMPLETED).done:
             name, result = running.pop(job).name, job.result()
@@ -121,9 +121,9 @@ def _ended(running: MutableMapping[Future[dict[str, Any]], Item], *, fewer_than:
 
 
 def end_leftovers(work: Path) -> list[str]:
-    """Kill what an earlier check in this folder, which was killed itself, has left; a line where there was any.
+    """Kill processes left behind by an earlier check of this folder that was itself killed; returns lines to print.
 
-    From here on whatever this process starts is known by an environment variable. work: the folder of the items'.
+    Also sets MARK for every process started from now on. work: folder of all items.
     """
     this, found = psutil.Process(), []
     for process in psutil.process_iter():
@@ -143,7 +143,7 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _order(check: Check, number: int, part: Part) -> list[Item]:
-    """Items without a result as they are listed, then those that failed; not those that are done."""
+    """Items to run: those without a result in listed order, then failed ones."""
     if check.again:
         return list(part.items)
     found = {item.name: check.result(number, item) for item in part.items}
@@ -154,10 +154,10 @@ def _order(check: Check, number: int, part: Part) -> list[Item]:
 
 
 def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str, Any]:
-    """Run one item to its end, or until `limit` seconds are over, and write its result.
+    """Run one item for at most `limit` seconds and write its result.
 
-    A failure of any kind is a result: the error's last line, the log, and what was measured before it. Raises
-    InterruptedError: the check was stopped.
+    Any failure is a result too: the last line of the error, the log and partial figures. Raises InterruptedError if the
+    check was stopped.
     """
     folder = check.out / "work" / f"{number}-{item.name}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -173,7 +173,7 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         error = f"killed after {limit:.0f} s" + (f"; {error_line_of(log)}" if log else "")
     except ItemFailed as failure:
         status, error, log = FAILED, str(failure), failure.log or newest_log(folder)
-    except Exception as failure:  # whatever it is, the items after it are worth measuring
+    except Exception as failure:  # whatever it is, later items are still worth running
         status, error, log = FAILED, one_line(failure), newest_log(folder)
     if check.stopped.is_set():
         raise InterruptedError(item.name)
@@ -185,12 +185,14 @@ def measure(check: Check, number: int, item: Item, *, limit: float) -> dict[str,
         figures=figures if item.timed else {name: each for name, each in figures.items() if name != "tokens/s"},
         commands=bench.commands,
     )
-    delete_large_files(folder)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
+            path.unlink()
     return result
 
 
 def _write(check: Check, number: int, item: Item, status: str, error: str, **measured: Any) -> dict[str, Any]:
-    """Write an item's result; what was written."""
+    """Write an item's result and return it."""
     result = {
         "part": number,
         "item": item.name,
@@ -205,10 +207,3 @@ def _write(check: Check, number: int, item: Item, status: str, error: str, **mea
     }
     write_json(check.path(number, item), result)
     return result
-
-
-def delete_large_files(folder: Path) -> None:
-    """Delete large files, but no logs, so that large models leave room on the disk and the rest can be copied."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.suffix != ".log" and path.stat().st_size > MOST_BYTES:
-            path.unlink()

@@ -6,7 +6,6 @@ several buckets, matrices are partitioned and norms are not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from config.cli import REPOSITORY
+from config.command_line import parse
 from config.deepspeed.combinations import COMPUTES, FP8, SETTINGS, STAGES, Combination, Setting, combinations, refusal
 from config.deepspeed.document import read_document
 from config.deepspeed.resolve import resolve_unverified
@@ -25,8 +25,7 @@ from config.resolved import Resolved, resolve_run
 from precision.dtypes import DTYPES
 from precision.tolerance import tolerance
 
-VOCABULARY, SEQUENCE = 64, 16
-"""[tokens]"""
+VOCABULARY, SEQUENCE = 64, 16  # [tokens]
 COARSEST = DTYPES | {"mixed": torch.bfloat16, "fp8": torch.float32, "fp8_bf16": torch.bfloat16}
 """The coarsest dtype of a run, by its compute setting, besides FP8."""
 ROUNDINGS = 16
@@ -34,8 +33,7 @@ ROUNDINGS = 16
 output, norm, MLP in, MLP out."""
 CLIPPING = 0.4
 """[norm] Smaller than the reference's gradient norm in every step."""
-ACCUMULATIONS = (1, 4)
-"""[micro-batches]"""
+ACCUMULATIONS = (1, 4)  # [micro-batches]
 CHECKPOINTINGS = ("none", "full")
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
     "muon": (),
@@ -199,8 +197,7 @@ class Cell:
     def resolve(self, folder: Path) -> Resolved:
         """The run as the command line would resolve it. Raises UserError if the config refuses it."""
         overrides, path = self.prepare(folder)
-        given = {"config": str(path), "overrides": overrides, "deepspeed_config": None, "local_rank": None}
-        return resolve_run(argparse.Namespace(**given), os.environ)
+        return resolve_run(parse(["--config", str(path), *overrides]), os.environ)
 
     def resolve_document(self, folder: Path) -> dict[str, Any]:
         """The complete DeepSpeed JSON for bare DeepSpeed, even for a combination that the config refuses."""

@@ -25,8 +25,8 @@ from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.routers import compute_routers_in_fp32
+from precision.statistics import NEGLIGIBLE, in_fp64
 from precision.tolerance import relative
-from tools.parity.judge_steps import NEGLIGIBLE
 from training.engine import Engine
 from training.engine.rng import generators, restore_generators
 from training.engine.tensors import whole_gradient
@@ -110,15 +110,11 @@ class Fp32Gradients:
                 yield name, gradient / scale
 
 
-_PIECE = 1 << 18
-"""Number of values compared at a time, as FP64 copies: the whole embedding of 262,144 tokens would take 4 GB."""
-
-
 def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
     """Sum of squared differences of two FP32 tensors, in FP64, and the number of finite differences."""
     total, finite = 0.0, 0
-    for piece, other in zip(values.reshape(-1).split(_PIECE), others.reshape(-1).split(_PIECE), strict=True):
-        difference = piece.double() - other.double()
+    for value, other in in_fp64(values, others):
+        difference = value - other
         total, finite = total + float(difference.square().sum()), finite + int(difference.isfinite().sum())
     return total, finite
 
@@ -152,7 +148,11 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
         wide = {model.get_submodule(name) for name in compute_routers_in_fp32(model)} if routers == "fp32" else set()
         copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         for module in model.modules():
-            cast = functools.partial(_cast, dtype=dtype, widened=module in wide)
+
+            def cast(parameter: torch.Tensor, widened: bool = module in wide) -> torch.Tensor:
+                rounded = parameter.to(dtype)
+                return rounded.float() if widened else rounded
+
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.dtype == torch.float32:
                     # a graph would record the empty shape of what ZeRO-3 has partitioned now
@@ -169,11 +169,6 @@ def _set_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) ->
     module.__dict__.pop("forward", None)
     if forward is not None:
         module.forward = forward
-
-
-def _cast(parameter: torch.Tensor, dtype: torch.dtype, *, widened: bool) -> torch.Tensor:
-    rounded = parameter.to(dtype)
-    return rounded.float() if widened else rounded
 
 
 def _with_gathered_weights(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:

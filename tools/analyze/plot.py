@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.analyze.proposal import pattern_of
 from tracking.plots import figure, plain
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, dict[str, list[tuple[i
     merge = len(result["spreads"]) > MOST_ROWS
     rows: dict[tuple[str, str], dict[str, list[tuple[int, int, int, int]]]] = {}
     for name, kinds in result["spreads"].items():
-        label = ".".join("*" if merge and part.isdecimal() else part for part in name.split("."))
+        label = pattern_of(name) if merge else name
         dtype = choices[name]["compute"] if name in choices else "fp32"
         row = rows.setdefault((label, dtype), {})
         for kind, spread in kinds.items():

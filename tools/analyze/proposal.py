@@ -113,7 +113,8 @@ def fp16_obstacle(spreads: Mapping[str, Spread], scale: float, limits: Limits) -
 
 def flushed_share(spread: Spread, scale: float) -> float:
     """Share of the non-zero values that FP16 rounds to zero after multiplication by `scale`, a power of two."""
-    return spread.share_below(_LOST_BELOW - round(math.log2(scale)))
+    lost = max(_LOST_BELOW - round(math.log2(scale)) - spread.lowest, 0)
+    return sum(spread.counts[:lost]) / max(spread.values, 1)
 
 
 def largest_scale(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> float:

@@ -51,10 +51,6 @@ class Spread:
         """Number of finite non-zero values."""
         return sum(self.counts)
 
-    def share_below(self, exponent: int) -> float:
-        """The share of the finite non-zero values that is below 2^exponent."""
-        return sum(self.counts[: max(exponent - self.lowest, 0)]) / max(self.values, 1)
-
 
 NOTHING = Spread(0, (), 0, 0, 0.0)
 """The spread of no values at all."""
@@ -81,11 +77,8 @@ def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
     """(bins + 2,) int64: counts by power of two from LOWEST_EXPONENT up, then of zeros and of non-finite values. The
     values must be within FP32's range."""
     flat = values.detach().float().abs().reshape(-1)
-    # an FP32 number of magnitude 2^e to 2^(e+1) has the exponent bits e + 127, a subnormal one 0
-    exponent = flat.view(torch.int32) >> 23
-    subnormal = ((flat * 2.0**64).view(torch.int32) >> 23) - 64
-    index = torch.where(exponent == 0, subnormal, exponent) - 127 - LOWEST_EXPONENT
-    index = torch.where(flat == 0, _ZEROS, torch.where(exponent == 255, _NONFINITE, index)).long()
+    index = flat.frexp().exponent - 1 - LOWEST_EXPONENT  # frexp's mantissa is in [0.5, 1)
+    index = torch.where(flat == 0, _ZEROS, torch.where(flat.isfinite(), index, _NONFINITE)).long()
     counts = torch.zeros(_BINS + 2, dtype=torch.int64, device=flat.device)
     return counts.scatter_add_(0, index, torch.ones_like(index))
 
@@ -93,9 +86,8 @@ def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
 class Ranges:
     """Histograms of every region and kind, on the device, without synchronization until `spreads`.
 
-    `counts`: (regions, kinds, bins + 2) int64, the last two being zeros and values that are not finite. `maxima`:
-    (regions, kinds) float64. Both have the same shape on every rank, whatever it has seen, so they can be reduced:
-    counts by a sum, maxima by a maximum.
+    `counts`: (regions, kinds, bins + 2) int64, the last two for zeros and non-finite values. `maxima`: (regions, kinds)
+    float64. Both have the same shape on every rank and can be reduced, by a sum and by a maximum.
     """
 
     def __init__(self, names: Iterable[str], device: torch.device) -> None:
@@ -185,8 +177,7 @@ class OperandMeter(Observation):
 def gradients_counted(model: torch.nn.Module, kinds: Mapping[str, RegionKind], ranges: Ranges) -> Iterator[None]:
     """Context manager around forward and backward passes that counts gradients and weight gradients of every region.
 
-    With activation checkpointing of either kind each gradient is counted once: only tensors on the backward path have
-    one.
+    Activation checkpointing counts no gradient twice: only tensors on the backward path have one.
     """
 
     def count(names: list[str], kind: str, gradient: torch.Tensor) -> None:

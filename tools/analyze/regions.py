@@ -22,13 +22,10 @@ from training.engine import Engine
 class Point:
     """Measurements after one step; the same on every rank."""
 
-    step: int
     spreads: dict[str, dict[str, Spread]]
     stored: Stored
     flops: dict[str, int]
     """Module name to forward matmul FLOPs on the main process."""
-    scale: float
-    """Loss scale of the FP16 measurements."""
     errors: list[dict[str, float]]
     """Errors of each unit, by dtype; fp8 only for linear layers, and if requested."""
     casts: dict[str, dict[str, str]]
@@ -84,14 +81,11 @@ def measure(
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
     flops = world.from_main(dict(operands.region_flops))
-    return Point(step, spreads, stored, flops, scale, errors, _casts(engine, reference, units))
+    return Point(spreads, stored, flops, errors, _casts(engine, reference, units))
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
-    """The content of `Point.casts`, observed in a training step: kernels differ without gradients or dropout.
-
-    A collective.
-    """
+    """`Point.casts`, observed in a training step: kernels differ without gradients or dropout. A collective."""
     every = Unit(tuple(name for unit in units for name in unit.names), 0, {})
     found: dict[str, dict[str, str]] = {}
     for dtype in ("bf16", "fp16"):

@@ -98,7 +98,8 @@ def survey(
             part = first_sequences(batch, plan.sequences)
             points.append(measure(engine, part, units, step=step, limits=plan.limits, text_of=text_of, judge=judge))
             dtypes = "BF16, FP16 and FP8" if plan.limits.fp8 else "BF16 and FP16"
-            _print(engine, f"measured {len(units)} regions in {dtypes} after {step} steps")
+            if engine.world.is_main:
+                print(f"measured {len(units)} regions in {dtypes} after {step} steps", flush=True)
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
     spreads, stored = all_spreads(points), largest_of_each(point.stored for point in points)
@@ -108,7 +109,13 @@ def survey(
             casts.setdefault(name, {}).update(by_dtype)
     measured, other_flops = summary(units, points)
     given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
-    uniform = _uniform(scale_for(largest(stored, *SCALED).value, plan.limits), resolved.config.precision.routers)
+    cast = partial(on_the_cast_path, routers=resolved.config.precision.routers)
+    uniform = {
+        "uniform bf16": Candidate(partial(cast, compute="bf16")),
+        "uniform fp16": Candidate(
+            partial(cast, compute="fp16"), scale_for(largest(stored, *SCALED).value, plan.limits)
+        ),
+    }
     decide = _decide_fp8 if plan.limits.fp8 else _decide
     proposal, tried = decide(engine, first_sequences(batch, plan.sequences), measured, spreads, uniform, given)
     held_out = [batches.next_step() for _ in range(plan.held_out)]
@@ -177,9 +184,8 @@ def _decide(
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only if they lower the error by five percent. An FP32 ambient dtype
-    costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; then also considered is FP16
-    wherever nothing overflows, however much it flushes, and FP32 elsewhere, if enough FLOPs stay in 16 bits. given:
-    more arguments of `propose`.
+    costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; FP16 wherever nothing
+    overflows and FP32 elsewhere is then tried, too, if enough FLOPs stay in 16 bits. given: for `propose`.
     """
     limits: Limits = given["limits"]
     named = {
@@ -240,20 +246,6 @@ def _regions_alone(uniform: Mapping[str, Candidate]) -> dict[str, Candidate]:
         scale = uniform[f"uniform {dtype}"].scale
         found[f"uniform {dtype}, FP32 ambient"] = Candidate(partial(under_manifest, manifest=tree), scale)
     return found
-
-
-def _uniform(scale: float, routers: str) -> dict[str, Candidate]:
-    """The uniform dtypes as in a run without a manifest. scale: FP16's loss scale. routers: precision.routers."""
-    cast = partial(on_the_cast_path, routers=routers)
-    return {
-        "uniform bf16": Candidate(partial(cast, compute="bf16")),
-        "uniform fp16": Candidate(partial(cast, compute="fp16"), scale),
-    }
-
-
-def _print(engine: Engine, text: str) -> None:
-    if engine.world.is_main:
-        print(text, flush=True)
 
 
 @entry_point(launched=True)

@@ -66,11 +66,8 @@ class Judge:
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Findings, the most serious kind first.
-
-        A finding has its entry's fields, the `steps`, and from its worst step the `size` of the error as a fraction,
-        what was `measured`, and the `severity` as in known.yaml.
-        """
+        """Findings, the most serious kind first: the entry's fields, the `steps`, and of the worst step the `size` of
+        the error as a fraction, what was `measured`, and the `severity` as in known.yaml."""
         return sorted(self._found.values(), key=lambda each: list(FINDINGS).index(each["id"]))
 
     def _add(self, entry: str, size: float, measured: str = "", *, note: bool = False, **words: Any) -> None:

@@ -112,8 +112,7 @@ def merge(
 
     shape: the config of the run's model. dtype: the export's, for the rounding error. corpus: the run's prepared data;
     if it is gone, the error on its rows is omitted. base_dtype: dtype that the base is rounded to first; None: the
-    run's compute dtype. Raises UserError if the base cannot be loaded or is not the one that the adapter was trained
-    on.
+    run's compute dtype. Raises UserError if the base cannot be loaded or is another than the adapter was trained on.
     """
     from peft import get_peft_model
 

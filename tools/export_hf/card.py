@@ -21,10 +21,7 @@ LONGEST_MANIFEST = 60
 
 
 def model_card(facts: Mapping[str, Any]) -> str:
-    """Markdown with the hub's front matter. facts: the content of the export's `mantissa.json`.
-
-    A number that was not recorded is left out.
-    """
+    """Markdown with the hub's front matter, from the export's `mantissa.json`; without what was not recorded."""
     model, adapter = facts["model"], facts.get("adapter")
     held = {key: _listed(value) for key, value in (adapter or {}).items() if key != "merged"}
     return page(
@@ -147,6 +144,4 @@ def _text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return text(value)
+    return f"{value:.6g}" if isinstance(value, float) else text(value)

@@ -76,10 +76,9 @@ def export(
 ) -> dict[str, Any]:
     """Write the folder `out`; returns the content of its mantissa.json.
 
-    A run's adapter is written in peft's format, or merged into its base. merge_from: `fp32` for the values of the
-    base's files, `compute` for those rounded to the run's compute dtype. comparison: how to compare its
-    log-probabilities with the masters'. Raises UserError for what the user can correct, TensorsDiffer if a tensor is
-    not as expected, and GapTooLarge; `out` is then unchanged.
+    A run's adapter is written in peft's format, or merged into its base: its files' values (merge_from `fp32`), or
+    these rounded to the run's compute dtype (`compute`). comparison: how to compare log-probabilities with the
+    masters'. Raises UserError, TensorsDiffer if a tensor is not as expected, and GapTooLarge; `out` is then unchanged.
     """
     adapted, remote_code = source.config.adapter.kind != "none", source.config.model.trust_remote_code
     if merged and not adapted:
@@ -216,10 +215,7 @@ def build_skeleton(
 
 
 def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, the tokenizer, and generation_config.json for models that generate.
-
-    A pretrained model's generation settings are kept.
-    """
+    """config.json, the tokenizer and, for models that generate, the base's generation settings or new ones."""
     section = config.model
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id

@@ -128,10 +128,9 @@ def measure(
     """The gap of an exported folder, which computes in its own dtype as `from_pretrained` loads it.
 
     exact: the masters' model (`of_masters`), FP32. model_class: as in config/task.py. `of rounding alone` is the gap of
-    the export's weights computing in FP32; `of the masters rounded` that of the masters in memory, rounded to the
-    export's dtypes and computing in them, which a sound export has. `modules`: those with the largest error of their
-    own output on the export's inputs, against FP32 (tools/export_hf/outputs.py), on the row of the largest KL or
-    difference of a number.
+    the export's weights computing in FP32; `of the masters rounded` that of the masters rounded to the export's dtypes
+    and computing in them, which a sound export has. `modules`: those with the largest error of their own output
+    against FP32 (tools/export_hf/outputs.py), on the worst row.
     """
     auto = getattr(transformers, model_class)
     found = in_own_memory(auto.from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)).eval()
@@ -166,10 +165,7 @@ def in_own_memory(model: Any) -> Any:
 
 
 def of_masters(saved: SavedModel, shape: PretrainedConfig, *, model_class: str, trust_remote_code: bool) -> Any:
-    """The model of a checkpoint with its masters as weights, FP32, whole in this process's memory.
-
-    model_class: as in config/task.py.
-    """
+    """A checkpoint's model with its masters as weights, whole in memory. model_class: as in config/task.py."""
     auto = getattr(transformers, model_class)
     with no_init_weights():
         model: Any = auto.from_config(shape, dtype=torch.float32, trust_remote_code=trust_remote_code)

@@ -8,7 +8,7 @@ of each, evenly spread, are kept. Inside a step of a run `tools.parity.signature
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from config.errors import one_line
 from precision.findings import tensors_of
 from precision.manifest import find_regions
-from precision.tolerance import relative
+from tools.parity.plain import Apart
 from tools.parity.recompute import map_floats
 
 SAMPLE = 65536
@@ -38,9 +37,9 @@ class OutputErrors:
             if name in kinds or (name and next(module.children(), None) is None)
         }
         self._outputs: dict[str, torch.Tensor] = {}
-        self._own: dict[str, torch.Tensor] = {}
-        self._accumulated: dict[str, torch.Tensor] = {}
-        self._not_measured: dict[str, str] = {}
+        self._own: dict[str, float] = {}
+        self._accumulated: dict[str, float] = {}
+        self._not_comparable: set[str] = set()
 
     @contextmanager
     def of_reference(self) -> Iterator[None]:
@@ -55,16 +54,11 @@ class OutputErrors:
             yield
 
     def measured(self) -> dict[str, Any]:
-        """{"order", "own_error", "output_error", "not_measured"}; relative L2 errors.
+        """{"order", "own_error", "output_error"}; relative L2 errors.
 
         order: modules in the order of execution. inf where a value is not finite or only the reference is zero.
         """
-        return {
-            "order": list(self._own),
-            "own_error": {name: relative(*squares.tolist()) ** 0.5 for name, squares in self._own.items()},
-            "output_error": {name: relative(*squares.tolist()) ** 0.5 for name, squares in self._accumulated.items()},
-            "not_measured": self._not_measured,
-        }
+        return {"order": list(self._own), "own_error": self._own, "output_error": self._accumulated}
 
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
@@ -85,25 +79,17 @@ class OutputErrors:
     @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     @torch.no_grad()
     def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is None or name in self._own or name in self._not_measured:
+        if output is None or name in self._own or name in self._not_comparable:
             return
-        try:
-            with torch.autocast(output.device.type, enabled=False):
-                exact = _first(self._reference[name](*_in_fp32(args), **_in_fp32(kwargs)))
-        except Exception as error:  # a module whose inputs cannot be converted is left out, by name
-            self._not_measured[name] = one_line(error, 200)
-            return
+        exact = None
+        with suppress(Exception), torch.autocast(output.device.type, enabled=False):  # some inputs cannot be converted
+            args, kwargs = map_floats(torch.Tensor.float, (args, kwargs))
+            exact = _first(self._reference[name](*args, **kwargs))
         if exact is None or exact.shape != output.shape or name not in self._outputs:
-            self._not_measured[name] = "its outputs cannot be compared"
+            self._not_comparable.add(name)
             return
-        self._own[name] = _squares(output, exact)
-        self._accumulated[name] = _squares(_sampled(output), self._outputs[name])
-
-
-def _squares(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """(2,) float64: sums of squares of the error and of the reference."""
-    values, reference = values.double(), reference.double()
-    return torch.stack([(values - reference).square().sum(), reference.square().sum()])
+        self._own[name] = Apart([(output, exact)]).error
+        self._accumulated[name] = Apart([(_sampled(output), self._outputs[name])]).error
 
 
 def _first(output: Any) -> torch.Tensor | None:
@@ -114,7 +100,3 @@ def _first(output: Any) -> torch.Tensor | None:
 def _sampled(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)]
-
-
-def _in_fp32(tree: Any) -> Any:
-    return map_floats(torch.Tensor.float, tree)

@@ -111,8 +111,10 @@ def _samples(split: TokenShards | RowShards, corpus: Corpus, config: Config, cou
         available = split.sequences(length)
     make = task_of(config).make_batch(config, corpus)
     assert make is not None
+    regression = config.classify.kind == "regression"
+    unit: Unit = "token" if config.task != "classify" else "number" if regression else "label"
     for number in _spread(available, count):
-        yield _row(make(split, 0, number.reshape(1), number.reshape(1, 1)), longest, _unit(config))
+        yield _row(make(split, 0, number.reshape(1), number.reshape(1, 1)), longest, unit)
 
 
 def _row(batch: Batch, longest: int, unit: Unit) -> Row:
@@ -127,12 +129,6 @@ def _row(batch: Batch, longest: int, unit: Unit) -> Row:
         inputs |= {"decoder_input_ids": answer[0, :, :length], "use_cache": False}
     [places] = (labels[:length] != IGNORED_LABEL).nonzero(as_tuple=True)
     return Row(inputs, places, labels[places], unit)
-
-
-def _unit(config: Config) -> Unit:
-    if config.task != "classify":
-        return "token"
-    return "number" if config.classify.kind == "regression" else "label"
 
 
 def _of_config(data: str, config: Config) -> Config:

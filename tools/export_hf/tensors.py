@@ -27,10 +27,7 @@ class TensorsDiffer(Exception):
 
 
 class Tensors:
-    """The tensors to write: every parameter's master, rounded to one dtype, under its name in the files.
-
-    Buffers keep their dtype.
-    """
+    """The tensors to write, by their names in the files: masters rounded to one dtype, and unchanged buffers."""
 
     def __init__(self, saved: SavedModel, skeleton: PreTrainedModel, dtype: torch.dtype) -> None:
         """skeleton: the model on the meta device. Raises UserError if the checkpoint is from another model."""
@@ -113,10 +110,7 @@ def rounded(name: str, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor
 
 
 def compare_with_second_copy(saved: SavedModel) -> int:
-    """Compare every master with the checkpoint's second copy of it; returns how many have one.
-
-    Raises TensorsDiffer for the first that differs.
-    """
+    """Compare masters with the checkpoint's second copies; returns how many have one. Raises TensorsDiffer."""
     compared = 0
     for name, tensor in saved.tensors.items():
         if tensor.second_copy is None:

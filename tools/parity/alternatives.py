@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -34,10 +34,12 @@ _ATTENTION = {"sdpa": "eager", "eager": "sdpa"}
 
 def alternatives(model: PreTrainedModel) -> dict[str, AbstractContextManager[None]]:
     """Context managers under which a model computes the same in a different order, by name."""
-    found: dict[str, AbstractContextManager[None]] = {"sums in halves": _halves(), "other threads": _threads()}
-    attention = str(getattr(model.config, "_attn_implementation", None))
+    threads, attention = torch.get_num_threads(), str(getattr(model.config, "_attn_implementation", None))
+    found: dict[str, AbstractContextManager[None]] = {"sums in halves": _halves()}
+    found["other threads"] = _switched(torch.set_num_threads, threads, 1 if threads > 1 else 2)
     if attention in _ATTENTION and (attention == "sdpa" or model._supports_sdpa):
-        found[f"{_ATTENTION[attention]} attention"] = _other_attention(model, attention)
+        other = _ATTENTION[attention]
+        found[f"{other} attention"] = _switched(model.set_attn_implementation, attention, other)
     return found
 
 
@@ -51,22 +53,12 @@ def _halves() -> Iterator[None]:
 
 
 @contextmanager
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if before > 1 else 2)
+def _switched(switch: Callable[[Any], object], own: Any, other: Any) -> Iterator[None]:
+    switch(other)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _other_attention(model: PreTrainedModel, own: str) -> Iterator[None]:
-    model.set_attn_implementation(_ATTENTION[own])
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(own)
+        switch(own)
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from config.errors import one_line
 from modeling.objectives.label_prediction import LabelPrediction
-from modeling.objectives.objective import Forward, Objective, Scored
+from modeling.objectives.objective import Objective, Scored
 from precision.manifest import is_router
 from precision.tolerance import expected
 from tools.parity.own_code import own_code
@@ -55,13 +55,8 @@ LOSS = "(loss)"
 _Gradients = dict[str, torch.Tensor]
 
 
-class OwnLoss(Protocol):
-    """How a run computes the loss of a micro-batch."""
-
-    def __call__(
-        self, inputs: dict[str, Any], labels: torch.Tensor, gradient_scale: torch.Tensor, *, forward: Forward
-    ) -> Scored:
-        """The loss, using this forward pass of its model. gradient_scale: the gradient that the loss will receive."""
+OwnLoss = Callable[..., Scored]
+"""(inputs, labels, gradient that the loss will receive, forward=pass of its model) -> a run's loss of a micro-batch."""
 
 
 class Backward:
@@ -89,7 +84,7 @@ class Backward:
         """Context manager around the passes."""
         with ExitStack() as stack:
             for name, parameter in self._trained.items():
-                stack.callback(parameter.register_hook(partial(self._of_parameter, name)).remove)
+                stack.enter_context(parameter.register_hook(partial(self._of_parameter, name)))
             yield
 
     def use(self, name: str) -> None:
@@ -196,7 +191,7 @@ class Backward:
         if not run:  # such as an embedding with a tied weight
             return []
         computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
-        in_halves = kind == "linear" and self._plan.has_halves(call.name)
+        in_halves = kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear)
         if in_halves or call.inside:
             planned, exact = computed[0], computed[-1]
             u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])

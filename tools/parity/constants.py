@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,22 +42,18 @@ def named(found: torch.Tensor, makes: Mapping[str, tuple[float, Make]], *, round
 
 def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Tensor]) -> dict[str, tuple[float, Make]]:
     """`makes` for numbers in a section of the config, those of a pair separately. make: computes from a section."""
+
+    def with_value(key: str, place: int | None, value: float) -> torch.Tensor:
+        whole = getattr(section, key)
+        return make(replace(section, **{key: value if place is None else (*whole[:place], value, *whole[place + 1 :])}))
+
     found: dict[str, tuple[float, Make]] = {}
     for key in keys:
         asked = getattr(section, key)
         if isinstance(asked, tuple):
-            for place, one in enumerate(asked):
-
-                def of_pair(value: float, key: str = key, place: int = place, whole: tuple = asked) -> torch.Tensor:
-                    return make(replace(section, **{key: (*whole[:place], value, *whole[place + 1 :])}))
-
-                found[f"{key}[{place}]"] = one, of_pair
+            found |= {f"{key}[{place}]": (one, partial(with_value, key, place)) for place, one in enumerate(asked)}
         elif asked is not None:
-
-            def of_one(value: float, key: str = key) -> torch.Tensor:
-                return make(replace(section, **{key: value}))
-
-            found[key] = asked, of_one
+            found[key] = asked, partial(with_value, key, None)
     return found
 
 

@@ -7,14 +7,14 @@ declared one, or missing dropout, changes training but no evaluation loss.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+
+from tools.parity.routing import running
 
 _SURE = 6.0
 """Number of standard errors beyond which chance is no explanation."""
@@ -34,9 +34,10 @@ class Rate(NamedTuple):
 class _Rates(TorchFunctionMode):
     """Records the dropout functions called inside it, by the calling module."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Sequence[str]) -> None:
+        """inside: names of the modules that are running, the innermost last."""
         super().__init__()
-        self.inside: list[str] = []
+        self._inside = inside
         self.found: defaultdict[tuple[str, float], list[int]] = defaultdict(lambda: [0, 0])
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +53,7 @@ class _Rates(TorchFunctionMode):
         return output
 
     def _add(self, asked: float, zeros: int, values: int) -> None:
-        counts = self.found[self.inside[-1] if self.inside else "", asked]
+        counts = self.found[self._inside[-1] if self._inside else "", asked]
         counts[0] += zeros
         counts[1] += values
 
@@ -60,29 +61,9 @@ class _Rates(TorchFunctionMode):
 def rates(model: torch.nn.Module, score: Callable[[], object]) -> dict[str, Rate]:
     """The rate of each module that drops values while `score` passes a batch through the model, in training mode."""
     model.train()
-    with torch.no_grad(), _named(model) as seen:
+    with torch.no_grad(), running(model, lambda module: True) as inside, _Rates(inside) as seen:
         score()
     return {name: Rate(asked, *counts) for (name, asked), counts in seen.found.items()}
-
-
-@contextmanager
-def _named(model: torch.nn.Module) -> Iterator[_Rates]:
-    seen, hooks = _Rates(), []
-
-    def enter(name: str, module: torch.nn.Module, args: Any) -> None:
-        seen.inside.append(name)
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        seen.inside.pop()
-
-    for name, module in model.named_modules():
-        hooks += [module.register_forward_pre_hook(partial(enter, name)), module.register_forward_hook(leave)]
-    try:
-        with seen:
-            yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def otherwise(own: Mapping[str, Rate], declared: Mapping[str, Rate]) -> dict[str, str]:

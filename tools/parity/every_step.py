@@ -60,7 +60,6 @@ def power(steps: int, every: int, chance: float) -> float:
 
 def power_line(steps: int, whole: int, layers: int) -> str:
     """Probabilities that comparing a run of `steps` finds an error. layers: number of linear ones compared."""
-
     lengths = sorted({steps, max(steps, _USUAL)})
 
     def found(every: int, chance: float) -> str:

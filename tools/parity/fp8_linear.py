@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,22 +53,11 @@ def linear(
 @contextmanager
 def in_fp8(model: torch.nn.Module, names: Collection[str], section: Fp8Section) -> Iterator[None]:
     """Context manager: only these linear layers of an FP32 model compute in FP8, forward and backward."""
-    layers: Sequence[torch.nn.Module] = [model.get_submodule(name) for name in names]
-    before = [layer.__dict__.get("forward") for layer in layers]
-    for layer in layers:
-        layer.forward = _forward_of(layer, section)
-    try:
+    with ExitStack() as stack:
+        for layer in map(model.get_submodule, names):
+            stack.enter_context(patch.object(layer, "forward", partial(_forward, layer, section)))
         yield
-    finally:
-        for layer, known in zip(layers, before, strict=True):
-            if known is None:
-                del layer.forward
-            else:
-                layer.forward = known
 
 
-def _forward_of(layer: Any, section: Fp8Section) -> Callable[[torch.Tensor], torch.Tensor]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        return linear(input, layer.weight, layer.bias, ambient=input.dtype, section=section)
-
-    return forward
+def _forward(layer: Any, section: Fp8Section, input: torch.Tensor) -> torch.Tensor:
+    return linear(input, layer.weight, layer.bias, ambient=input.dtype, section=section)

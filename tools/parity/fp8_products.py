@@ -54,11 +54,11 @@ class Fp8Products:
             for name, module in self._modules.items():
                 before = functools.partial(self._entering, name)
                 after = functools.partial(self._leaving, name)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
+                stack.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(after, with_kwargs=True))
                 if module.weight.requires_grad:
                     of_weight = functools.partial(self._backward, name, "weight gradient")
-                    stack.callback(module.weight.register_hook(of_weight).remove)
+                    stack.enter_context(module.weight.register_hook(of_weight))
             yield
         self._inputs.clear()
         self._gradients.clear()

@@ -27,6 +27,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +219,8 @@ def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: i
     if not twins:
         return {}
     mine, other = (
-        {name: _known(value) for name, value in _used(run, price * devices)} for run in (candidate, twins[0])
+        {name: None if value is None or math.isnan(value) else value for name, value in _used(run, price * devices)}
+        for run in (candidate, twins[0])
     )
     return {
         name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
@@ -235,10 +237,6 @@ def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
     if hourly:
         speed = run.facts.tokens_per_second
         yield "cost_per_million_tokens", hourly / 3600 * 1e6 / speed if speed else None
-
-
-def _known(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
 
 
 def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
@@ -291,10 +289,6 @@ def _effect(text: str) -> float:
     return _between(text.removesuffix("%"), 0.0, 1.0, scale=100 if text.endswith("%") else 1)
 
 
-def _probability(text: str) -> float:
-    return _between(text, 0.5, 1.0)
-
-
 def _between(text: str, low: float, high: float, *, scale: float = 1) -> float:
     try:
         number = float(text) / scale
@@ -327,9 +321,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_effect,
         help="print how many pairs detect a shift of the validation loss of this size, such as 0.5%%",
     )
-    parser.add_argument(
-        "--power", type=_probability, default=POWER, help="probability of finding it (default: %(default)s)"
-    )
+    power = partial(_between, low=0.5, high=1.0)
+    parser.add_argument("--power", type=power, default=POWER, help="probability of finding it (default: %(default)s)")
     options = parser.parse_intermixed_args(arguments)
     if options.oracle is not None:
         if options.overrides:

@@ -20,19 +20,10 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
-from launch.job import (
-    TRAIN,
-    default_processes,
-    error_line_of,
-    first_line,
-    job_command,
-    launch,
-    shorten,
-    with_steps,
-)
+from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
 from tools.parity.energy import joules, used
 from tools.parity.every_step import settings
-from tools.parity.judge_runs import Settling, Trajectory, control_factor, rounding_to, settling_of
+from tools.parity.judge_runs import NUDGE, Settling, Trajectory, rounding_to, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
@@ -171,7 +162,8 @@ def train_twin(
         off = rounding_to(chosen.resolved.config.precision)
         name, program = f"{TWIN}a-bit-apart-{a_bit + 1}", (*APART, repr(off), str(a_bit))
     if control is not None:
-        rate = chosen.resolved.config.optimizer.learning_rate * control_factor(control)
+        factor = 1 + (-1) ** control * NUDGE * (control // 2 + 1)  # 1 + 2^-8, 1 - 2^-8, 1 + 2^-7 ...
+        rate = chosen.resolved.config.optimizer.learning_rate * factor
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
     if settling is not None:
         lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)

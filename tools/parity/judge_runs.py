@@ -61,17 +61,12 @@ class Trajectory:
     """The settling; None if the first step was applied, or the loss scale did not settle."""
 
 
-def control_factor(index: int) -> float:
-    """The factor on a control's learning rate, by its index from 0: 1 + 2^-8, 1 - 2^-8, 1 + 2^-7."""
-    return 1 + (-1) ** index * NUDGE * (index // 2 + 1)
-
-
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
     """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 
-    The first step must be a skipped one. Settling ends with the first stable stretch: as many consecutive applied steps
-    as were skipped before. Every earlier skip must have lowered the scale or used up hysteresis. So a scale that keeps
-    falling has not settled, and no skip of a run that never reaches such a stretch is settling.
+    It starts with the first step and ends with the first stable stretch: as many consecutive applied steps as were
+    skipped before. Every earlier skip must have lowered the scale or used up hysteresis. A scale that never reaches
+    such a stretch has not settled.
     """
     changes = {event["step"]: event for event in scales}
     skipped: list[int] = []
@@ -161,12 +156,11 @@ def confidence(
 ) -> dict[str, Any]:
     """The confidence in the mean validation delta, and the shift that this many runs would find.
 
-    Scatter is that of one delta, pooled over what varies without a shift: the deltas of the seeds around their mean,
-    and the controls' distances from their twin around zero. {"pairs", "controls", "delta", "scatter", "degrees",
-    "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown", "pairs_needed" (to find the bound)}, relative to FP32;
-    None if there is nothing to estimate it from: one pair without controls, or no validation loss.
-    twin, whole: as for `judge_trajectories`.
-    shown: whether the interval lies within the bound, so that equivalence is shown, not just uncontradicted.
+    {"pairs", "controls", "delta", "scatter", "degrees", "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown",
+    "pairs_needed" (to find the bound)}, relative to FP32. scatter: of one delta, pooled over the deltas of the seeds
+    around their mean and the controls' distances from their twin around zero; None with nothing to estimate it from:
+    one pair without controls, or no validation loss. shown: whether the interval lies within the bound, which shows
+    equivalence. twin, whole: as for `judge_trajectories`.
     """
     deltas = [delta for pair in zip(candidate, twin, strict=True) if (delta := _delta(*pair)) is not None]
     found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}

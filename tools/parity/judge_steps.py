@@ -96,7 +96,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     attempted = [step for walk in walks for step in walk.steps]
     taken = [step for step in attempted if step["applied"]]
     planned = [float(error) for step in attempted for error in step.get("planned_error", {}).values()]
-    read_back = _constants(taken, "constants")
+    read_back, asked = _constants(taken, "constants"), _constants(attempted, "other_constants")
     others, note = _alternatives(attempted)
     margin = PLAIN_MARGIN * max(1.0, others)
     most_excess = max(bounds.gradient_excess, PLAIN_MARGIN * others)
@@ -106,8 +106,8 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
         _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
         _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
-        _over(attempted, "dropout", 0.0, _dropout, floor=0.0),
-        _over(attempted, "task_loss", 1.0, _task_loss, note=_constants(attempted, "other_constants"), floor=0.0),
+        _over(attempted, "dropout", 0.0, _otherwise("dropped_otherwise"), floor=0.0),
+        _over(attempted, "task_loss", 1.0, lambda step: step.get("task_loss", {}).items(), note=asked, floor=0.0),
         _over(
             taken,
             "gradient_error",
@@ -422,18 +422,13 @@ def _of_loss(key: str) -> _Values:
     return lambda step: [(WHOLE_LOSS, step.get(key, 0.0))]
 
 
+def _otherwise(key: str) -> _Values:
+    """1 for each module that does otherwise than it should, with how it does."""
+    return lambda step: [(f"{name} {how}", 1.0) for name, how in step.get(key, {}).items()]
+
+
 def _evaluation(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    """The distance of two evaluations, and 1 for each module that was evaluated differently than it should be."""
-    yield WHOLE_LOSS, step.get("evaluation_error", 0.0)
-    yield from ((f"{name} {how}", 1.0) for name, how in step.get("evaluated_otherwise", {}).items())
-
-
-def _dropout(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    yield from ((f"{name} {how}", 1.0) for name, how in step.get("dropped_otherwise", {}).items())
-
-
-def _task_loss(step: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
-    return step.get("task_loss", {}).items()
+    return [*_of_loss("evaluation_error")(step), *_otherwise("evaluated_otherwise")(step)]
 
 
 def _alternatives(steps: Sequence[Mapping[str, Any]]) -> tuple[float, str]:

@@ -44,7 +44,9 @@ def own_code(
     named = module.named_parameters(remove_duplicate=False)
     own = [parameter for name, parameter in named if not name.startswith(inside)]
     codes = quantised_parameters(module)
-    if any(_is_elsewhere(parameter) or id(parameter) in codes for parameter in own):
+    status = [getattr(parameter, "ds_status", None) for parameter in own]  # of ZeRO-3's partitions
+    elsewhere = any(known is not None and known.name != "AVAILABLE" for known in status)
+    if elsewhere or not codes.keys().isdisjoint(map(id, own)):
         return None
     try:
         with ExitStack() as stack:
@@ -53,9 +55,3 @@ def own_code(
             return again(plan, call, torch.float32, leaves, code=candidate)
     except Exception:  # kernels for 16 bits only, whatever they raise
         return None
-
-
-def _is_elsewhere(parameter: Any) -> bool:
-    """Whether ZeRO-3 has partitioned it and not gathered it."""
-    status = getattr(parameter, "ds_status", None)
-    return status is not None and status.name != "AVAILABLE"

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modeling.tensor_parallel import Cut
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
-from precision.manifest import RegionKind, find_regions
+from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import unit_roundoff
 from tools.parity import fp8_linear
@@ -36,14 +36,6 @@ COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
 MOST_VALUES = 2**22
 """Largest number of values compared of a linear layer's output, taken from evenly spread rows."""
-
-_KINDS: dict[RegionKind, Kind] = {
-    "matmul": "linear",
-    "attention": "attention",
-    "functional": "functional",
-    "norm": "norm",
-}
-
 
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = frozenset(DTYPES.values())
@@ -228,10 +220,6 @@ class Plan:
         finally:
             self._halves = None
 
-    def has_halves(self, name: str) -> bool:
-        """Whether a module is a linear layer that `in_halves` changes."""
-        return isinstance(self.modules[name], torch.nn.Linear)
-
     @property
     def in_16_bits(self) -> bool:
         """Whether the run computes in 16 bits throughout, without a manifest."""
@@ -252,7 +240,8 @@ class Plan:
     def kind(self, name: str) -> Kind:
         module = self.modules[name]
         if name in self._kinds:
-            return _KINDS[self._kinds[name]]
+            region = self._kinds[name]
+            return "linear" if region == "matmul" else region
         words = type(module).__name__
         if "Rotary" in words:
             return "rotary"
@@ -321,9 +310,7 @@ class Plan:
             args, kwargs = _converted((args, kwargs), dtype)
         with _autocast(device, "fp32" if kind == "norm" else compute):
             output = self._by_ranks(name, module, own, args, kwargs)
-        if name == self.head:
-            return output
-        return _converted(output, given if kind == "norm" else ambient)
+        return output if name == self.head else _converted(output, given if kind == "norm" else ambient)
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as by ranks that each have a slice of it."""
@@ -512,9 +499,7 @@ def terms_of(kind: Kind, call: Call) -> int:
         return 1
     if kind == "rotary":
         return given.shape[-2] ** 2
-    if kind == "attention":
-        return max(given.shape[-2:])
-    return given.shape[-1]
+    return max(given.shape[-2:]) if kind == "attention" else given.shape[-1]
 
 
 def floats_of(tree: Any) -> list[torch.Tensor]:

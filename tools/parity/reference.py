@@ -100,8 +100,7 @@ class Reference:
         self.model.zero_grad()
         with in_dtype({self.model: dtype}, {}), products_in_fp32(), ExitStack() as stack:
             for name, parameter in self._trained():
-                moving = parameter.register_post_accumulate_grad_hook(partial(_move, sums[name]))
-                stack.callback(moving.remove)
+                stack.enter_context(parameter.register_post_accumulate_grad_hook(partial(_move, sums[name])))
             self._pass(batch, loss_scale=loss_scale)
         return {name: self._world.sum(gradient) / loss_scale for name, gradient in sums.items()}
 

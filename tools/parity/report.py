@@ -69,15 +69,13 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
 
     found: the content of parity.json, in which non-finite values are strings.
     """
-    steps, of_runs = "", [""]
+    runs = sure = cost = steps = ""
     if found["confidence"] is not None:
         with figure(folder / "trajectories.png", *_SIZE, dpi=120) as drawn:
             _draw_trajectories(drawn.subplots(1, 2), found)
-        of_runs = [
-            "![loss of both runs, and their difference](trajectories.png)",
-            section("How sure", text(confidence_line(found["confidence"]))),
-            section("Speed, memory and cost", _resources(found["bought"])),
-        ]
+        runs = "![loss of both runs, and their difference](trajectories.png)"
+        sure = section("How sure", text(confidence_line(found["confidence"])))
+        cost = section("Speed, memory and cost", _resources(found["bought"]))
     if any(walk["steps"] for walk in found["walks"]):
         with figure(folder / "steps.png", *_SIZE, dpi=120) as drawn:
             _draw_steps(drawn.subplots(1, 2), found)
@@ -86,11 +84,11 @@ def write_report(folder: Path, found: dict[str, Any]) -> Path:
         f"# Parity of {text(found['conditions']['compute'])} with FP32: {found['verdict']}",
         "\n".join(verdict_lines(found)),
         section("Checks", _checks(found["checks"])),
-        of_runs[0],
+        runs,
         steps,
-        *of_runs[1:2],
+        sure,
         section("Where they diverge", _divergence(found)),
-        *of_runs[2:],
+        cost,
         section("Conditions", _conditions(found["conditions"])),
     )
     return write_document(folder / "parity.md", content, tone="bad" if found["failed"] else "good")
@@ -230,14 +228,9 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
 
 def _modules_in_order(walks: Sequence[dict[str, Any]]) -> list[str]:
     """Every compared module: those with an output in the order of execution, then those with weights only."""
-    names: dict[str, None] = {}
-    for walk in walks:
-        for step in walk["steps"]:
-            names |= dict.fromkeys(step["order"])
-    for walk in walks:
-        for step in walk["steps"]:
-            names |= dict.fromkeys(name.rpartition(".")[0] for name in step["parameters"])
-    return list(names)
+    steps = [step for walk in walks for step in walk["steps"]]
+    names = [name for step in steps for name in step["order"]]
+    return list(dict.fromkeys([*names, *(name.rpartition(".")[0] for step in steps for name in step["parameters"])]))
 
 
 def _points(axis: Axes, order: Sequence[str], errors: dict[str, float], colour: str, label: str) -> None:
@@ -276,9 +269,7 @@ def _value(check: dict[str, Any], which: str) -> str:
     value = float(check[which])  # "inf" and "nan" are strings in JSON
     if not math.isfinite(value):
         return "not measured" if math.isnan(value) else "not finite"
-    if check["name"] in _SHARES:
-        return f"{value:.2%}"
-    return _number(value)
+    return f"{value:.2%}" if check["name"] in _SHARES else _number(value)
 
 
 def _number(value: Any) -> str:

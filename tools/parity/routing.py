@@ -8,7 +8,7 @@ bits is as valid as that in FP32. Yet one token of 512 routed differently change
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,14 +35,7 @@ Choices = dict[str, list[Choice]]
 @contextmanager
 def choosing(model: torch.nn.Module, made: Choices, taken: Mapping[str, list[Choice]] | None = None) -> Iterator[None]:
     """Context manager: choices of the model's routers and ReLUs are added to `made`. taken: choices to use instead."""
-    inside: list[str] = []
     own, own_relu = torch.topk, torch.nn.functional.relu
-
-    def enter(name: str, module: torch.nn.Module, args: Any) -> None:
-        inside.append(name)
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        inside.pop()
 
     def topk(given: torch.Tensor, k: int, dim: int = -1, *args: Any, **options: Any) -> Any:
         found = own(given, k, dim, *args, **options)
@@ -62,16 +55,33 @@ def choosing(model: torch.nn.Module, made: Choices, taken: Mapping[str, list[Cho
         known.append(Choice(on, on))
         return own_relu(given, inplace) if taken is None else torch.where(on, given, 0.0)
 
+    with (
+        running(model, lambda module: is_router(module) or type(module) is torch.nn.ReLU) as inside,
+        patch.object(torch, "topk", topk),
+        patch.object(torch.Tensor, "topk", topk),
+        patch.object(torch.nn.functional, "relu", relu),
+    ):
+        yield
+
+
+@contextmanager
+def running(model: torch.nn.Module, watched: Callable[[torch.nn.Module], bool]) -> Iterator[list[str]]:
+    """Context manager: the names of the watched modules whose forward pass is under way, the innermost last."""
+    inside: list[str] = []
+
+    def enter(name: str, module: torch.nn.Module, args: Any) -> None:
+        inside.append(name)
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        inside.pop()
+
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            if is_router(module) or type(module) is torch.nn.ReLU:
-                stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
+            if watched(module):
+                stack.enter_context(module.register_forward_pre_hook(partial(enter, name)))
                 # first, since other hooks may call routers of a reference
-                stack.callback(module.register_forward_hook(leave, prepend=True, always_call=True).remove)
-        stack.enter_context(patch.object(torch, "topk", topk))
-        stack.enter_context(patch.object(torch.Tensor, "topk", topk))
-        stack.enter_context(patch.object(torch.nn.functional, "relu", relu))
-        yield
+                stack.enter_context(module.register_forward_hook(leave, prepend=True, always_call=True))
+        yield inside
 
 
 def differ(run: Choices, reference: Choices) -> float:

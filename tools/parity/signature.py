@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from config.errors import one_line
 from modeling.embedding_noise import has_noise
+from modeling.tensor_parallel import cut
 from precision.regions import Regions
 from precision.tolerance import expected
 from tools.parity.backward import Backward
@@ -47,7 +48,7 @@ from tools.parity.recompute import (
     terms_of,
 )
 from tools.parity.rounding import ROUNDOFF_FP8, findings, further_off, pooled, size_of, summed, sums_of
-from tools.parity.slices import Slices, cuts_of
+from tools.parity.slices import Slices
 from training.distributed import World
 
 
@@ -71,7 +72,8 @@ class Signatures:
         None if each has all of it.
         """
         self._slices = slices or Slices(None)
-        self._plan = Plan(reference, compute, regions, cuts_of(candidate), self._slices.given)
+        cuts = {name: how for name, each in candidate.named_parameters() if (how := cut(each)) is not None}
+        self._plan = Plan(reference, compute, regions, cuts, self._slices.given)
         self._candidate = {name: module for name, module in candidate.named_modules() if name in self._plan.modules}
         self._adapted = [module for module in self._candidate.values() if hasattr(module, "_disable_adapters")][:1]
         """A layer that shows whether the candidate computes as its base, which is its reference in DPO."""
@@ -163,7 +165,7 @@ class Signatures:
             else:  # a module whose inputs cannot be converted is left out, by name
                 self._not_measured[call.name] = one_line(error, 200)
             return
-        if kind == "linear" and self._plan.has_halves(call.name):
+        if kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear):
             planned, exact = (found["output"] for found in (computed_as[0], computed_as[-1]))
             if further_off(call.output, planned, exact, self._plan.roundoff(call.name, planned)):
                 with self._plan.in_halves(call.name):

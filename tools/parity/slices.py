@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from modeling.tensor_parallel import Cut, cut
+from modeling.tensor_parallel import cut
 from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
 from training.engine import Engine
@@ -44,7 +44,7 @@ class Slices:
                     self._inputs.setdefault(name, _shapes((args, kwargs)))
                     self._outputs.setdefault(name, _shapes(output))
 
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+                stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             yield
 
     def inputs(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -113,12 +113,6 @@ class Slices:
         assert self.group is not None
         own = torch.tensor([values.shape[dim]], device=values.device)
         return [int(size) for size in self.group.gather(own)]
-
-
-def cuts_of(model: torch.nn.Module) -> dict[str, Cut]:
-    """The cut of each parameter that has one, by name."""
-    found = ((name, cut(parameter)) for name, parameter in model.named_parameters())
-    return {name: how for name, how in found if how is not None}
 
 
 def _smaller(own: torch.Size, whole: torch.Size) -> int | None:

@@ -20,7 +20,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,7 @@ from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
 from training.engine.optimizers.rule import UpdateInputs
 from training.engine.rng import generators, restore_generators
-from training.engine.tensors import (
-    states_of,
-    trainable_parameters,
-    whole_gradient,
-    whole_master,
-    whole_weight,
-)
+from training.engine.tensors import states_of, trainable_parameters, whole_gradient, whole_master, whole_weight
 from training.progress import Progress
 from training.schedule import scheduled_rate
 from training.session import Session, session
@@ -210,10 +204,9 @@ class StepParity:
     def evaluation_errors(self, batch: Batch) -> dict[str, Any]:
         """How an evaluation of a batch differs from what it should be. Changes no weight.
 
-        evaluation_error: the relative distance between the losses of two evaluations with the same weights and
-        different random numbers, so that whatever is drawn or changed in evaluation, such as dropout, shows. On a CPU a
-        sound model's are equal bit for bit. evaluated_otherwise: modules that were in training mode, or returned
-        another dtype than in training, to what they did.
+        evaluation_error: relative distance between the losses of two evaluations with different random numbers, which
+        shows whatever is drawn or changed in evaluation; bitwise 0 on a CPU for a sound model. evaluated_otherwise:
+        modules in training mode, or with another output dtype than in training, to what they did.
         """
         engine, drawn = self._engine, generators(self._engine.world.device)
         with _watched(engine.model) as evaluated:
@@ -254,10 +247,10 @@ class StepParity:
         engine.model.train(not self.no_dropout)
         found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
         restore_generators(drawn, engine.world.device)
-        errors: dict[str, float] = {}
         of_ranks = engine.world.gather_objects(found)
-        for rank, (each, _) in enumerate(of_ranks):
-            errors |= {f"{name} on rank {rank}": off for name, off in each.items()}
+        errors = {
+            f"{name} on rank {rank}": off for rank, (each, _) in enumerate(of_ranks) for name, off in each.items()
+        }
         return {"task_loss": errors, "other_constants": [note for _, note in of_ranks if note]}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -306,9 +299,9 @@ class StepParity:
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
 
-        Each is first computed alone, as a sum with nothing. FP32 adds them up exactly except for its last rounding;
-        adding up in 16 bits rounds their sum again. If passes differ from run to run, four times their difference is
-        allowed. Empty if the config reduces gradients in less than FP32, or any is not finite. Changes no weight.
+        Each is first computed alone. FP32 rounds their sum once, adding up in 16 bits rounds it again. If passes are
+        nondeterministic, four times their difference is allowed. Empty if the config reduces gradients in less than
+        FP32, or any is not finite. Changes no weight.
         """
         if self._resolved.config.precision.reduce != "fp32" or self._engine.router is not None:
             return {}
@@ -326,12 +319,11 @@ class StepParity:
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
         """Errors of the weights that a step gives to its micro-batches' and ranks' parts of the global batch.
 
-        weighting_error: by parameter, the relative distance of the reduced gradient from the one summed here over the
-        same passes, in which each label (pair, row) counts the same however many are in its micro-batch. loss_error:
-        the same for the reported loss. Both go through the same roundings, so that even a weight that is wrong by less
-        than any 16-bit rounding shows. What routers add is recomputed from their logits and the config's factors. If
-        passes differ from run to run, four times their difference is allowed. Empty if gradients are not finite.
-        Changes no weight.
+        weighting_error: by parameter, the relative distance of the reduced gradient from one summed here over the same
+        passes, in which each label (pair, row) has equal weight. loss_error: the same for the reported loss. Roundings
+        are the same in both, so a weight that is wrong by less than any 16-bit rounding shows. What routers add is
+        recomputed from their logits and the config's factors. If passes are nondeterministic, four times their
+        difference is allowed. Empty if gradients are not finite. Changes no weight.
         """
         engine = self._engine
         engine.model.train(not self.no_dropout)
@@ -421,13 +413,12 @@ class StepParity:
     ) -> dict[str, Any]:
         """The distance of each parameter's update from what it should be.
 
-        update_error: relative distance beyond what rounding explains, of the FP32 master and of what the optimizer
-        computes in 16 bits. update_rounding: the share of its values whose master or moments are further from FP64 than
-        FP32's rounding explains. It is per value, so that a moment kept in fewer bits or a slightly wrong coefficient
-        shows however small its effect on one update is; for optimizers that update each value by itself
-        (`training.corruption.updates`). constants: other values of the optimizer's constants that explain a deviating
-        update, as text by parameter. states: those before it, as the reference's weights are the masters before it.
-        norm: what the engine clipped by; whether it is the gradient's is judged separately.
+        update_error: relative distance beyond what the rounding of the FP32 master, and of what the optimizer computes
+        in 16 bits, explains. update_rounding: share of values whose master or moments are further from FP64 than FP32's
+        rounding explains, for optimizers that update each value by itself (`training.corruption.updates`); it shows a
+        moment in fewer bits or a slightly wrong coefficient, however small its effect on one update. constants: other
+        values of the optimizer's constants that explain a deviating update, as text by parameter. states: before the
+        update, as the reference's weights are the masters before it. norm: by which the engine clipped.
         """
         engine, section = self._engine, self._resolved.config.optimizer
         update, clipping = IMPLEMENTATIONS[section.name].update, section.gradient_clipping
@@ -443,10 +434,9 @@ class StepParity:
             counted = OPTIMIZERS[section.name].by_value
             now = [whole_state(engine, parameter, key) for key in states_of(engine, parameter)] if counted else []
             before = [self._reference.weight(name), gradients[name], *states[name]]
+            tensors = *before, whole_master(engine, parameter), *now
             # a part at a time where that is possible, since FP64 takes ten times the parameter's memory
-            parts = zip(
-                *map(_parts if counted else _whole, (*before, whole_master(engine, parameter), *now)), strict=True
-            )
+            parts = zip(*map(_parts, tensors), strict=True) if counted else [tensors]
             moved, size, explained, within = Apart(), 0.0, 0.0, 0
             for master, gradient, *rest in parts:
                 known, (found, *found_states) = rest[: len(states[name])], rest[len(states[name]) :]
@@ -570,20 +560,14 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
         if isinstance(output, torch.Tensor):
             seen[name] = module.training, str(output.dtype).removeprefix("torch.")
 
-    hooks = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()]
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.enter_context(module.register_forward_hook(partial(note, name)))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
     return values.reshape(-1).split(PART)
-
-
-def _whole(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    return (values,)
 
 
 def _distance(found: torch.Tensor, *expected: torch.Tensor) -> float:

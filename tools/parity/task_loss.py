@@ -32,9 +32,11 @@ from training.engine import Engine
 
 _CURVATURE = {"sigmoid": lambda beta: beta**2 / 4, "ipo": lambda beta: 2.0, "hinge": lambda beta: 0.0}
 """Largest second derivative of a loss with respect to the margin."""
-_CONSTANTS: dict[str, tuple[str, tuple[str, ...]]] = {"dpo": ("preference", ("beta", "label_smoothing", "sft_weight"))}
-_CONSTANTS["distill"] = ("distill", ("beta", "temperature", "ce_weight"))
-_CONSTANTS["grpo"] = ("grpo", ("beta", "temperature", "clip_low", "clip_high", "correction_high"))
+_CONSTANTS = {
+    "dpo": ("preference", ("beta", "label_smoothing", "sft_weight")),
+    "distill": ("distill", ("beta", "temperature", "ce_weight")),
+    "grpo": ("grpo", ("beta", "temperature", "clip_low", "clip_high", "correction_high")),
+}
 _NOISE_VALUES = 4096
 """Number of values whose noise is regenerated."""
 _SURE = 6.0
@@ -88,12 +90,8 @@ def loss_errors(
         taught.append(engine.teacher(**given))  # type: ignore[misc]
         return taught[-1]
 
-    hook = engine.model.register_forward_hook(keep)
-    try:
-        with torch.no_grad(), _teaching(engine, teach):
-            loss = engine.loss_path.score(inputs, labels, 1.0).loss
-    finally:
-        hook.remove()
+    with torch.no_grad(), _teaching(engine, teach), engine.model.register_forward_hook(keep):
+        loss = engine.loss_path.score(inputs, labels, 1.0).loss
     own = [logits for logits, off in outputs if not off]
     reference = [logits for logits, off in outputs if off]
     if not loss.isfinite():  # as after FP16 values overflowed
@@ -136,11 +134,7 @@ def _teaching(engine: Engine, teach: Callable[..., Any]) -> Any:
 
 
 def _differentiated(
-    config: Any,
-    inputs: Mapping[str, Any],
-    labels: torch.Tensor,
-    passed: _Passed,
-    dtype: torch.dtype = torch.float64,
+    config: Any, inputs: Mapping[str, Any], labels: torch.Tensor, passed: _Passed, dtype: torch.dtype = torch.float64
 ) -> tuple[_Loss, torch.Tensor]:
     """The definition's loss, and its gradient at the logits, computed in `dtype`."""
     logits = passed.own.to(dtype).requires_grad_()
@@ -237,14 +231,11 @@ def _of_noise(
     """The distance of the noise on embeddings from its definition, in standard errors of its size; and that size."""
     made: list[torch.Tensor] = []
     embedding, asked = engine.model.get_input_embeddings(), config.sft.neftune_alpha
-    hook = embedding.register_forward_hook(lambda module, args, output: made.append(output.detach().double()))
-    try:
-        with torch.no_grad():
-            engine.model.train()
-            engine.loss_path.score(inputs, labels, 0.0)
-            engine.loss_path.score({name: item for name, item in inputs.items() if name != KEYS}, labels, 0.0)
-    finally:
-        hook.remove()
+    keep = embedding.register_forward_hook(lambda module, args, output: made.append(output.detach().double()))
+    with torch.no_grad(), keep:
+        engine.model.train()
+        engine.loss_path.score(inputs, labels, 0.0)
+        engine.loss_path.score({name: item for name, item in inputs.items() if name != KEYS}, labels, 0.0)
     noise, width = (made[0] - made[1]).flatten(0, -2), made[0].shape[-1]
     keys, lengths = inputs[KEYS].flatten(), inputs[LENGTHS].flatten()
     tokens = (lengths > 0).nonzero()[:, 0][: max(1, _NOISE_VALUES // width)]

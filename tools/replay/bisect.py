@@ -145,10 +145,7 @@ class Walker:
 
 
 def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
-    """Find the first step that departs, and its first module; LEFT or HELD. A collective over the run's processes.
-
-    recorded: the run's last step.
-    """
+    """Find the first step that departs and its first module; LEFT or HELD. A collective. recorded: the last step."""
     steps, last = {event["step"]: event for event in recorded.steps}, recorded.step
     world = distributed.join(resolved)
     try:

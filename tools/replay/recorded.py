@@ -28,8 +28,7 @@ class Recorded:
     @property
     def step(self) -> int:
         """The attempted step."""
-        number: int = self.steps[-1]["step"]
-        return number
+        return int(self.steps[-1]["step"])
 
 
 def read_recorded(events: list[Event], step: int) -> Recorded:

@@ -46,7 +46,6 @@ class Collector:
         self.events: list[Event] = []
 
     def write(self, event: Event) -> None:
-        """Keep one event."""
         self.events.append(event)
 
     def close(self) -> None:
@@ -89,15 +88,15 @@ def restored(
 ) -> Iterator[Restored]:
     """Context manager: the run at the nearest checkpoint before the step. A collective over the run's processes.
 
-    resolved: the run's config, perhaps with another precision; masters and optimizer state are carried over. world: the
-    process group, if it exists. new_scale: the loss scale starts at `precision.loss_scale.initial`, not at the
-    checkpoint's. Raises UserError if a step to repeat is not recorded.
+    resolved: the run's config, perhaps with another precision. world: the process group, if it exists. new_scale: start
+    at `precision.loss_scale.initial`, not at the checkpoint's scale. Raises UserError if a step is not recorded.
     """
     target, collector = recorded.step, Collector()
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
         if opened.answers is not None:
             opened.answers.keep_in(run_dir.path / "rollouts", publishes=False)
-        found = opened.world.from_main(newest_before(run_dir.checkpoints, target) if opened.world.is_main else None)
+        before = (path for path in by_step(run_dir.checkpoints) if step_of(path) < target and is_whole(path))
+        found: Path | None = opened.world.from_main(next(before, None) if opened.world.is_main else None)
         checkpoints = opened.saved_checkpoints(run_dir.checkpoints)
         state = checkpoints.load(found, opened.engine) if found else None
         if new_scale and state is not None:
@@ -116,8 +115,7 @@ def restored(
 def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
     """Repeat the steps up to the recorded one, and report. A collective over the run's processes.
 
-    If sums have no fixed order and a step differs, all are repeated again, up to _REPEATS times: the difference of two
-    repeats determines how far one may be from the record.
+    If a step differs where sums have no fixed order, up to _REPEATS more repeats show how far one may be from another.
     """
     world = distributed.join(resolved)
     try:
@@ -147,11 +145,6 @@ def _attempts(
     with restored(run_dir, resolved, recorded, log, world=world) as run:
         made = [(run.attempt(expected)[0], expected) for expected in run.steps]
         return made, run.collector.of_kind("nonfinite", recorded.step)
-
-
-def newest_before(folder: Path, step: int) -> Path | None:
-    """The whole checkpoint of the highest step below `step`; None if there is none."""
-    return next((path for path in by_step(folder) if step_of(path) < step and is_whole(path)), None)
 
 
 def describe(cause: Event) -> str:

@@ -18,7 +18,7 @@ from tracking.run_facts import RunFacts
 
 NUDGE = 0.02
 """Largest relative difference of learning rates between repeats. The controls of a parity run differ by less
-(`tools.parity.judge_runs.control_factor`), the trials of a sweep by more."""
+(`tools.parity.judge_runs.NUDGE`), the trials of a sweep by more."""
 
 _SEED = re.compile(r"[-_.]?(s|seed|control)?[-_.]?\d*$")
 

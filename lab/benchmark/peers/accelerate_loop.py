@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from torch.utils.data import DataLoader
 
 from lab.benchmark.peers.common import Job, run_on_deepspeed
 
@@ -29,7 +30,9 @@ def train(job: Job) -> Any:
     model = job.load_model()
     plain = job.optimizer(model)
     scheduler = job.scheduler(plain)  # not prepared: Accelerate would step it once per process
-    model, optimizer, loader = accelerator.prepare(model, plain, job.loader_of_all())
+    # the micro-batches of all ranks in turn, of which Accelerate selects this rank's own
+    every = DataLoader(job.samples(), batch_size=job.spec.micro_size, pin_memory=job.on_cuda)
+    model, optimizer, loader = accelerator.prepare(model, plain, every)
     for batch in job.on_device(loader):
         with accelerator.accumulate(model):
             loss = model(**batch).loss

@@ -110,10 +110,6 @@ class Job:
 
         return load_from_disk(self.spec.tokens)
 
-    def loader_of_all(self) -> torch.utils.data.DataLoader:
-        """The micro-batches of all ranks in turn, for a library that selects its rank's own."""
-        return torch.utils.data.DataLoader(Windows(self.spec), batch_size=self.spec.micro_size, pin_memory=self.on_cuda)
-
     def on_device(self, loader: Any) -> Iterator[dict[str, torch.Tensor]]:
         """The batches of a loader on this rank's device."""
         for batch in loader:

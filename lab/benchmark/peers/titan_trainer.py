@@ -57,7 +57,6 @@ class Windows(BaseDataLoader):
             yield {"input": batch["input_ids"], "positions": self._positions}, batch["labels"]
 
     def state_dict(self) -> dict[str, Any]:
-        """An empty state: the loader is never saved."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -75,7 +74,6 @@ class NoTokenizer(BaseTokenizer):
         super().__init__()
 
     def encode(self, *_: Any, **__: Any) -> Any:
-        """Raises NotImplementedError."""
         raise NotImplementedError
 
     decode = get_vocab_size = encode
@@ -109,7 +107,6 @@ class Measured(Trainer):
         return loss
 
     def train_step(self, data_iterator: Any) -> None:
-        """torchtitan's step, reported to the job."""
         super().train_step(data_iterator)
         self.job.step_done()
 

@@ -29,7 +29,6 @@ class Measured(TrainerCallback):
         self._job = job
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by the Trainer after the optimizer step."""
         self._job.step_done()
 
 
@@ -45,13 +44,11 @@ class InOrder:
     train_dataset: Any
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The work's optimizer."""
         if self.optimizer is None:
             self.optimizer = self.job.optimizer(self.job.model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The work's schedule."""
         scheduler = self.lr_scheduler = self.job.scheduler(optimizer or self.optimizer)
         return scheduler
 

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
+from config.schema import ParitySection
 from lab.envelope.search import (
     PATIENCE,
-    Bounds,
     Cell,
     DivergenceWatch,
     Setting,
@@ -18,7 +18,7 @@ from lab.envelope.search import (
     parity_failure,
 )
 
-BOUNDS = Bounds(loss_gap=0.02, validation_delta=0.005)
+BOUNDS = ParitySection(loss_gap=0.02, validation_delta=0.005)
 RATES = [0.001 * 2**power for power in range(9)]
 
 

@@ -118,7 +118,8 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     model = _model(run, config, shape)
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     movement = Movement(model, config.optimizer)
-    at_start = Start("", {name: _checksum(item) for name, item in model.named_parameters() if item.requires_grad})
+    trained = ((name, item.detach().flatten()) for name, item in model.named_parameters() if item.requires_grad)
+    at_start = Start("", {name: as_text(checksum(values, 0)) for name, values in trained})
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
     task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
@@ -229,10 +230,6 @@ def _checkpoint(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoints / f"step-{step}" / "deepspeed"
 
 
-def _checksum(parameter: torch.Tensor) -> str:
-    return as_text(checksum(parameter.detach().flatten(), 0))
-
-
 def _compare_start(found: Start, environment: Mapping[str, Any], compared: dict[str, Comparison]) -> str:
     """Compare the oracle's initial weights with the checksum that the run recorded of its own; returns a note."""
     recorded, own = checksum_at_start(environment), checksum_in(str(found))
@@ -250,11 +247,10 @@ def _comparisons(
     teacher: the dtype that a teacher computes in. layers: of the model.
 
     Bounds in 16 bits are multiples of the unit roundoff. Those of losses and norms grow with every `_LAYERS` layers,
-    whose roundings propagate and at worst add up. The first update's norm is from the same weights; later ones have
-    twice its bound, since the weights differ by the rounding of earlier steps. Single masters are not compared there:
-    Adam's first steps follow a gradient's sign, which is rounding for the smallest ones. If a gradient of normal values
-    has a relative error e, e / pi of them change sign, and the movement, of the same length, has a cosine of 1 - 2 e /
-    pi. e is bounded like the norm.
+    whose roundings at worst add up. The first update's norm is from the same weights; later ones have twice its bound
+    for the rounding of earlier steps. Single masters are not compared in 16 bits: Adam's first steps follow a
+    gradient's sign, which is rounding for the smallest ones. With a relative error e, bounded like the norm, e / pi of
+    a normal gradient's values change sign, and the movement, of the same length, has a cosine of 1 - 2 e / pi.
     """
     computed = {start["compute"], *(start["regions"] or {}).values()}  # with a manifest the first is FP32
     computed |= {teacher} if teacher is not None else set()

@@ -104,7 +104,6 @@ class _Written(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -115,8 +114,7 @@ class _Written(torch.optim.Optimizer):
 
 def _average(state: dict[str, Any], name: str, value: torch.Tensor, share: float) -> torch.Tensor:
     """Mix `share` of `value` into the average `name`, which starts at zero, and return it."""
-    state[name] = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
-    found: torch.Tensor = state[name]
+    state[name] = found = (1 - share) * state.get(name, torch.zeros_like(value)) + share * value
     return found
 
 

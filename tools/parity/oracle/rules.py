@@ -59,7 +59,7 @@ class Order:
     def batch(self, position: int) -> list[int]:
         """The samples of a global batch, in order. position: global batches before it."""
         if not isinstance(self._shards, RowShards) or self._apart:
-            return self._shuffled(position)
+            return list(map(self._drawn, range(position * self._size, (position + 1) * self._size)))
         found: list[int] = []  # rows that are padded: those of similar length together
         while len(found) < self._size:
             first, stop = self._stretch(position * self._size + len(found))
@@ -121,9 +121,6 @@ class Order:
                 return array[sample * self._length : (sample + 1) * self._length + 1]
             sample -= self._windows(array)
         raise IndexError(sample)
-
-    def _shuffled(self, position: int) -> list[int]:
-        return [self._drawn(index) for index in range(position * self._size, (position + 1) * self._size)]
 
     def _drawn(self, index: int) -> int:
         """The sample at a place of the order before rows of similar length are grouped."""

@@ -50,7 +50,7 @@ class Task:
     """Next-token prediction on documents or rows, and the base of the other tasks."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
-        self._config, self._corpus, self._model = config, corpus, model
+        self._config, self._corpus, self._shape, self._model = config, corpus, shape, model
         self._shards: Any = corpus.train
         self._seen: list[tuple[Any, ...]] = []
         """The inputs of `metrics`, one row for each part computed without gradients."""
@@ -110,9 +110,8 @@ class Task:
 class DroppedOut(Task):
     """Next-token prediction with dropout, which drops the same values as the run.
 
-    Dropout depends on the shape of what is computed together and on the generator of the rank that computes it, so each
-    rank's micro-batches are computed whole, with a generator seeded as its own was. On a CPU torch draws the same
-    values for any dtype.
+    Dropout depends on the tensor's shape and on the rank's generator, so each rank's micro-batches are computed whole,
+    with a generator seeded as its own was. On a CPU torch draws the same values for any dtype.
     """
 
     def __init__(self, *given: Any, ranks: int) -> None:
@@ -206,11 +205,10 @@ class Masked(Task):
 class Classified(Task):
     """Predicts a label or a number for a text, or labels for its words."""
 
-    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
-        super().__init__(config, corpus, shape, model)
-        self._typed = getattr(shape, "type_vocab_size", 0) > 1
-        names = config.classify.labels
-        self._numbers = [names.index(name) for name in corpus.labels] if names else []
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        names = self._config.classify.labels
+        self._numbers = [names.index(name) for name in self._corpus.labels] if names else []
 
     def _places(self) -> Callable[[int], int]:
         return lambda sample: len(self._row(sample).tokens)
@@ -221,7 +219,7 @@ class Classified(Task):
         for sample in ids:
             row = self._row(sample)
             inputs = {"input_ids": _int64(row.tokens), "attention_mask": torch.ones(len(row.tokens), dtype=torch.int64)}
-            if self._typed:
+            if getattr(self._shape, "type_vocab_size", 0) > 1:
                 inputs["token_type_ids"] = _int64(row.types)
             if kind == "regression":
                 yield Part(sample, 1, partial(self._squared, float(np.float32(row.target)), **inputs))
@@ -267,22 +265,18 @@ class Classified(Task):
 class Translated(Task):
     """Predicts a target token by token with a decoder, from a source that an encoder reads."""
 
-    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
-        super().__init__(config, corpus, shape, model)
-        self._start = int(shape.decoder_start_token_id)
-        self._pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
-
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per row."""
+        first, pad = int(self._shape.decoder_start_token_id), self._shape.pad_token_id
         for sample in ids:
             [(tokens, trained)] = self._shards.sequence(sample)
             start = next(place for place, label in enumerate(trained) if label)
             source, target = _int64(tokens[:start]), _int64(tokens[start:])
-            source = source if len(source) else torch.tensor([self._pad])
+            source = source if len(source) else torch.tensor([self._corpus.end_of_document if pad is None else pad])
             inputs = {
                 "input_ids": source,
                 "attention_mask": torch.ones_like(source),
-                "decoder_input_ids": torch.cat([torch.tensor([self._start]), target[:-1]]),
+                "decoder_input_ids": torch.cat([torch.tensor([first]), target[:-1]]),
             }
             yield Part(sample, len(target), partial(self._summed, target, **inputs))
 
@@ -298,9 +292,9 @@ class Preferred(Task):
     al. 2023, equation 17 (ipo). An adapter's product is zero at first, so the initial weights are the base under it.
     """
 
-    def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
-        super().__init__(config, corpus, shape, model)
-        self._before = _as_it_is(model)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._before = _as_it_is(self._model)
         self.frozen = self._before, None
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
@@ -360,12 +354,9 @@ class Distilled(Task):
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
-        section = config.distill
-        trusted = config.model.trust_remote_code
-        dtype: Any = "auto" if section.dtype == "auto" else DTYPES[section.dtype]
-        teacher: Any = AutoModelForCausalLM.from_pretrained(
-            str(section.teacher), dtype=dtype, trust_remote_code=trusted
-        )
+        section, trusted = config.distill, config.model.trust_remote_code
+        options: Any = {"dtype": DTYPES.get(section.dtype, "auto"), "trust_remote_code": trusted}
+        teacher: Any = AutoModelForCausalLM.from_pretrained(str(section.teacher), **options)
         self.computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
         """The name of the dtype that the run's teacher computes in."""
         self._teacher = teacher.double().eval().requires_grad_(False)
