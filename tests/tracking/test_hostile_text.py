@@ -109,9 +109,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
 @pytest.mark.one_in(4)
 @SAID
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_a_report_is_text(
-    said: str, hostile_run: Any, harmless: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_text(said, hostile_run, harmless, tmp_path, capsys) -> None:
     folder = hostile_run(said)
     assert report([str(folder), "--html", str(tmp_path / "page.html")]) == 0
     _terminal(capsys.readouterr().out)

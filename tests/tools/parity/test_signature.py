@@ -619,9 +619,7 @@ def test_no_alarm_over_many_sound_models(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_the_smallest_constant_that_is_found_in_the_backward_pass(
-    compute: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_smallest_constant_that_is_found_in_the_backward_pass(compute, capsys) -> None:
     for kind, (plant, module) in {**SCALED, "loss": (None, "(loss)")}.items():
         found = 2.0**-6
         while found > 2.0**-20:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.training import reaction_cases
-from tests.training.engine import engine_cases, fp8_cases
+from tests.training.engine import engine_cases
 from tests.training.engine.test_engine import difference, require_step
 
 RULES = [{"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "test"}]
@@ -75,7 +75,7 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
 
 def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
     """A fault on one rank is an error of all where the kernel was requested, and emulated with `auto`."""
-    results = pair.run(fp8_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
+    results = pair.run(engine_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
     assert results[0] == results[1]
     found = results[0]
     if "it fails" in found["asked"]:

@@ -295,9 +295,7 @@ def whole(s3: S3Server, store: Store) -> list[int]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("saved_before", [True, False])
-def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(
-    s3: S3Server, tmp_path: Path, saved_before: bool
-) -> None:
+def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(s3, tmp_path, saved_before) -> None:
     """saved_before: a run that went back saves a step again, of which older files are in the store."""
     one, two = (checkpoint(tmp_path, step, {"large": 2 * PART}) for step in (1, 2))
     older = checkpoint(tmp_path / "older", 2, {"large": 60, "b": 60})
