@@ -257,7 +257,7 @@ CALLS = (
     "{{ '<|im_end|>' }}END{{ '\n' }}{% else %}{{ m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""As Qwen 2.5 and Hermes write calls, between the places of generation markers."""
+"""Calls as Qwen 2.5 and Hermes write them, between the places of generation markers."""
 
 
 @pytest.mark.parametrize(("begin", "end"), [("", ""), ("{% generation %}", "{% endgeneration %}")])

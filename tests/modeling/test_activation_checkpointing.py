@@ -107,7 +107,7 @@ def test_a_copy_recomputes_its_own_attention():
 
 
 def test_fused_attention_with_dropout_is_computed_again():
-    """Else its random numbers would go to the next dropout that is."""
+    """Kept results would leave its random numbers to the next dropout that is computed again."""
     fused, state = torch.ops.aten._scaled_dot_product_flash_attention.default, torch.zeros(1, 1, 2, 8)
     assert is_kept(fused, (state, state, state), {})
     assert is_kept(fused, (state, state, state, 0.0, True), {})
@@ -151,7 +151,7 @@ def test_keys_that_do_not_go_together_are_refused(key, words):
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])
 def test_the_planner_says_what_each_mode_keeps(family, attention):
-    """As differences from `full`, so that nothing outside of the blocks counts."""
+    """Differences from `full` are compared, so that nothing outside of the blocks counts."""
     dropouts = {"llama": ["attention_dropout"], "gpt2": ["resid_pdrop", "attn_pdrop", "embd_pdrop"]}[family]
     fresh = build(family, attention=attention, dtype=torch.bfloat16, **dict.fromkeys(dropouts, 0.0))
     empty = empty_model(ModelSection(attention=attention), fresh.config)

@@ -93,7 +93,7 @@ def test_labels_that_are_the_likeliest_tokens_are_found_chunk_by_chunk(chunk, sc
 
 
 def test_tokens_that_are_equally_likely_share_what_is_right() -> None:
-    """As a head of zeros has them: its share of right answers is that of chance."""
+    """A head of zeros makes them so: its share of right answers is that of chance."""
     logits = torch.tensor([[2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     labels, expected = torch.tensor([2, 1, 0, -100]), torch.tensor([0.5, 0.25, 1.0, 0.0])
     right = torch.zeros(4)

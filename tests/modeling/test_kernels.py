@@ -157,7 +157,7 @@ def test_names_classes_and_copies_stay() -> None:
 
 @here
 def test_a_pass_over_fp32_weights_is_plain_torch() -> None:
-    """As telemetry's probe calls a 16-bit model with its masters."""
+    """Telemetry's probe calls a 16-bit model with its masters this way."""
     plain = build("llama", torch.bfloat16)
     fast = copy.deepcopy(plain)
     plan_liger(fast, dtype=torch.bfloat16, device=plain.device).apply()

@@ -193,7 +193,7 @@ def back(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("shift", range(3))
 def test_special_values_come_back(kind: str, shift: int) -> None:
-    """Also when others stand before them, so that their bits lie elsewhere in a byte."""
+    """Others may stand before them, so that their bits lie elsewhere in a byte."""
     bits = torch.tensor([0x3F800001] * shift + SPECIAL[kind], dtype=torch.int64)
     found, _ = back(floats(bits))
     assert torch.equal(found, bits.to(torch.int32))

@@ -39,7 +39,7 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _folder_name(said: str) -> str:
-    """As near to `said` as the name of a folder can be; made by hand, past what the config refuses."""
+    """The name of a folder as near to `said` as can be, past what the config refuses."""
     return said.replace("/", "∕")
 
 

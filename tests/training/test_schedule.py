@@ -128,7 +128,7 @@ def test_the_trace_is_upstreams_and_the_minimum_is_reported_where_upstream_raise
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_it_survives_a_round_trip_at_any_step(policy, tmp_path):
-    """As ZeRO's files carry it: pickled by DeepSpeed, read back by the reader that runs no code."""
+    """ZeRO's files carry it: pickled by DeepSpeed, read back by the reader that runs no code."""
     for section, pattern in cases(100, policy=policy):
         whole, broken, cut = (
             LossScaler(section),

@@ -79,7 +79,7 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
 
 
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
-    """As Mamba's dt_proj, whose gradient would not be that of any call."""
+    """Mamba's dt_proj is one: its gradient would not be that of any call."""
     mamba = ["model.name_or_path=null", "model.architecture=mamba"]
     mamba.append("model.config={hidden_size: 32, state_size: 8, num_hidden_layers: 2}")
     events = events_of(pair, folder, [*cast("bf16", 2), *mamba])
@@ -156,7 +156,7 @@ def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
-    """As kernels of some processors do, alone and inside of an MLP."""
+    """Kernels of some processors do, alone and inside of an MLP."""
     torch.manual_seed(0)
     engine = SimpleNamespace(regions=None, compute={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
     engine.world = SimpleNamespace(device=torch.device("cpu"))

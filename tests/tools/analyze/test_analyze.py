@@ -177,7 +177,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, refusal, arguments, wor
 @pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
 @pytest.mark.parametrize("scale", [None, 1, 2**21, 2**40])
 def test_a_run_starts_at_the_loss_scale_of_its_manifest(tmp_path, policy, scale):
-    """Also at one above what the policy allows; a config that sets one starts there."""
+    """It may be above what the policy allows; a config that sets one starts there."""
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({"default": "fp16"} | ({} if scale is None else {"loss_scale": scale})))
     given = ["--config", "config/recipes/demo.yaml", f"precision.manifest={path}"]

@@ -414,7 +414,7 @@ def test_what_rounding_loses_is_measured(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_merge_from_fp32_is_that_of_plain_peft_rounded_once(run: Path, tmp_path: Path) -> None:
-    """And the usual one is that of `peft` on the base rounded to BF16, which the run computed in."""
+    """The usual merge is that of `peft` on the base rounded to BF16, which the run computed in."""
     exported(run, tmp_path / "adapter", "fp32")
     for merge_from, dtype in (("fp32", torch.float32), ("compute", torch.bfloat16)):
         facts, _ = exported(run, tmp_path / merge_from, "bf16", merged=True, merge_from=merge_from)

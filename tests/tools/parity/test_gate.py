@@ -80,7 +80,7 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
 
 
 def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatch):
-    """As where judging was ended before its end; what was trained by other code or otherwise is made anew."""
+    """Judging may have been cut off; what was trained by other code or otherwise is made anew."""
     run, clean = judged[1].twins[0], {"commit": "1", "dirty": False}
     log = run.folder.path.parents[1] / "logs" / f"{run.folder.path.name}.log"
     command = log.read_text().splitlines()[0].removeprefix("$ ").split(" ")

@@ -67,7 +67,7 @@ def trained(family: str, attention: str, seed: int) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
-    """As DeepSpeed casts: parameters, and no buffer."""
+    """Cast parameters, and no buffer, as DeepSpeed does."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 

@@ -61,7 +61,7 @@ IN_BF16 = ("optimizer.name=muon", "optimizer.orthogonalization=bf16")
     "settings", [IN_BF16, *((f"optimizer.name={name}",) for name in OPTIMIZERS if name != "adamw")]
 )
 def test_the_update_of_each_optimizer_is_its_own_rule(pair, settings):
-    """Also where Muon's iteration is in BF16: two of them round differently, which is no error of the update."""
+    """Two of Muon's iterations in BF16 round differently, which is no error of the update."""
     overrides = [CLIPPED, *settings]
     for steps in pair.run(parity_cases.measured_steps, stage=3, compute="bf16", steps=3, overrides=overrides):
         checks = judged(steps)
@@ -132,7 +132,7 @@ def test_dropout_at_another_rate_than_declared_is_named_with_its_rank(pair):
 
 
 def test_the_share_that_is_dropped_is_measured():
-    """As of a function that is asked for the declared rate and drops more; chance alone is no finding."""
+    """A function asked for the declared rate may drop more; chance alone is no finding."""
     declared = {"drop": Rate(0.1, 0, 0), "attn": Rate(0.1, 0, 0)}
     sound = {"drop": Rate(0.1, 1080, 10_000), "attn": Rate(0.1, 0, 0)}
     assert otherwise(sound, declared) == {}

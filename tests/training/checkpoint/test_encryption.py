@@ -178,7 +178,7 @@ def test_a_plain_file_is_not_taken_for_an_encrypted_one_unless_asked(tmp_path: P
 
 
 def save_encrypted(state: Any, path: Path) -> str:
-    """As a checkpoint's files are written: torch's archive, encrypted, hashed on its way to the disk."""
+    """Write a file as a checkpoint's are: torch's archive, encrypted, hashed on its way to the disk."""
     file = HashedFile(path, lambda phase: None)
     stream = EncryptingStream(KEY, file.write)
     torch.save(state, stream)

@@ -55,7 +55,7 @@ def test_whole_checkpoints_verify_and_are_listed(run):
 
 
 def test_the_command_runs_on_its_own(run):
-    """As a user types it; neither DeepSpeed nor a process group is started."""
+    """A user's command line starts neither DeepSpeed nor a process group."""
     command = [
         sys.executable,
         "-X",

@@ -30,7 +30,7 @@ def fault(place: str, bit: int, *, step: int, rank: int = 1, module: str = cases
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_the_sum_of_bits_changes_with_any_bit(dtype: torch.dtype) -> None:
-    """Also in values that do not begin or end where a word of 64 bits does."""
+    """Values need not begin or end where a word of 64 bits does."""
     storage = torch.randint(-(1 << 62), 1 << 62, (80,), generator=torch.Generator().manual_seed(3)).view(dtype)
     bits = 8 * storage.element_size()
     for offset, length in ((0, 64), (1, 63), (3, 6), (2, 1)):

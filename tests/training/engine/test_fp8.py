@@ -32,7 +32,7 @@ def expected(solo, manifest):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_does_not_depend_on_the_layout(pair, solo, four, manifest, expected, stage):
-    """As without FP8: the same masters at every stage, for one rank, two and four, whole and cut into micro-batches."""
+    """FP8 or not, masters are the same at every stage, for one, two and four ranks, however micro-batches are cut."""
     for group, micro in ((solo, 2), (pair, 4), (pair, 1), *([(four, 1)] if stage == 3 else [])):
         require_the_step(group, manifest, expected, stage=stage, micro=micro)
 

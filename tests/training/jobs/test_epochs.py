@@ -146,7 +146,7 @@ def test_what_the_guard_saves_does_not_grow_once_its_window_is_full() -> None:
 
 
 def test_regions_that_change_to_and_fro_leave_nothing_behind() -> None:
-    """As the probe of telemetry changes all of them, twice each time."""
+    """Telemetry's probe changes all of them, twice each time."""
     regions = Regions(small_model("llama", num_hidden_layers=4), MANIFEST)
 
     def to_and_fro(times: int) -> None:

@@ -243,7 +243,7 @@ def test_few_prompts_that_lean_to_one_side_by_chance_are_within_the_bounds() -> 
 
 
 def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
-    """As dropout in its log-probabilities: the trainer is as far from itself as from the sampler."""
+    """Dropout in its log-probabilities puts the trainer as far from itself as from the sampler."""
     draw = np.random.default_rng(3)
     noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
     gap = Gap(3.0)

@@ -19,7 +19,7 @@ from tests.training.tasks import sft_cases
 
 @pytest.fixture(scope="module")
 def folder(folder: Path) -> Path:
-    """Also a teacher of other weights with the same tokenizer."""
+    """The usual folder, and a teacher of other weights with the same tokenizer."""
     write_teacher(folder / "teacher")
     return folder
 

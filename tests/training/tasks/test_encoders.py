@@ -86,7 +86,7 @@ def test_a_new_encoder_is_the_same_at_every_stage(pair: ProcessGroup, encoders: 
 
 
 def test_building_the_reference_draws_no_random_number_of_the_run(pair: ProcessGroup, encoders: Path) -> None:
-    """Else a run's first step, made again with its dropout, would drop others: a head that is new is drawn twice."""
+    """A head that is new is drawn twice; a run's first step, made again, still drops the same values."""
     assert all(pair.run(cases.generators_after_the_reference, folder=encoders, overrides=(DROPOUT,)))
 
 

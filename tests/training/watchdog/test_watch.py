@@ -97,7 +97,7 @@ def test_a_rank_killed_on_another_machine_is_named_with_its_signal(ranks):
 
 
 def test_a_rank_that_comes_to_no_collective_is_ended_all_the_same(ranks):
-    """As in NCCL, where a collective whose partner is gone does not return before its time-out."""
+    """In NCCL, too, a collective whose partner is gone does not return before its time-out."""
     codes, logs, seconds = ranks.run("killed_while_the_other_computes")
     assert codes == [LOST, -signal.SIGSEGV]
     assert "rank 1 (pid " in logs[0] and "was killed by SIGSEGV" in logs[0]

@@ -93,7 +93,7 @@ def steps_of(store: Store) -> list[int]:
 
 
 def put(store: Store, folder: Path, manifest: dict[str, Any]) -> None:
-    """As a save does it."""
+    """Upload as a save does."""
     step = manifest["step"]
     store.delete(step)
     for name, file in manifest["files"].items():
@@ -152,7 +152,7 @@ def test_large_files_go_in_parts(s3: S3Server, tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_is_sent_again_alone(s3: S3Server, tmp_path: Path) -> None:
-    """As the client is set up by default: three tries of each request."""
+    """The client's default is three tries of each request."""
     path, sha256 = made(tmp_path, size=3 * PART)
     store = Store("s3://runs/demo", {"endpoint_url": s3.proxy.url}, part=PART)
     fault = s3.proxy.fail("partNumber=2", 503)
