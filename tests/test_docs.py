@@ -281,7 +281,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_pages_to_read_have_at_most_70000_words() -> None:
-    """As `wc -w` counts, the README included; neither evidence nor generated pages."""
+    """Words are those of `wc -w`, the README included; neither evidence nor generated pages count."""
     listed, _, evidence = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("- Evidence:")
     pages = [ROOT / "docs" / name for name in re.findall(r": (\S+\.md)$", listed, re.MULTILINE)]
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in pages if page.is_file())]

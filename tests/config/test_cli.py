@@ -1,17 +1,20 @@
-"""Every `python -m` tool ends the same way: a mistake is one line and exit code 2, a closed pipe no traceback."""
+"""Every `python -m` tool ends the same way, and answers to its old name: a mistake is one line and exit code 2."""
 
 import ast
 import importlib
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from config import errors
 from config.cli import REPOSITORY, entry_point
 from config.errors import UserError
+from config.moved import MOVED, new_name
 
 PARTS_OF_TOOLS = {
     "tracking.trackers.clients",
@@ -118,3 +121,51 @@ def in_a_process(code: str, into: str = "cat") -> subprocess.CompletedProcess[st
     return subprocess.run(
         command, cwd=REPOSITORY, env=buffered, capture_output=True, text=True, timeout=60, check=False
     )
+
+
+@pytest.mark.parametrize(
+    ("rank", "reported", "said", "waits"),
+    [
+        (0, None, "error: no such folder\n", False),
+        (1, None, "error: no such folder (rank 1)\n", True),  # rank 0's line ends the others before that
+        (1, False, "error: no such folder (rank 1)\n", False),
+        (1, True, "", False),
+    ],
+)
+def test_a_rank_tells_of_a_mistake_that_no_other_has_told(capsys, monkeypatch, rank, reported, said, waits) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    error = errors.UserError("no such folder")
+    error.reported = reported
+    errors.report_error(error, rank)
+    assert capsys.readouterr().err == said
+    assert waited == [errors.WAIT_SECONDS] * waits
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_the_new_name_can_be_run(name: str) -> None:
+    new = new_name(f"training.{name}")
+    place = REPOSITORY / new.replace(".", "/")
+    assert (place / "__main__.py").is_file() or place.with_suffix(".py").is_file()
+    assert not list((REPOSITORY / "training").glob(f"{name}*/*.py"))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("training.parity.steps", "tools.parity.steps"),
+        ("training.benchmark.overhead", "lab.benchmark.overhead"),
+        ("training.parity.defects", "lab.detection.gate"),
+        ("tracking.wandb.deliver", "tracking.wandb.sync"),
+    ],
+)
+def test_an_old_name_is_answered_in_one_line(old: str, new: str) -> None:
+    command = [sys.executable, "-u", "-m", old, "--config", "x.yaml"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: python -m {old} has moved: use python -m {new}\n"
+
+
+@pytest.mark.parametrize("name", ["training.checkpoint", "training.profile", "training", "tools.parity", "parity", ""])
+def test_what_has_not_moved_has_no_other_name(name: str) -> None:
+    assert new_name(name) is None

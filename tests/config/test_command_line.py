@@ -1,7 +1,9 @@
-"""The command line as a user meets it: in a process of its own where that is what counts."""
+"""The command line as a user meets it, in a process of its own where that counts; `--help`; credentials are refused."""
 
 import dataclasses
+import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -12,13 +14,16 @@ from typing import Any
 import pytest
 
 from config.batch import BatchPlan
-from config.cli import REPOSITORY
+from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, LOST, PREEMPTED, REPOSITORY, UNSAVED
 from config.command_line import read_command_line
 from config.deepspeed.choice import find_deepspeed_json
 from config.errors import UserError
+from config.help_text import keys, render
 from config.launcher import deepspeed_program
-from config.load import load_config
+from config.load import all_keys, field_types, load_config
 from config.resolved import Resolved
+from config.schema import Config
+from tests.support.runs.hostile import OBEYED
 
 # What train.py does first; run without the rest of it so that nothing but config/ is loaded.
 PROGRAM = "import sys; from config.command_line import read_command_line as r; r(sys.argv[1:])"
@@ -212,3 +217,148 @@ def test_what_the_terminal_cannot_show_is_printed_as_a_question_mark(tmp_path: P
         done = subprocess.run(command, env=variables, capture_output=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, b"")
         assert shown in done.stdout
+
+
+KEY = "7f" * 32
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {architecture: llama}\nbatch: {global_size: 2, micro_size: 1}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([f"checkpoint.encryption_key={KEY}"], "checkpoint.encryption_key: give env:NAME or file:PATH, never the key"),
+        ([f"checkpoint.encryption_key=env:{KEY}"], "never the key itself"),
+        (["checkpoint.dir=s3://me:hush@bucket/x"], "checkpoint.dir: holds a user or password"),
+        (["checkpoint.dir=s3://bucket", "checkpoint.storage_options={secret: hush}"], "storage_options.secret: looks"),
+        (["checkpoint.dir=/mnt/runs"], "checkpoint.dir = /mnt/runs: is not a URL; set a folder with run.dir"),
+        (["checkpoint.storage_options={anon: true}"], "have no effect without checkpoint.dir"),
+        (["checkpoint.accept_plain=true"], "has no effect without checkpoint.encryption_key"),
+    ],
+)
+@pytest.mark.parametrize("shown", [[], ["--show-config"]])
+def test_it_ends_in_one_line_without_the_secret(config: Path, refusal, settings, said, shown) -> None:
+    line = refusal(read_command_line, ["--config", str(config), *settings, *shown], quiet=True)
+    assert said in line and "hush" not in line and KEY not in line
+
+
+UNFIT = [
+    *("a\x1b[31m", "a\u202eb", "line\nbreak", "x" * 201, " space ", "a\x00", "a\ud800", "a/b", ".."),
+    "ghp_" + "x1Y2z3" * 6,
+]
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_name_that_cannot_be_that_of_a_folder_is_refused_in_one_printable_line(config: Path, capsys, name) -> None:
+    with pytest.raises(SystemExit) as ended:
+        read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("error: command line: run.name ")
+    assert said.count("\n") == 1 and not OBEYED.search(said.rstrip("\n")) and "ghp_" not in said
+
+
+@pytest.mark.parametrize("name", ["a <b> | `c` $d$ [e]", "größe-実験", "-x", "a\u200db"])
+def test_a_name_with_markup_is_a_name(config: Path, name: str) -> None:
+    resolved = read_command_line(["--config", str(config), f"run.name={json.dumps(name)}"], {})
+    assert resolved.config.run.name == name
+
+
+def test_an_error_shows_no_secret_of_the_command_line(config: Path, capsys) -> None:
+    for settings, problem in (
+        (["run.resume=https://me:hunter2hunter2@host/x"], "run.resume = 'https://***@host/x' does not exist"),
+        (["data.source=text", "data.path=https://me:hunter2hunter2@host/x"], "data.path holds what looks like a cred"),
+    ):
+        with pytest.raises(SystemExit):
+            read_command_line(["--config", str(config), *settings], {})
+        said = capsys.readouterr().err
+        assert problem in said and "hunter2" not in said
+
+
+def test_the_shown_config_has_no_secret(config: Path, capsys) -> None:
+    settings = ["run.hypothesis=see https://me:hunter2hunter2@host/x", "model.config={hub_token: hunter2hunter2}"]
+    with pytest.raises(SystemExit):
+        read_command_line(["--config", str(config), "--show-config", *settings], {})
+    shown = capsys.readouterr().out
+    assert "see https://***@host/x" in shown and "hub_token: ***" in shown and "hunter2" not in shown
+
+
+def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
+    found = {item.key: item for item in keys()}
+    leaves = {key for key in all_keys() if not any(other.startswith(f"{key}.") for other in all_keys())}
+    assert leaves <= found.keys()
+    entries = {"faults": "kind step rank module factor place bit persists"}
+    entries["data.sources"] = "path source name format weight epochs"
+    entries["data.validation"] = "path source name format"
+    entries["optimizer.groups"] = "match learning_rate weight_decay"
+    assert found.keys() - leaves == {f"{name}[].{key}" for name, all_of in entries.items() for key in all_of.split()}
+    for item in found.values():
+        assert item.unit, item.key
+        assert item.meaning.endswith((".", "it.")), item.key
+
+
+def test_a_key_as_the_user_reads_it() -> None:
+    found = {item.key: item for item in keys()}
+    assert (found["batch.micro_size"].default, found["batch.micro_size"].unit) == ("1", "sequences")
+    kinds = {
+        "batch.micro_size": "integer, at least 1",
+        "data.validation_fraction": "number, at least 0 and below 1",
+        "optimizer.betas": "list of 2 numbers, at least 0 and below 1",
+        "faults": "list of Faults",
+        "guard.reactions": "list of skip | cut_lr | correct | promote | rollback | abort",
+        "precision.compute": "auto | fp32 | bf16 | fp16",
+        "model.name_or_path": "text or null",
+    }
+    assert {key: found[key].kind for key in kinds} == kinds
+    assert found["optimizer.betas"].default == "[0.9, 0.95]"
+    assert found["faults[].step"].default == "(must be given)"
+
+
+def test_the_help_is_one_page_of_options_exit_codes_sections_and_true_defaults() -> None:
+    lines = render().splitlines()
+    assert len(lines) <= 42 and max(map(len, lines)) < 80
+    text, defaults = "\n".join(lines), {item.key: item.default for item in keys()}
+    for option in ("--config", "--deepspeed_config", "--show-config", "--local_rank", "--version", "--help"):
+        assert option in text
+    codes = text.partition("\nexit codes: ")[2]
+    named = {int(code) for code in re.findall(r"(?:^|; |;\n  )(\d+) ", codes)}
+    assert named == {DONE, CONFIG_ERROR, DIVERGED, LOST, BROKEN, UNSAVED, PREEMPTED}
+    shown = dict(re.findall(r"^  ([a-z_.]+)=(\S+)  ", text, re.MULTILINE))
+    assert len(shown) >= 12 and shown == {key: defaults[key] for key in shown}
+    sections = text.partition("\nsections (--help SECTION):\n")[2].partition("\n\n")[0]
+    assert [name for name in field_types(Config) if not re.search(rf"\b{name}\b", sections)] == []
+
+
+def test_all_of_the_help_has_every_key_and_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = render("all")
+        words = " ".join(text.split())
+        for item in keys():
+            assert f" {item.key}: {item.kind} = {item.default} [{item.unit}] {item.meaning}" in words
+        assert max(map(len, text.splitlines())) <= min(columns, 110)
+
+
+@pytest.mark.parametrize(
+    ("about", "first", "last"),
+    [
+        ("run", "run.name", "run.deterministic"),
+        ("precision.loss_scale", "precision.loss_scale.policy", "precision.loss_scale.escalate_within"),
+        ("faults", "faults", "faults[].persists"),
+        ("optimizer.betas", "optimizer.betas", "optimizer.betas"),
+    ],
+)
+def test_the_help_on_a_section_has_its_keys(about: str, first: str, last: str) -> None:
+    found = re.findall(r"^  ([a-z_.\[\]]+): ", render(about), re.MULTILINE)
+    assert (found[0], found[-1]) == (first, last)
+    assert all(key.startswith(about) for key in found)
+
+
+@pytest.mark.parametrize(("about", "meant"), [("optimizr", "optimizer"), ("lr", "optimizer.learning_rate")])
+def test_a_section_that_is_not_there_is_one_line_with_what_was_meant(about: str, meant: str) -> None:
+    with pytest.raises(UserError, match=f"^command line: --help {about}: no such section or key; did you mean {meant}"):
+        render(about)

@@ -151,8 +151,6 @@ BAD: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), BAD)
-def test_what_is_malformed_is_one_line_and_exit_code_2(
-    show: Show, tmp_path: Path, content: str, overrides: str, problem: str
-) -> None:
+def test_what_is_malformed_is_one_line_and_exit_code_2(show, tmp_path, content, overrides, problem) -> None:
     (tmp_path / "rows.jsonl").write_text(content)
     assert problem in error_of(show(*overrides.split(), code=2))

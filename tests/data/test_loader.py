@@ -1,16 +1,34 @@
-"""Batches: the right windows on the right rank, exact restore, errors that surface, validation that pads."""
+"""Batches: the right windows, slices and masks on the right rank, exact restore, errors that surface, padding."""
 
+import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
 
+from config.batch import WHOLE_POSITIONS
 from config.errors import UserError
-from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, sample_ids_sha256, validation_batches
+from data.batches.loader import (
+    IGNORED_LABEL,
+    NO_SAMPLE,
+    Batch,
+    Batches,
+    next_tokens,
+    sample_ids_sha256,
+    validation_batches,
+)
+from data.batches.masking import Masking
+from data.batches.sequence_slices import slice_of, sliced
 from data.corpora.documents import Documents, document_positions
 from data.corpora.shards import TokenShards, open_shard, write_shard
+from tests.support.rows import labelled
+from tests.support.rows.chats import byte_level
 from tools.analyze.survey import first_sequences
 
 LENGTH = 8
@@ -209,3 +227,137 @@ def test_batches_are_where_a_device_can_fetch_them_by_itself(shards: TokenShards
     (batch,) = first_steps(shards, 1, rank=0, world_size=2, documents=Documents(3, one_row=False))
     assert batch.position_ids is not None
     assert batch.input_ids.is_pinned() and batch.labels.is_pinned() and batch.position_ids.is_pinned()
+
+
+END = 1
+
+
+def a_batch(length: int, seed: int, *, apart: bool) -> Batch:
+    """Two micro-batches of three sequences; some labels are masked."""
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, 5, size=(6, length + 1))
+    ids, labels = tokens[:, :-1].copy(), np.where(generator.random((6, length)) < 0.3, IGNORED_LABEL, tokens[:, 1:])
+    positions = torch.from_numpy(document_positions(ids, END)).reshape(2, 3, length) if apart else None
+    inputs, targets = (torch.from_numpy(values).reshape(2, 3, length) for values in (ids, labels))
+    counted = int((labels != IGNORED_LABEL).sum())
+    return Batch(7, inputs, targets, np.arange(6), counted, label_tokens_of_all=counted, position_ids=positions)
+
+
+@given(st.integers(2, 20), st.integers(1, 5), st.integers(0, 99), st.booleans())
+def test_slices_end_to_end_are_the_batch(length: int, ranks: int, seed: int, apart: bool) -> None:
+    whole = a_batch(length, seed, apart=apart)
+    parts = [slice_of(whole, rank=rank, ranks=ranks) for rank in range(ranks)]
+    each = -(-length // ranks)
+    assert {part.input_ids.shape for part in parts} == {(2, 3, each)}
+    ids, labels = (torch.cat([getattr(part, name) for part in parts], -1) for name in ("input_ids", "labels"))
+    positions = torch.cat([part.position_ids for part in parts], -1)
+    assert torch.equal(ids[..., :length], whole.input_ids)
+    assert torch.equal(labels[..., :length], whole.labels)
+    assert (labels[..., length:] == IGNORED_LABEL).all()
+    expected = torch.arange(length).expand(2, 3, length) if whole.position_ids is None else whole.position_ids
+    assert torch.equal(positions[..., :length], expected)
+    assert torch.equal(positions[..., length:], torch.arange(each * ranks - length).expand(2, 3, -1))
+    assert all(torch.equal(part.further[WHOLE_POSITIONS], positions) for part in parts)
+    assert sum(part.label_tokens for part in parts) == whole.label_tokens
+    assert sum(part.counted for part in parts).tolist() == whole.counted.tolist()
+    assert {part.tokens for part in parts} == {whole.tokens}, "padding is not counted, nor is a slice a sequence"
+    assert {part.label_tokens_of_all for part in parts} == {whole.label_tokens_of_all}
+
+
+def test_the_last_label_of_a_slice_is_the_first_token_of_the_next(tmp_path) -> None:
+    """Slices of real windows; a padding row has no label in any of them."""
+    shards, ids = make(tmp_path, 41), np.array([2, NO_SAMPLE])
+    first, second = (
+        sliced(next_tokens(8, None), rank=rank, ranks=2)(shards, 0, ids, ids.reshape(1, 2)) for rank in (0, 1)
+    )
+    assert first.labels[0, 0].tolist() == [17, 18, 19, 20]
+    assert second.input_ids[0, 0].tolist() == [20, 21, 22, 23]
+    assert (first.labels[0, 1] == IGNORED_LABEL).all() and (second.labels[0, 1] == IGNORED_LABEL).all()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_micro_batch_brings_the_positions_of_the_whole(rank: int) -> None:
+    part = slice_of(a_batch(9, 3, apart=True), rank=rank, ranks=2)
+    for inputs, _ in part.micro_batches(torch.device("cpu")):
+        assert inputs[WHOLE_POSITIONS].shape == (3, 10)
+        assert torch.equal(inputs["position_ids"], inputs[WHOLE_POSITIONS][:, 5 * rank : 5 * rank + 5])
+    few = first_sequences(dataclasses.replace(part), 2)
+    assert few.further[WHOLE_POSITIONS].shape == (1, 2, 10)
+
+
+TEXT = "def add(first_one, second): return first_one + second2  # naïve, 日本 text\n"
+
+
+def pieces() -> tuple[PreTrainedTokenizerFast, np.ndarray]:
+    """WordPiece and 40,000 tokens of its words, with [SEP] among them."""
+    made, draw = labelled.tokenizer(), random.Random(0)
+    text = " [SEP] ".join(" ".join(labelled.words(draw, 30)) for _ in range(1500))
+    return made, np.array(made(text, add_special_tokens=False).input_ids[:40_000])
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_shares_are_those_of_bert(whole_word: bool) -> None:
+    tokenizer, ids = pieces()
+    masking = Masking.of(tokenizer, probability=0.15, whole_word=whole_word)
+    seen, labels = masking(ids, "0/1/2")
+    special = np.isin(ids, tokenizer.all_special_ids)
+    chosen = labels != IGNORED_LABEL
+    assert not (chosen & special).any()
+    assert (labels[chosen] == ids[chosen]).all()
+    assert (seen[~chosen] == ids[~chosen]).all()
+    # four standard deviations; words of three tokens and more make the share of tokens vary more
+    assert chosen.sum() / (~special).sum() == pytest.approx(0.15, abs=0.016 if whole_word else 0.008)
+    masked, kept = seen[chosen] == tokenizer.mask_token_id, seen[chosen] == ids[chosen]
+    assert masked.mean() == pytest.approx(0.8, abs=0.022)
+    assert kept.mean() == pytest.approx(0.1, abs=0.018)  # and one in a vocabulary that is replaced by itself
+    others = seen[chosen][~masked & ~kept]
+    assert not np.isin(others, tokenizer.all_special_ids).any()
+    assert len(set(others.tolist())) > 0.9 * (len(tokenizer) - 5)
+
+
+def test_a_mask_is_a_function_of_its_key_and_the_tokens() -> None:
+    tokenizer, ids = pieces()
+    masking = Masking.of(tokenizer, probability=0.15, whole_word=True)
+    again = Masking.of(labelled.tokenizer(), probability=0.15, whole_word=True)
+    np.random.seed(1)
+    for mine, theirs in zip(masking(ids, "0/1/2"), again(ids, "0/1/2"), strict=True):
+        assert (mine == theirs).all()
+    for key in ("1/1/2", "0/2/2", "0/1/3"):
+        assert (masking(ids, key)[1] != masking(ids, "0/1/2")[1]).any()
+    # written down: another version of a library must not hide other tokens of a run that is resumed
+    assert np.flatnonzero(masking(ids[:40], "0/1/2")[1] != IGNORED_LABEL).tolist() == FIRST
+
+
+FIRST = [16, 17, 22, 23, 34]
+
+
+def test_whole_words_of_wordpiece() -> None:
+    tokenizer, ids = pieces()
+    masking = Masking.of(tokenizer, probability=0.3, whole_word=True)
+    tokens, words = tokenizer.convert_ids_to_tokens(ids), masking.words(ids)
+    expected, word = [], -1
+    for token in tokens:
+        word += not token.startswith("##")
+        expected.append(word)
+    assert words.tolist() == expected
+    chosen = masking(ids, "a")[1] != IGNORED_LABEL
+    together = [len(set(chosen[words == word].tolist())) == 1 for word in range(200)]
+    assert all(together)
+    lengths = np.bincount(words)
+    assert (lengths > 1).sum() > 100  # else it would show nothing
+
+
+def test_whole_words_of_a_byte_level_tokenizer() -> None:
+    """It has so few merges that words are in pieces."""
+    settings = {"eos_token": "</s>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(290, (), TEXT), **settings)
+    ids = np.array(tokenizer(TEXT).input_ids)
+    found = Masking.of(tokenizer, probability=0.15, whole_word=True).words(ids)
+    texts: dict[int, list[int]] = {}
+    for token, word in zip(ids.tolist(), found.tolist(), strict=True):
+        texts.setdefault(word, []).append(token)
+    whole = [tokenizer.decode(tokens).strip() for tokens in texts.values()]
+    for word in ("def", "add", "first_one", "second", "return", "second2", "naïve", "日本", "text"):
+        assert word in whole, whole
+    assert whole.count("first_one") == 2
+    assert max(len(tokens) for tokens in texts.values()) > 3

@@ -1,11 +1,14 @@
-"""Preparation: exact content, done once, independent of workers, and never half finished."""
+"""Preparation: exact content, done once, whatever the workers, killed or not; its folder and progress lines."""
 
+import itertools
 import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,21 @@ from filelock import FileLock
 import data.text.prepare
 from config.errors import UserError
 from config.schema import DataSection
-from data.corpora.corpus import INDEX, SPLITS, Corpus
+from data.array_file import read_arrays, write_arrays
+from data.corpora.corpus import INDEX, SPLITS, Corpus, is_prepared
+from data.rows import prepare_rows, row_preparation
+from data.rows.row_preparation import EncodedRows
+from data.sources.row_formats import BadRow
 from data.sources.sources import open_source
+from data.text import batch_results
+from data.text.batch_results import kept_folder, result_path
+from data.text.cache_folder import cache_folder
 from data.text.encode import is_validation
+from data.text.preparation_progress import Display, ProgressFile, read_progress
 from data.text.prepare import corpus_fingerprint, prepare
 from data.text.tokenizer import load_tokenizer
 from tests.support.jobs.launches import runs, start, wait_until
+from tests.support.refusals import refused
 
 # A program: prepares argv[1] into argv[2], spending argv[3] seconds more than needed before it publishes, and prints
 # the fingerprint and how often this process prepared.
@@ -240,3 +252,189 @@ def test_a_cache_folder_that_cannot_be(section: DataSection, tmp_path: Path) -> 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data.cache_dir=.*cannot be written"):
         prepare(replace(section, cache_dir=str(tmp_path / "file" / "cache")), progress=False)
+
+
+def test_a_line_comes_when_it_says_something_new_and_seldom_else(tmp_path, monkeypatch, capsys) -> None:
+    seconds = itertools.count(start=1000, step=0.4)
+    monkeypatch.setattr("data.text.preparation_progress.time.monotonic", lambda: float(next(seconds)))
+    (tmp_path / "corpus.partial-1").mkdir()
+    with ProgressFile(tmp_path / "corpus.partial-1", Display("chats", active=True)) as report:
+        for _ in range(110):
+            report("making the tokenizer for")
+        for done in range(110):
+            report("tokenizing", done * 10**6, 10**9)
+        assert read_progress(tmp_path / "corpus") == "data: tokenizing chats, 109.0 of 1000.0 MB"
+    assert read_progress(tmp_path / "corpus") == ""
+    lines = capsys.readouterr().err.splitlines()
+    waiting = [line for line in lines if line == "data: making the tokenizer for chats"]
+    moving = [line for line in lines if line.startswith("data: tokenizing chats")]
+    assert 1 < len(waiting) < 6 and 10 < len(moving) < 40 and len(lines) == len(waiting) + len(moving)
+    assert len(set(moving)) == len(moving)
+
+
+def test_nothing_is_printed_by_those_that_are_not_to_show_it(capsys) -> None:
+    display = Display("chats", active=False)
+    display.show("data: tokenizing chats")
+    display.finish()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("home", ["/proc/none", "/etc/hostname"])
+def test_a_home_that_cannot_be_written(temporary: Path, monkeypatch, capsys, home: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    own = temporary / f"mantissa-{os.getuid()}"
+    assert cache_folder(DataSection(), "f", say=True) == own / "f"
+    assert own.stat().st_mode & 0o777 == 0o700
+    (line,) = capsys.readouterr().out.splitlines()
+    assert home in line and f"prepared data is kept in {own}" in line and "data.cache_dir" in line
+    assert cache_folder(DataSection(), "f", say=False) == own / "f", "again, as another rank or a later run"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_home_that_can_be_written_or_holds_the_data(temporary: Path, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    folder = tmp_path / "home/.cache/mantissa/f"
+    assert cache_folder(DataSection(), "f", say=True) == folder
+    folder.mkdir()
+    (folder / INDEX).touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert cache_folder(DataSection(), "f", say=True) == folder
+    assert cache_folder(DataSection(), "g", say=True).is_relative_to(temporary)
+    assert capsys.readouterr().out.count("prepared data is kept in") == 1
+
+
+def test_a_folder_that_was_asked_for_stays_that_folder(temporary: Path) -> None:
+    assert cache_folder(DataSection(cache_dir="/proc/none"), "f", say=True) == Path("/proc/none/f")
+    with pytest.raises(UserError, match="data.cache_dir=~nobody-of-this-name/c: "):
+        cache_folder(DataSection(cache_dir="~nobody-of-this-name/c"), "f", say=True)
+
+
+def test_nobody_elses_folder_is_taken(temporary: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/none")
+    (tmp_path / "theirs").mkdir()
+    (temporary / f"mantissa-{os.getuid()}").symlink_to(tmp_path / "theirs")
+    assert "not a folder of this user's" in refused(cache_folder, DataSection(), "f", say=True)
+
+
+def test_nothing_that_can_be_written(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/none")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    assert "No such file or directory: '/proc/none/mantissa-" in refused(cache_folder, DataSection(), "f", say=True)
+
+
+# A program: prepares with `damaged_section`, and is killed after six results.
+PROGRAM = """
+import os, signal
+import data.text.prepare
+from config.schema import DataSection
+if __name__ == "__main__":
+    data.text.prepare.BATCH_CHARACTERS = 2000
+    results = data.text.prepare.results
+
+    def killed(*arguments):
+        for number, result in enumerate(results(*arguments), start=1):
+            if number == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield result
+
+    data.text.prepare.results = killed
+    data.text.prepare.prepare(DataSection(**SECTION), progress=False)
+"""
+
+
+@pytest.fixture
+def damaged_section(texts: Path, tmp_path: Path) -> DataSection:
+    """A damaged_section of a hundred documents, of an empty one and of one that is no text."""
+    (texts / "050b.txt").touch()
+    (texts / "060b.txt").write_bytes(b"\xff")
+    folders = {"path": str(texts), "cache_dir": str(tmp_path / "alone")}
+    return DataSection(source="text", **folders, tokenizer="bpe:300", validation_fraction=0.2, workers=1)
+
+
+def files(cache: str | Path, fingerprint: str) -> dict[str, bytes]:
+    """Everything in the folder of a corpus."""
+    folder = Path(cache) / fingerprint
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def program(damaged_section: DataSection, tmp_path: Path) -> list[str]:
+    given = {key: getattr(damaged_section, key) for key in DataSection.__dataclass_fields__}
+    (tmp_path / "program.py").write_text(PROGRAM.replace("**SECTION", f"**{given!r}"), encoding="utf-8")
+    return ["python", str(tmp_path / "program.py")]
+
+
+def batches(damaged_section: DataSection, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(data.text.prepare, "BATCH_CHARACTERS", 2000)
+    return len(list(data.text.prepare._batches(data.text.prepare.open_source(damaged_section).documents(Counter()))))
+
+
+def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(
+    damaged_section, tmp_path, monkeypatch
+) -> None:
+    alone = prepare(damaged_section, progress=False)
+    killed = replace(damaged_section, cache_dir=str(tmp_path / "killed"))
+    process = start(program(killed, tmp_path))
+    process.communicate()
+    assert process.returncode == -9
+    kept = sorted(kept_folder(Path(killed.cache_dir) / alone.fingerprint).rglob("??/*"))
+    assert len(kept) >= 6 and not is_prepared(Path(killed.cache_dir) / alone.fingerprint)
+    for path, content in zip(kept, (b"", kept[1].read_bytes()[:-1], kept[2].read_bytes()[:-1] + b"\7"), strict=False):
+        path.write_bytes(content)  # the last two are cut short, and changed
+    total, counted = batches(damaged_section, monkeypatch), []
+    submit = batch_results.Workers.submit
+    monkeypatch.setattr(
+        batch_results.Workers, "submit", lambda pool, item: counted.append(type(item)) or submit(pool, item)
+    )
+    prepare(killed, progress=False)
+    assert counted.count(tuple) == total - len(kept) + 3  # the sample of a tokenizer is a list
+    assert files(killed.cache_dir, alone.fingerprint) == files(damaged_section.cache_dir, alone.fingerprint)
+    assert not list(Path(killed.cache_dir).glob("*.p*")), "neither partial folders nor kept results are left"
+
+
+def test_a_result_belongs_to_its_batch_and_its_work(tmp_path: Path) -> None:
+    batches = ([], ["x"], [("f:2", BadRow("x", "is missing"))], [("f:2", {"x": "is missing"})], [("f:2", {"x": b"y"})])
+    assert len({result_path(tmp_path, work, batch) for work in ("a", "b") for batch in batches}) == 10
+    assert read_arrays(tmp_path / "nothing") is None
+
+
+def test_results_come_back_as_they_were(tmp_path: Path) -> None:
+    for lengths in ((), (3,), (2, 4, 1)):
+        kept_rows = [{"tokens": np.arange(n), "trained": (np.arange(n) > 0).astype(np.uint8)} for n in lengths]
+        given = EncodedRows(kept_rows, [n == 4 for n in lengths])
+        given.counts.update({"rows": 7, "dropped": 2})
+        given.longest.update({"row": 9, "source": 6})
+        given.bad = {"x: is empty": [2, "f:2", "f:5"]}
+        write_arrays(tmp_path / f"rows{len(lengths)}", given.packed(), {})
+        kept = read_arrays(tmp_path / f"rows{len(lengths)}")
+        assert kept is not None
+        found = EncodedRows.unpacked(kept[0])
+        for mine, other in zip(found.rows, given.rows, strict=True):
+            for name in ("tokens", "trained"):
+                assert mine[name].dtype == other[name].dtype and np.array_equal(mine[name], other[name])
+        assert {field.name for field in fields(found)} == {"rows", "held_out", "counts", "longest", "bad"}
+        assert (found.held_out, found.longest, found.bad) == (given.held_out, given.longest, given.bad)
+        assert list(found.counts.items()) == [("rows", 7), ("dropped", 2)]
+
+
+@pytest.mark.slow
+def test_rows_from_workers_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [f'{{"prompt": "p {n}", "completion": "{"c " * (n % 40 + 1)}"}}' for n in range(200)]
+    lines[77] = '{"prompt": 3}'
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    given = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "tokenizer": "bpe:300", "on_bad_row": "skip"}
+    given |= {"sequence_length": 64, "validation_fraction": 0.2, "workers": 2, "cache_dir": str(tmp_path / "here")}
+    damaged_section = DataSection(**given)  # type: ignore[arg-type]
+    fingerprint = prepare_rows.prepare_rows(damaged_section, progress=False).fingerprint
+    monkeypatch.setattr(row_preparation, "BATCH_ROWS", 8)
+    monkeypatch.setattr(prepare_rows, "_BATCHES_HERE", 2)
+    prepare_rows.prepare_rows(replace(damaged_section, cache_dir=str(tmp_path / "workers")), progress=False)
+    assert files(tmp_path / "workers", fingerprint) == files(tmp_path / "here", fingerprint)

@@ -102,9 +102,7 @@ def test_folders_globs_and_files_are_those_of_a_disk(tmp_path: Path, corpus: Pat
     assert documents(tmp_path, "text", f"file://{name}") == documents(tmp_path, "text", name)
 
 
-def test_a_web_server_that_sends_files_whole_and_one_that_sends_parts(
-    tmp_path: Path, corpus: Path, web: Callable[..., Web]
-) -> None:
+def test_a_web_server_that_sends_files_whole_and_one_that_sends_parts(tmp_path, corpus, web) -> None:
     whole, parts = web(parts=False), web(parts=True)
     for server in (whole, parts):
         for kind, disk, url in (
@@ -128,9 +126,7 @@ def test_a_web_server_that_sends_files_whole_and_one_that_sends_parts(
         prepare(section(tmp_path, "parquet", f"{whole.url}/large.parquet", input_ids_field="ids"), progress=False)
 
 
-def test_what_was_prepared_is_named_by_place_size_and_version(
-    tmp_path: Path, corpus: Path, in_memory: str, web: Callable[..., Web]
-) -> None:
+def test_what_was_prepared_is_named_by_place_size_and_version(tmp_path, corpus, in_memory, web) -> None:
     server = web(parts=False)
     for time, url in enumerate((f"{in_memory}/text", f"{server.url}/text/a.txt", f"{server.url}/text/*.txt"), 10**9):
         data = section(tmp_path, "text", url)
@@ -144,9 +140,7 @@ def test_what_was_prepared_is_named_by_place_size_and_version(
         assert open_source(replace(data, document_separator="x")).identity != open_source(data).identity
 
 
-def test_a_store_without_files_answers_or_packages_is_one_line(
-    tmp_path: Path, in_memory: str, web: Callable[..., Web], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_files_answers_or_packages_is_one_line(tmp_path, in_memory, web, monkeypatch) -> None:
     server = web(parts=False)
     monkeypatch.setitem(known_implementations, "shelf", {"class": "shelffs.Shelf", "err": "Get shelffs"})
     for package in ("gcsfs", "adlfs"):

@@ -184,9 +184,7 @@ BAD: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("line", "overrides", "problem"), BAD)
-def test_what_is_malformed_is_one_line_and_exit_code_2(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: Any, overrides: str, problem: str
-) -> None:
+def test_what_is_malformed_is_one_line_and_exit_code_2(made, tmp_path, capsys, line, overrides, problem) -> None:
     given = config_of(made, tmp_path, [line], *overrides.split())
     assert main(["--config", str(tmp_path / "run.yaml"), *given]) == 2
     assert problem in error_of(capsys.readouterr().err)

@@ -95,9 +95,7 @@ def test_rows_of_a_mixture_have_fewer_labels_than_tokens(show: Show, tmp_path: P
     assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
 
 
-def test_a_masked_model_s_labels_are_the_words_that_are_hidden(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_masked_model_s_labels_are_the_words_that_are_hidden(tmp_path, capsys) -> None:
     words = [f"word{number}" for number in range(400)]
     with bz2.open(tmp_path / "words.txt.bz2", "wt") as file:
         file.write(" ".join(words))
@@ -134,16 +132,12 @@ def test_files_as_editors_write_them_are_read(show: Show, tmp_path: Path, openin
         ("dpo", {"prompt": GOOD["messages"][:1], "chosen": "b", "rejected": "c"}, True),
     ],
 )
-def test_the_chat_template_is_named_where_it_made_the_text(
-    show: Show, tmp_path: Path, task: str, row: dict[str, Any], rendered: bool
-) -> None:
+def test_the_chat_template_is_named_where_it_made_the_text(show, tmp_path, task, row, rendered) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     assert ("; chat template of the tokenizer, answers located by" in show(f"task={task}")) == rendered
 
 
-def test_a_tokenizer_without_a_mask_token_is_refused_before_anything_is_tokenized(
-    show: Show, base: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_without_a_mask_token_is_refused_before_anything_is_tokenized(show, base, tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "a"}))
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = tokenizer.eos_token
@@ -222,9 +216,7 @@ def test_pairs_of_several_sources_are_counted_as_pairs(show: Show, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("content", "overrides", "problem"), FILES)
-def test_what_is_malformed_is_one_line_and_exit_code_2(
-    show: Show, tmp_path: Path, content: str | bytes, overrides: str, problem: str
-) -> None:
+def test_what_is_malformed_is_one_line_and_exit_code_2(show, tmp_path, content, overrides, problem) -> None:
     (tmp_path / "rows.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
     (tmp_path / "notes.txt").write_text("a")
     (tmp_path / "bad.jinja").write_text("{% for x in %}")

@@ -1,11 +1,14 @@
-"""Every source, with small local files; and every mistake a user can make with one."""
+"""Every source, with small local files read in blocks of any size, and every mistake a user can make with one."""
 
 import bz2
 import gzip
+import io
 import json
 import os
+import random
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +19,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import data.sources.files
 import data.sources.sources
 from config.errors import UserError
 from config.schema import DataSection
+from data.sources.files import pieces
 from data.sources.sources import open_source
 from tests.support.refusals import refused
 from tests.support.rows.jsonl import write_jsonl
@@ -263,3 +268,34 @@ def test_what_python_caches_beside_its_files_makes_no_other_corpus(tmp_path: Pat
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"\xff\xfe")
     assert open_source(section("text", tmp_path)).identity == before
+
+
+@pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba", b"aaab", "ß".encode(), b"abaabaaba"])
+def test_pieces_are_those_of_split(separator: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(0)
+    alphabet = sorted({separator[i : i + 1] for i in range(len(separator))} | {b"c", separator})
+    for size in (1, 2, 3, 5, 64):
+        monkeypatch.setattr(data.sources.files, "BLOCK_BYTES", size)
+        for length in (0, 1, *range(30, 300, 10)):
+            content = b"".join(draw.choices(alphabet, k=length))
+            assert list(pieces(io.BytesIO(content), separator)) == content.split(separator)
+
+
+def test_a_file_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(io.RawIOBase):
+        """64 MiB that are made while they are read, a line end in every 4 MiB."""
+
+        left = 64
+
+        def read(self, size: int = -1) -> bytes:
+            if not self.left:
+                return b""
+            self.left -= 1
+            return b"x" * (size - 1) + (b"\n" if self.left % 4 == 0 else b"x")
+
+    tracemalloc.start()
+    count = sum(1 for piece in pieces(Endless(), b"\n"))  # type: ignore[arg-type]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 17
+    assert most < 20 << 20

@@ -57,7 +57,7 @@ def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() ->
 
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_killed_process_is_an_error_within_seconds(seconds: float) -> None:
-    """Also at its start, with more for it to read than a pipe holds."""
+    """It may be killed at its start, with more for it to read than a pipe holds."""
     before = workers_of_this_process()
     with Workers(2, multiplier, 1, "x" * (4 << 20)) as workers:
         results = [workers.submit(2000) for _ in range(2)]

@@ -37,9 +37,7 @@ def test_suites_are_targets_of_make() -> None:
     assert [name for name in SUITES if f"\n{name}: " not in targets] == []
 
 
-def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(tmp_path, monkeypatch) -> None:
     ran: list[str] = []
 
     def run(command: list[str], log: Path) -> Result:

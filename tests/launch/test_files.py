@@ -91,7 +91,7 @@ def test_the_command_in_a_file_trains_what_the_name_of_the_file_says(path):
     ],
 )
 def test_what_accelerate_is_told_must_be_what_the_run_does(tmp_path, refusal, text, options, said):
-    """As options that Accelerate's users type, without a file, or in the file."""
+    """Told by options without a file, or by the file."""
     file = tmp_path / "mine.yaml"
     file.write_text((REPOSITORY / "launch/accelerate/one_machine_cpu_zero3.yaml").read_text() + f"{text or ''}\n")
     told, _ = by_accelerate([*options.replace("FILE", str(file)).split(), "train.py"])

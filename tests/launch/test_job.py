@@ -38,16 +38,12 @@ def test_other_programs_and_those_of_other_environments_stay(tmp_path: Path) -> 
     ("visible", "gpus", "processes"),
     [("4, 6,7", ["4", "6", "7"], 3), ("", [], 2), ("-1", [], 2), ("GPU-1a", ["GPU-1a"], 1)],
 )
-def test_each_visible_gpu_gets_a_process(
-    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], processes: int
-) -> None:
+def test_each_visible_gpu_gets_a_process(monkeypatch, visible, gpus, processes) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert (jobs.visible_gpus(), jobs.default_processes()) == (gpus, processes)
 
 
-def test_a_job_does_not_inherit_what_a_launcher_told_this_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_does_not_inherit_what_a_launcher_told_this_process(tmp_path, monkeypatch) -> None:
     for name in jobs.LAUNCHER_VARIABLES:
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("KEPT", "kept")

@@ -1,4 +1,7 @@
-"""A job is started again when, and only when, that helps; tests/machines/test_kills.py has real ones."""
+"""A job is started again when, and only when, that helps, with those of its machines that answer.
+
+Programs stand in for ssh and deepspeed; tests/machines/test_kills.py and test_two_machines.py have real ones.
+"""
 
 import json
 import os
@@ -11,7 +14,11 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
+from config.schema import BatchSection, Config, ParallelSection
+from launch.hosts import Hosts, most_that_fit
+from launch.supervise import Run
 from tests.support.jobs import launches
+from tests.support.jobs.launches import BIN
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
@@ -132,3 +139,160 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+LOST = {"exit": 1, "steps": 3, "saved": 2, "end": None}
+# Runs the command here, unless the machine's name is in the file `down`.
+SSH = """#!/bin/sh
+while [ "$1" != "${1#-}" ]; do case $1 in -o|-p) shift;; esac; shift; done
+grep -qx "$1" FOLDER/down && exit 255
+exec sh -c "$2"
+"""
+# Writes down its own words and the hostfile, and starts what it is to start, here.
+DEEPSPEED = """#!/bin/sh
+while [ "${1%.py}" = "$1" ]; do
+    [ "$1" = --hostfile ] && tr '\\n' ' ' <"$2" >>FOLDER/started
+    [ "$1" = --force_multi ] && printf '%s ' "$1" >>FOLDER/started
+    shift
+done
+echo >>FOLDER/started
+[ -f FOLDER/next_down ] && mv FOLDER/next_down FOLDER/down
+exec python "$@"
+"""
+
+
+class Bench:
+    """A folder with a hostfile of three machines and the two programs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir()
+        for name, text in {"ssh": SSH, "deepspeed": DEEPSPEED}.items():
+            (folder / "bin" / name).write_text(text.replace("FOLDER", str(folder)))
+            (folder / "bin" / name).chmod(0o755)
+        (folder / "hosts").write_text("a slots=2\nb slots=2\nc slots=2\n")
+        self.down("")
+
+    def down(self, *names: str, when: str = "down") -> None:
+        """Machines that do not answer from now on, or from the next start on."""
+        (self.folder / when).write_text("".join(f"{name}\n" for name in names))
+
+    def start(
+        self, *plan: dict, options: tuple[str, ...] = ("--min-nodes", "1"), launcher: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
+        """The supervised job; every process of the real run would make micro-batches of 2 of a batch of 16."""
+        job = [
+            f"{REPOSITORY}/tests/support/jobs/pretend_train.py",
+            "--config",
+            f"{REPOSITORY}/config/recipes/demo.yaml",
+        ]
+        job += [f"run.dir={self.folder}", "run.name=it", "batch.global_size=16", "batch.micro_size=2"]
+        words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
+        path = f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}"
+        # RANK: as if what is started were the rank
+        environment = ["env", path, f"PRETEND={json.dumps(plan)}", "RANK=0"]
+        return launches.start([*environment, sys.executable, "-m", "launch.supervise", *words])
+
+    def ended(self, *plan: dict, code: int, **given: tuple[str, ...]) -> str:
+        """The output of a supervised job that ended with this exit code."""
+        job = self.start(*plan, **given)
+        output, _ = job.communicate(timeout=30)
+        assert job.returncode == code, output
+        return output
+
+    def started(self) -> list[str]:
+        """The hosts of each start."""
+        return [line.strip() for line in (self.folder / "started").read_text().splitlines()]
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench(tmp_path)
+
+
+def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
+    """On three machines four processes fit the batch, six do not: 16 is no multiple of 2 x 6."""
+    bench.down("b", "c", when="next_down")
+    output = bench.ended(LOST, {"exit": 0, "steps": 6, "end": [0, ""]}, code=0)
+    assert bench.started() == ["a slots=2 b slots=2", "a slots=2 --force_multi"]
+    assert "2 of 3 machines: c left out, since batch.global_size does not divide among more processes" in output
+    assert "1 of 3 machines: no answer over ssh from b, c; continues with 2 processes, same global batch" in output
+
+
+def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
+    bench.down("a", "c", when="next_down")
+    output = bench.ended(LOST, options=("--min-nodes", "2", "--wait-nodes", "0.01"), code=1)
+    assert len(bench.started()) == 1
+    lines = output.splitlines()
+    assert lines[-2].endswith("2 are needed (--min-nodes): waiting for up to 0.01 minutes (--wait-nodes)")
+    assert lines[-1].endswith("given up after 0.01 minutes (--wait-nodes)")
+
+
+def test_too_few_machines_at_the_start_are_a_mistake(bench):
+    bench.down("a", "b")
+    output = bench.ended(LOST, options=("--min-nodes", "2"), code=2)
+    assert output == "error: --min-nodes 2: 1 of 3 machines: no answer over ssh from a, b\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "launcher", "message"),
+    [
+        (("--min-nodes", "4"), (), "--min-nodes 4: the hostfile has 3"),
+        (("--min-nodes", "1"), ("--include", "a"), "--min-nodes: --include selects the machines already"),
+        ((), ("--hostfile", "/nowhere"), "/nowhere: cannot be read"),
+    ],
+)
+def test_a_mistake_in_hosts_is_one_line_and_exit_code_2(bench, options, launcher, message):
+    output = bench.ended(LOST, options=options, launcher=launcher, code=2)
+    assert output.startswith("error: ") and message in output and len(output.splitlines()) == 1
+
+
+def test_a_signal_reaches_rank_0_over_ssh(bench):
+    job = bench.start({"exit": 0, "steps": 3, "wait": True, "end": [75, "asked to stop"]}, options=())
+    launches.wait_until((bench.folder / "it" / "events.jsonl").is_file)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 75, output
+    assert "SIGTERM: the run saves and ends" in output
+
+
+def test_only_the_jobs_own_processes_are_ended(bench, monkeypatch):
+    monkeypatch.setenv("PATH", f"{bench.folder}/bin:{os.environ['PATH']}")
+    mine, other = (Hosts.of_command(["deepspeed", f"--hostfile={bench.folder}/hosts", "train.py"]) for _ in range(2))
+    assert mine is not None and other is not None
+    sleepers = [subprocess.Popen(["sleep", "100"], env=hosts.environment()) for hosts in (mine, other)]
+    try:
+        mine.end_processes(["a"])
+        assert sleepers[0].wait(timeout=5) == -signal.SIGTERM
+        assert sleepers[1].poll() is None
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+def test_the_largest_number_of_machines_that_fits():
+    slots = {"a": 4, "b": 4, "c": 2}
+    assert most_that_fit(["a", "b", "c"], slots, lambda processes: 16 % processes == 0) == ["a", "b"]
+    assert most_that_fit(["c", "a"], slots, lambda processes: 16 % processes == 0) == ["c"]
+    assert most_that_fit(["c", "a"], slots, lambda processes: processes == 7) == []
+
+
+def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
+    run = Run(Config(batch=BatchSection(8, 2), parallel=ParallelSection(sequence=2)))
+    assert [number for number in range(1, 9) if run.fits(number)] == [2, 4, 8]
+
+
+def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():
+    line = "left: error: rank 1 (pid 7 on right) is out of reach; rank 0 stops, exit code 69"
+    shell = f"echo '{line}'; exec sleep 100"
+    program = (  # in a process of its own, since a job ends all that comes of it
+        "from launch import job; job.LINGER_SECONDS = 0.5\n"
+        f"it = job.Job(['sh', '-c', {shell!r}])\n"
+        "print(it.wait(), it.failure_cause())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.stdout.splitlines() == [line, f"{-signal.SIGKILL} rank 1 (pid 7 on right) is out of reach"], done
+    assert "the launcher still waits" in done.stderr

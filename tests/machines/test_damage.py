@@ -112,9 +112,7 @@ def test_a_disk_that_is_full_when_a_run_starts_is_one_line(small_disk: Path, tmp
     assert "No space left on device" in last_error(output) and str(small_disk) in last_error(output)
 
 
-def test_a_disk_that_fills_while_a_run_trains_is_one_line_and_lost_events_are_counted(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_a_disk_that_fills_while_a_run_trains_is_one_line_and_lost_events_are_counted(small_disk, tmp_path) -> None:
     """The run folder's disk takes the start and a few steps. No checkpoint fits, so the exit code says so."""
     overrides = [f"run.dir={small_disk}", "run.steps=60", "checkpoint.max_failures=99", "evaluate.every_steps=0"]
     output = finish(command("python", tmp_path, "it", *overrides), exit_code=74)

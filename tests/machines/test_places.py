@@ -15,12 +15,10 @@ from tests.support.machines.strange import (
     lives,
     look_at,
     mounted,
+    needs_mounts,
     umask,
-    why_no_mounts,
 )
 
-NO_MOUNTS = why_no_mounts()
-needs_mounts = pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
 pytestmark = pytest.mark.machines
 
 PATHS = {

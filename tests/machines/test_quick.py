@@ -14,20 +14,16 @@ from tests.support.machines.strange import (
     demo,
     lives,
     look_at,
+    needs_mounts,
     programs,
     same_names,
     umask,
-    why_no_mounts,
 )
 
-NO_MOUNTS = why_no_mounts()
 
-
-@pytest.mark.skipif(bool(NO_MOUNTS), reason=NO_MOUNTS)
+@needs_mounts
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.machines)])
-def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(
-    ground: Path, losses, resumed: bool
-) -> None:
+def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_environment(ground, losses, resumed) -> None:
     """Spaces, letters beyond ASCII, 200 characters, a link, no user name, umask 077, LANG=C, no git, g++ or ninja."""
     ground = ground / f"resumed {resumed}"
     ground.mkdir()

@@ -180,7 +180,7 @@ def holds(run: Path, text: str) -> bool:
 
 @pytest.mark.parametrize("version", ["3.12", "3.13", "3.14"])
 def test_another_python(ground: Path, losses, version: str) -> None:
-    """One that is installed here with what Mantissa needs; none is made."""
+    """An interpreter that is installed here with what Mantissa needs; none is made."""
     python = shutil.which(f"python{version}")
     check = [str(python), "-c", "import torch, deepspeed, transformers, wandb"]
     if python is None or subprocess.run(check, check=False, capture_output=True).returncode:

@@ -1,5 +1,6 @@
-"""The chunked loss against FP64 and against the models' own logits, and the memory it takes."""
+"""The chunked loss against FP64, the models' own logits and the full loss on two real ranks; the memory it takes."""
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,9 @@ from modeling.linear_cross_entropy import (
     likeliest,
     linear_cross_entropy,
 )
+from tests.modeling import model_cases as cases
 from tests.support.jobs.launches import finish
-from tests.support.models.small_models import VOCABULARY, small_model
+from tests.support.models.small_models import VOCABULARY, distance, small_model
 
 HIDDEN = 24
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -76,9 +78,7 @@ def test_value_and_gradients_are_those_of_fp64(dtype, chunk: int, scale: float, 
 
 
 @pytest.mark.parametrize(("chunk", "scale", "cap"), [(7, 1.0, None), (99, 1 / 3, None), (5, 1.0, 2.0)])
-def test_labels_that_are_the_likeliest_tokens_are_found_chunk_by_chunk(
-    chunk: int, scale: float, cap: float | None
-) -> None:
+def test_labels_that_are_the_likeliest_tokens_are_found_chunk_by_chunk(chunk, scale, cap) -> None:
     tensors, labels = draw(torch.float32, bias=True, seed=chunk)
     with torch.no_grad():
         logits = functional.linear(*tensors) * scale
@@ -93,7 +93,7 @@ def test_labels_that_are_the_likeliest_tokens_are_found_chunk_by_chunk(
 
 
 def test_tokens_that_are_equally_likely_share_what_is_right() -> None:
-    """As a head of zeros has them: its share of right answers is that of chance."""
+    """A head of zeros makes them so: its share of right answers is that of chance."""
     logits = torch.tensor([[2.0, 1.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 2.0, 0.0], [1.0, 0.0, 0.0, 0.0]])
     labels, expected = torch.tensor([2, 1, 0, -100]), torch.tensor([0.5, 0.25, 1.0, 0.0])
     right = torch.zeros(4)
@@ -270,3 +270,84 @@ def test_logits_of_a_large_vocabulary_take_what_the_planner_says(tmp_path: Path,
     said = loss_bytes(shape, layout)
     assert said <= {"full": 3, "chunked": 0.8}[way] * 512 * 2**20
     assert int(measured) == pytest.approx(said, rel=0.1)
+
+
+@cache
+def found(pair: Any, stage: int, compute: str, loss: str, *overrides: str, manifest: str = "") -> list[dict[str, Any]]:
+    """Both ranks' results of two steps; the full loss in FP32 at stage 0 is asked for by every test."""
+    options = {"stage": stage, "compute": compute, "loss": loss, "overrides": overrides, "manifest": manifest}
+    return pair.run(cases.two_steps, **options)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("compute", "stage"),
+    [("fp32", 0), *((compute, stage) for compute in ("fp32", "bf16") for stage in (1, 2, 3)), ("fp16", 3)],
+)
+def test_two_ranks_train_as_with_the_full_loss(pair, stage: int, compute: str) -> None:
+    """FP32 agrees to rounding, masters included; 16 bits are no further from FP32's gradients than the full loss.
+
+    Masters after a step of AdamW differ by the sign of the smallest gradients in 16 bits, so that they prove nothing.
+    """
+    exact = found(pair, 0, "fp32", "full")[0]
+    full, chunked = (found(pair, stage, compute, loss) for loss in ("full", "chunked"))
+    assert all(rank["chunked"] and rank["unchunked_reason"] is None for rank in chunked)
+    assert not full[0]["chunked"]
+    tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
+    for (loss, norm, applied), (loss_of_full, norm_of_full, _) in zip(chunked[0]["rows"], full[0]["rows"], strict=True):
+        assert applied and loss == pytest.approx(loss_of_full, rel=tolerance)
+        assert norm == pytest.approx(norm_of_full, rel=tolerance)
+    assert chunked[0]["evaluated"] == pytest.approx(full[0]["evaluated"], rel=tolerance)
+    if compute == "fp32":
+        assert distance(chunked[0]["gradients"], exact["gradients"]) < 1e-6
+        assert distance(chunked[0]["masters"], full[0]["masters"]) < 1e-5
+    else:
+        allowed = 1.1 * distance(full[0]["gradients"], exact["gradients"])
+        assert distance(chunked[0]["gradients"], exact["gradients"]) < allowed, allowed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_head_keeps_its_precision_region(pair, tmp_path, stage: int) -> None:
+    """lm_head in FP16 among BF16 modules, and FP32 masters."""
+    exact = found(pair, 0, "fp32", "full", "model.config.tie_word_embeddings=false")[0]
+    untied = ("model.config.tie_word_embeddings=false",)
+    ways = {loss: found(pair, stage, "fp32", loss, *untied, manifest=str(tmp_path))[0] for loss in ("full", "chunked")}
+    assert ways["chunked"]["chunked"]
+    for row, of_full in zip(ways["chunked"]["rows"], ways["full"]["rows"], strict=True):
+        assert row == pytest.approx(of_full, rel=1e-3)
+    for names in (set(exact["gradients"]), {"lm_head.weight"}):
+        of = {name: exact["gradients"][name] for name in names}
+        assert distance(ways["chunked"]["gradients"], of) < 1.1 * distance(ways["full"]["gradients"], of)
+
+
+def test_an_observed_head_computes_what_it_computes_unobserved(pair, tmp_path) -> None:
+    """A step stays chunked under hooks and modes; dtypes and FLOPs are those that are seen of the full loss."""
+    full, chunked = (pair.run(cases.observed, loss=loss, folder=str(tmp_path))[0] for loss in ("full", "chunked"))
+    assert chunked["step"] == chunked["unseen"] and full["step"] == full["unseen"]
+    assert full["shapes"] == {(2, 16, 64)} and chunked["shapes"] == {(1, 1, 1)}
+    assert chunked["computed"]["lm_head"] == {"fp16"}
+    for what in ("computed", "flops", "inner"):
+        assert chunked[what] == full[what] != {}
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [("lm_head", "nan_activation"), ("model.layers.1.mlp.down_proj", "nan_activation"), ("lm_head", "inf_gradient")],
+)
+def test_a_spoiled_step_names_the_same_module_without_making_logits(pair, module: str, kind: str) -> None:
+    full, chunked = (pair.run(cases.spoiled, loss=loss, module=module, kind=kind)[0] for loss in ("full", "chunked"))
+    assert not chunked["finite"] and chunked["blamed"] == full["blamed"] != []
+    assert full["shapes"] == {(2, 16, 64)} and chunked["shapes"] <= {(1, 1, 1)} | full["shapes"]
+
+
+def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
+    """RecurrentGemma caps its logits under a name of its own."""
+    for rank in pair.run(cases.cannot):
+        assert rank["refused"].startswith("model.loss = chunked: not supported for model recurrent_gemma: it changes")
+        assert rank["refused"].endswith("set model.loss=auto or full")
+        assert not rank["chunked"] and "unknown way" in rank["unchunked_reason"]
+        assert rank["loss"] == rank["loss_of_full"]
+
+
+def test_a_micro_batch_that_counts_for_nothing_has_gradients_of_numbers(pair) -> None:
+    assert all(gradient.isfinite().all() for gradient in pair.run(cases.unwanted)[0].values())

@@ -1,5 +1,6 @@
-"""Metrics of encoders equal their definitions, however the examples are cut into micro-batches."""
+"""Metrics of encoders and means of rows equal their definitions, however the examples are cut or packed."""
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from modeling.objectives.classification import IGNORED, Classification, Regression
+from modeling.objectives.label_prediction import labels_of_row
 from tests.support.runs.metrics import expected_metrics
 
 
@@ -72,3 +74,22 @@ def test_what_has_no_spread_has_no_correlation() -> None:
     assert scored(Regression(), torch.ones(4, 1), labels, [], targets=torch.ones(4, 1))[1]["pearson"] == 0
     assert Classification(3).metrics([0.0] * 9, 0.0) == {"accuracy": 0.0, "macro_f1": 0.0, "matthews": 0.0}
     assert Regression().metrics([0.0] * 6, 0.0) == {"pearson": 0.0, "rmse": 0.0}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_label_is_of_the_row_it_stands_in(seed: int) -> None:
+    draw = random.Random(seed)
+    positions, labels, exact = (torch.zeros(3, 20, dtype=torch.int64) for _ in range(3))
+    for sequence in range(3):
+        start = 0
+        while start < 20:
+            stop = min(20, start + draw.randint(1, 9))
+            learned = [draw.random() < 0.5 for _ in range(start, stop)]
+            positions[sequence, start:stop] = torch.arange(stop - start)
+            labels[sequence, start:stop] = torch.tensor([draw.randrange(9) if yes else -100 for yes in learned])
+            exact[sequence, start:stop] = sum(learned)
+            start = stop
+    assert torch.equal(labels_of_row(labels, positions), exact)
+    laid = labels_of_row(labels.reshape(1, -1), positions.reshape(1, -1))
+    assert torch.equal(laid, exact.reshape(1, -1))
+    assert torch.equal(labels_of_row(labels, None), (labels != -100).sum(1, keepdim=True).expand(3, 20))

@@ -20,7 +20,7 @@ from modeling import kernels
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.kernels import ARCHITECTURES, Norm, plan_liger, require_liger
 from precision.dtypes import DTYPES
-from tests.modeling import kernel_cases as cases
+from tests.modeling import model_cases as cases
 from tests.support.jobs.launches import command, finish
 from tests.support.models import interpreted_liger
 from tests.support.models.small_models import distance
@@ -157,7 +157,7 @@ def test_names_classes_and_copies_stay() -> None:
 
 @here
 def test_a_pass_over_fp32_weights_is_plain_torch() -> None:
-    """As telemetry's probe calls a 16-bit model with its masters."""
+    """Telemetry's probe calls a 16-bit model with its masters this way."""
     plain = build("llama", torch.bfloat16)
     fast = copy.deepcopy(plain)
     plan_liger(fast, dtype=torch.bfloat16, device=plain.device).apply()
@@ -209,7 +209,7 @@ def test_two_ranks_train_as_with_torch(pair: Any, stage: int, compute: str) -> N
 
 @functools.cache
 def _two_steps(pair: Any, stage: int, compute: str, word: str) -> list[dict[str, Any]]:
-    return pair.run(cases.two_steps, stage=stage, compute=compute, kernels=word)
+    return pair.run(cases.two_steps_of_kernels, stage=stage, compute=compute, kernels=word)
 
 
 @here

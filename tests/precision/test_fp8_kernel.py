@@ -66,9 +66,7 @@ def test_the_trial_on_a_device_notices_a_wrong_kernel(interpreted: Any, monkeypa
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize(("dtype", "rows"), [("fp32", 1), ("fp32", 32), ("bf16", 1)])
-def test_it_compiles_ahead_for(
-    capability: int, dtype: str, rows: int, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_compiles_ahead_for(capability, dtype, rows, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     signature = {"values": f"*{dtype}", "codes": "*u8", "scales": "*fp32", "count": "i32", "columns": "i32"}
     signature |= {"row_stride": "i64", "column_stride": "i64"}

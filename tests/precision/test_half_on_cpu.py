@@ -1,10 +1,13 @@
-"""Half-precision products without the CPU's help: FP32 sums, rounded once."""
+"""Half-precision products on the CPU, results as close as plain torch's, and masters split into BF16 and a rest."""
 
 import pytest
 import torch
 
 from precision import half_on_cpu
+from precision.closeness import distance
 from precision.half_on_cpu import multiply_through_fp32
+from precision.split_masters import joined, remainder_of
+from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from training.distributed import World
 
@@ -87,3 +90,133 @@ def gradients_within_attention(world: World, *, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_within_attention_are_near_fp64s(solo: ProcessGroup, dtype: torch.dtype) -> None:
     solo.run(gradients_within_attention, dtype=dtype)
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def values(seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(64, 96) products of a linear layer and the same in FP64."""
+    draw = torch.Generator().manual_seed(seed)
+    given, weight = (torch.randn(rows, 48, generator=draw).to(dtype) for rows in (64, 96))
+    exact = given.double() @ weight.double().T
+    return exact.to(dtype), exact
+
+
+def excess(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor) -> float:
+    error, bound = distance(run, plan, exact, roundoff=unit_roundoff(plan.dtype)).tolist()
+    return error / bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(20))
+def test_another_rounding_of_the_same_values_is_as_close(dtype: torch.dtype, seed: int) -> None:
+    plan, exact = values(seed, dtype)
+    draw = torch.Generator().manual_seed(seed + 100)
+    up = torch.rand(exact.shape, generator=draw, dtype=torch.float64) * 2 - 1
+    run = (exact * (1 + up * unit_roundoff(dtype) * 0.2)).to(dtype)
+    assert not torch.equal(run, plan)
+    assert excess(run, plan, exact) < 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.01, 1.001, 0.99])
+def test_a_factor_below_a_rounding_shows(dtype: torch.dtype, factor: float) -> None:
+    plan, exact = values(0, dtype)
+    assert excess((exact * factor).to(dtype), plan, exact) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rounding_too_many_without_a_direction_shows(dtype: torch.dtype) -> None:
+    plan, exact = values(0, dtype)
+    u = unit_roundoff(dtype)
+    noise = torch.randn(exact.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert excess((exact * (1 + 12 * u * noise)).to(dtype), plan, exact) > 1
+
+
+def test_one_token_that_holds_the_energy_hides_nothing() -> None:
+    plan, exact = values(0, torch.bfloat16)
+    scale = torch.ones(64, 1)
+    scale[5] = 1e4
+    exact = exact * scale
+    plan = exact.bfloat16()
+    run = plan.clone()
+    run[6:] = (exact[6:] * 1.01).bfloat16()
+    assert excess(run, plan, exact) > 1
+
+
+def test_values_that_are_not_finite_are_no_rounding() -> None:
+    plan, exact = values(0, torch.float16)
+    run = plan.clone()
+    run[0, 0] = torch.inf
+    assert excess(run, plan, exact) == torch.inf
+
+
+def test_values_that_the_dtype_has_exactly_have_to_be_these() -> None:
+    exact = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16().double()
+    plan = exact.bfloat16()
+    assert excess(plan, plan, exact) == 0
+    assert excess((exact * 1.01).bfloat16(), plan, exact) > 1
+
+
+def test_an_error_in_a_few_rows_is_no_scatter_of_its_own() -> None:
+    plan, exact = values(0, torch.bfloat16)
+    run = plan.clone()
+    run[::8] = (exact[::8] * torch.linspace(0.8, 1.2, 96)).bfloat16()
+    assert excess(run, plan, exact) > 1
+
+
+SIGN = -(1 << 31)
+SPECIAL = {
+    "zeros": [0, SIGN],
+    "infinities": [0x7F800000, 0x7F800000 + SIGN],
+    "subnormals": [1, 0x7FFF, 0x8000, 0x8001, 0x18000, 0x7FFFFF, 0x7FFFFF + SIGN, 0x8000 + SIGN],
+    "ties to an even weight, from below and from above": [0x3F808000, 0x3F818000, 0x3F808000 + SIGN, 0x3F818000 + SIGN],
+    "next to a tie": [0x3F807FFF, 0x3F808001, 0x3F817FFF, 0x3F818001],
+    "finite ones that round to infinity": [0x7F7FFFFF, 0x7F7F8000, 0x7F7FFFFF + SIGN],
+    "the next power of two": [0x3FFFFFFF, 0x3FFF8000, 0x3FFF7FFF],
+}
+
+
+def floats(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def back(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bits of the master that comes back, weight)."""
+    weight = master.bfloat16()
+    remainder, uppers = remainder_of(master, weight)
+    assert (remainder.dtype, uppers.dtype, len(uppers)) == (torch.int16, torch.uint8, -(-len(master) // 8))
+    return joined(weight, remainder, uppers).view(torch.int32), weight
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("shift", range(3))
+def test_special_values_come_back(kind: str, shift: int) -> None:
+    """Others may stand before them, so that their bits lie elsewhere in a byte."""
+    bits = torch.tensor([0x3F800001] * shift + SPECIAL[kind], dtype=torch.int64)
+    found, _ = back(floats(bits))
+    assert torch.equal(found, bits.to(torch.int32))
+
+
+def test_random_bits_come_back() -> None:
+    """Every 256th has a tie in it, so that all weights are met with ties above and below them."""
+    draw = torch.Generator().manual_seed(0)
+    bits = torch.randint(SIGN, -SIGN, (1_000_003,), generator=draw)
+    bits[::256] = (bits[::256] >> 16 << 16) + 0x8000
+    master = floats(bits)
+    bits, master = bits[~master.isnan()], master[~master.isnan()]
+    found, weight = back(master)
+    assert torch.equal(found, bits.to(torch.int32))
+    assert torch.equal(found.view(torch.float32).bfloat16(), weight)
+
+
+def test_nan_stays_nan() -> None:
+    """Both master and weight stay NaN, whichever bits are set."""
+    draw = torch.Generator().manual_seed(1)
+    low, sign = torch.randint(1, 1 << 23, (10_000,), generator=draw), torch.randint(0, 2, (10_000,), generator=draw)
+    master = floats(0x7F800000 + low - (sign << 31))
+    assert master.isnan().all()
+    found, weight = back(master)
+    assert found.view(torch.float32).isnan().all()
+    assert weight.isnan().all()

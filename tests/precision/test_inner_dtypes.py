@@ -288,9 +288,7 @@ def test_a_rotary_table_of_16_bits_is_named(path: str, plant: Callable[[Any], No
         ((1, 2048), {"vocab_size": 2048, "num_attention_heads": 1, "num_key_value_heads": 1}),
     ],
 )
-def test_all_of_it_is_seen_at_the_sizes_of_real_runs(
-    shape: tuple[int, int], config: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_of_it_is_seen_at_the_sizes_of_real_runs(shape, config, monkeypatch) -> None:
     """A vocabulary of 50 thousand, and sequences of 2,048."""
     model, _ = sound("llama", "eager", "cast", head_dim=16, **config)
     ids = torch.arange(shape[0] * shape[1]).reshape(shape)

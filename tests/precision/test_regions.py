@@ -348,9 +348,7 @@ def test_a_rule_lowers_a_norm_and_the_parameters_stay() -> None:
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp8"])
 @pytest.mark.parametrize("recompute", ["none", "full", "ops"])
-def test_layers_with_one_input_cast_and_round_it_once(
-    compute: str, recompute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_with_one_input_cast_and_round_it_once(compute, recompute, monkeypatch) -> None:
     """With the same bits, and nothing is kept between passes once the first has shown which layers these are."""
 
     class Casts(TorchDispatchMode):

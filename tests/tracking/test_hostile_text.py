@@ -39,7 +39,7 @@ _STYLE = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def _folder_name(said: str) -> str:
-    """As near to `said` as the name of a folder can be; made by hand, past what the config refuses."""
+    """The name of a folder as near to `said` as can be, past what the config refuses."""
     return said.replace("/", "∕")
 
 
@@ -109,9 +109,7 @@ def harmless(tmp_path_factory: pytest.TempPathFactory) -> Page:
 @pytest.mark.one_in(4)
 @SAID
 @pytest.mark.filterwarnings("ignore:Glyph")
-def test_a_report_is_text(
-    said: str, hostile_run: Any, harmless: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_text(said, hostile_run, harmless, tmp_path, capsys) -> None:
     folder = hostile_run(said)
     assert report([str(folder), "--html", str(tmp_path / "page.html")]) == 0
     _terminal(capsys.readouterr().out)

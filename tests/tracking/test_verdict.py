@@ -272,7 +272,7 @@ def test_a_spike_that_came_down_again_is_a_warning() -> None:
 
 
 def test_a_short_run_that_exploded_first_is_not_healthy() -> None:
-    """As of 30 steps at a learning rate of 0.2, a hundred times too high: 6.8, 37, 6.1."""
+    """Thirty steps at a learning rate of 0.2, a hundred times too high: 6.8, 37, 6.1."""
     found = of_losses([6.8, 20, 37, 25, 14, 9, *np.geomspace(8, 6.1, 24)])
     assert (found.word, found.step) == ("finished with warnings", 1) and "came down again" in found.cause
     assert of_losses(np.geomspace(6.8, 6.1, 30)).word == "healthy"

@@ -1,4 +1,4 @@
-"""Code run inside the processes of test_observers.py: a short job, observed or not."""
+"""Code run inside the processes of test_observers.py and test_self_check.py: a short job, observed, sound or not."""
 
 import random
 from collections.abc import Sequence
@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.resolved import Resolved
+from lab.detection.cells import defect_of
+from lab.detection.plants.site import planted
 from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.training.checkpoint.resume_cases import last_by_step, trained
 from training.distributed import World
@@ -112,3 +114,13 @@ def job(
     ):
         found = trained(opened, passes, observed=observed)
         return found | {"steps": last_by_step(folder, name), "chunked": opened.engine.loss_path.chunked}
+
+
+def planted_job(
+    world: World, *, folder: str, name: str, overrides: Sequence[str], defect: str | None = None
+) -> dict[str, Any]:
+    """The job of `job`, checked in its first step. defect: its name in `lab.detection`."""
+    known = defect_of(defect) if defect is not None else None
+    plant, size = (known.plant, known.size) if known is not None else (None, 0.0)
+    with planted(plant, rank=world.rank, ranks=world.world_size, size=size):
+        return job(world, folder=folder, name=name, overrides=["guard.self_check_every=1", *overrides])

@@ -1,4 +1,4 @@
-"""A process at its start: what it builds and leaves behind, and the cores it takes."""
+"""A process at its start: what it imports, builds, refuses and leaves behind, and the cores it takes."""
 
 import json
 import math
@@ -7,18 +7,22 @@ import signal
 import subprocess
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.load import load_config
 from config.machine.cores import cpus_text, divide_cores, read_cores
 from config.machine.processes import free_port
 from training.distributed import ALLOCATORS
 from training.engine.health import NORM_ROUNDING, difference
 from training.session import refuse_unordered
+from training.tasks.shape import require_model, settle_orthogonalization
 
 PROGRAM = """
 import json, os, sys, torch
@@ -186,3 +190,78 @@ def test_what_a_step_frees_is_kept_for_the_next_one_unless_the_user_tuned_glibc(
         )
         before, after = map(int, found.stdout.split()[-2:])
         assert (5 * after < before) == kept
+
+
+IMPORTS = """
+import sys
+from deepspeed.runtime import compiler
+from training.engine.optimizer import import_muon_uncompiled
+import_muon_uncompiled()
+print("deepspeed.runtime.zero.muon.original_muon" in sys.modules, "torch._inductor.compile_fx" in sys.modules)
+import torch
+print(compiler.compile() is torch.compile)
+"""
+
+
+@pytest.mark.slow
+def test_muon_is_imported_without_a_compiler() -> None:
+    """DeepSpeed imports Muon in every first backward pass; compiling its kernels takes longer than the pass."""
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120, check=True)
+    printed = [line for line in done.stdout.splitlines() if set(line.split()) <= {"True", "False"}]
+    assert printed == ["True False", "True"]
+
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4}
+
+
+def require(folder: Path, architecture: str, given: dict[str, Any]) -> None:
+    path = folder / "run.yaml"
+    path.write_text("model: {architecture: llama}\n")
+    config = load_config(path, [], None)
+    require_model(replace(config, model=replace(config.model, architecture=architecture, config=given)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "usual", "key", "value", "said"),
+    [
+        (
+            "llama",
+            LLAMA,
+            "hidden_size",
+            65,
+            "(The hidden size (65) is not a multiple of the number of attention heads (4))",
+        ),
+        ("llama", LLAMA, "num_key_value_heads", 3, "does not divide model.config.num_attention_heads = 4; change one"),
+        ("llama", LLAMA, "num_hidden_layers", -1, "is not a valid size; give 1 or more"),
+        ("llama", LLAMA, "hidden_act", "gellu", "no llama can be built with it (KeyError: 'gellu'); change it"),
+        ("llama", LLAMA, "head_dim", 15, "RoPE requires an even rotary dimension"),
+        ("llama", LLAMA, "pad_token_id", 1 << 20, "Padding_idx must be within num_embeddings"),
+        ("llama", LLAMA, "attention_dropout", 1.5, "is not a probability; give 0 or more, and less than 1"),
+        ("gpt2", GPT2, "n_embd", 65, "`embed_dim` must be divisible by num_heads"),
+        ("gpt2", GPT2, "n_inner", -5, "is not a valid size; give 0 or more"),
+        ("mixtral", LLAMA | {"num_local_experts": 2, "num_key_value_heads": 2}, "num_experts_per_tok", 4, "2 experts"),
+    ],
+)
+def test_a_wrong_size_is_one_line(tmp_path, architecture, usual, key, value, said) -> None:
+    require(tmp_path, architecture, usual)
+    with pytest.raises(UserError) as caught:
+        require(tmp_path, architecture, usual | {key: value})
+    text = str(caught.value)
+    assert text.startswith(f"model.config.{key} = ") and said in text and "\n" not in text
+
+
+def test_a_key_of_older_versions_is_told_the_new_one(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="rope_theta: .* no such key; set model.config.rope_parameters=") as caught:
+        require(tmp_path, "llama", LLAMA | {"rope_theta": 1e6})
+    assert "\n" not in str(caught.value)
+
+
+def test_muon_orthogonalizes_in_bf16_on_gpus_unless_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {architecture: llama}\noptimizer: {name: muon}\n")
+    config = load_config(path, [], None)
+    for on_gpu, chosen in ((True, "bf16"), (False, "fp32")):
+        assert settle_orthogonalization(config, on_gpu=on_gpu).optimizer.orthogonalization == chosen
+    told = replace(config, optimizer=replace(config.optimizer, orthogonalization="fp32"))
+    assert settle_orthogonalization(told, on_gpu=True) is told

@@ -16,7 +16,7 @@ from lab.detection.plants.site import ATTENTION, LAYER, LINEAR, NORM
 from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
-from tests.training import observer_cases, self_check_cases
+from tests.training import observer_cases
 from tests.training.observer_cases import cast
 from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
@@ -44,7 +44,7 @@ def events_of(
 ) -> list[dict[str, Any]]:
     name = "".join(letter if letter.isalnum() else "-" for letter in f"{defect} {' '.join(overrides)}")[:120]
     given: dict[str, Any] = {"folder": str(folder), "name": name, "overrides": overrides, "defect": defect}
-    pair.run(self_check_cases.job, seconds=600.0, **given)
+    pair.run(observer_cases.planted_job, seconds=600.0, **given)
     return list(read_events(folder / "runs" / name / "events.jsonl"))
 
 
@@ -79,7 +79,7 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
 
 
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
-    """As Mamba's dt_proj, whose gradient would not be that of any call."""
+    """Mamba's dt_proj is one: its gradient would not be that of any call."""
     mamba = ["model.name_or_path=null", "model.architecture=mamba"]
     mamba.append("model.config={hidden_size: 32, state_size: 8, num_hidden_layers: 2}")
     events = events_of(pair, folder, [*cast("bf16", 2), *mamba])
@@ -106,9 +106,7 @@ def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGr
         pytest.param("no bias correction", cast("bf16", 1), "", "optimizer's rule", marks=pytest.mark.slow),
     ],
 )
-def test_a_defect_is_found_in_the_first_step_and_named(
-    pair: ProcessGroup, folder: Path, defect: str, overrides: list[str], named: str, says: str
-) -> None:
+def test_a_defect_is_found_in_the_first_step_and_named(pair, folder, defect, overrides, named, says) -> None:
     found = [event for event in of(events_of(pair, folder, overrides, defect), "warning") if event["step"] == 1]
     assert {event["signal"] for event in found} == {"self_check"}
     (warning,) = (event for event in found if says in event["reason"])
@@ -126,9 +124,7 @@ def test_the_first_evaluation_is_made_again(pair: ProcessGroup, folder: Path) ->
     assert {"modules", "between", "samples"} < set(check["checks"]) and not check["skipped"]
 
 
-def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(
-    pair: ProcessGroup, folder: Path
-) -> None:
+def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(pair, folder) -> None:
     events = events_of(pair, folder, [*cast("bf16", 2), "guard.warnings=[self_check]"], "one norm times 1.01")
     incident = of(events, "incident")[0]
     assert (incident["step"], incident["verdict"]) == (1, "SKIP") and NORM in incident["reason"]
@@ -159,10 +155,8 @@ def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_layers_with_a_bias_may_round_both_halves_of_their_sums(
-    dtype: torch.dtype,
-) -> None:
-    """As kernels of some processors do, alone and inside of an MLP."""
+def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
+    """Kernels of some processors do, alone and inside of an MLP."""
     torch.manual_seed(0)
     engine = SimpleNamespace(regions=None, compute={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
     engine.world = SimpleNamespace(device=torch.device("cpu"))
@@ -186,9 +180,7 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(
             assert (error <= bound) == sound, factor
 
 
-def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(
-    pair: ProcessGroup, folder: Path
-) -> None:
+def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(pair, folder) -> None:
     """One bit of one of 24,576 values, by which it grows; no other step is blamed, and nothing else is compared in it.
 
     At ZeRO-3, where a hook that asked for a partitioned weight would break the next step's gathers.

@@ -1,22 +1,38 @@
-"""Mantissa side by side with other loops: what is measured, what is compared, and real jobs of two contestants."""
+"""Mantissa side by side with other loops: what is measured, compared and made of seconds; mistakes in one line."""
 
+import json
 import math
+import multiprocessing
+import random
+import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.cli import REPOSITORY
+from config.command_line import read_command_line
 from config.errors import UserError
-from config.schema import AdapterSection
+from config.machine.processes import free_port
+from config.schema import AdapterSection, DataSection
+from lab.benchmark import command, data, largest, loss
 from lab.benchmark import command as benchmark
 from lab.benchmark.contestants import Run
 from lab.benchmark.harness import in_rounds
-from lab.benchmark.overhead import Stages
+from lab.benchmark.overhead import Stages, estimate, median_ratio, ratio_of_sums, report_ratio, require_comparable
 from lab.benchmark.report import bound, compare, page
 from lab.benchmark.spec import Result, flops_per_token
 from modeling.adapter import add_adapter
+from tests.lab.benchmark import benchmark_cases
+from tests.lab.benchmark.benchmark_cases import RECIPE
+from tests.support.jobs import forked
+from tests.support.jobs.launches import BIN, LAUNCHERS, SMALL
 
 
 def run_of(seconds: list[float], *, losses: list[float] | None = None, first: float = 10.0) -> Run:
@@ -142,3 +158,162 @@ def test_time_inside_a_stage_counts_for_the_inner_one_and_all_of_it_adds_up(monk
         now += length
         stages.switch()
     assert stages.seconds == {"backward": 12.0, "collectives": 16.0, "other": 4.0}
+
+
+MISTAKES = {
+    command: [
+        (["--contestants", "mantissa,bear"], "there is no bear"),
+        (["--contestants", "torchtitan"], "none of them can run here"),
+        (["--at-least", "mantissa=1"], "takes no part"),
+        (["--at-least", "mantissa/bare"], "is not of the form"),
+        (["--contestants", "mantissa", "--at-least", "mantissa/bare=1"], "bare takes no part"),
+        (["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"], "path = manifest would not"),
+        (["model.activation_checkpointing=selective"], "selective would not be the same for all contestants; set"),
+    ],
+    largest: [
+        (["--layers", "4,2"], "ascending"),
+        (["--layers", "2", "model.confg.num_hidden_layers=3"], "model.confg"),
+    ],
+    data: [
+        (["--megabytes", "100"], "--megabytes 100: data.path="),
+        (["--json", "/nowhere/rows.json"], "--json /nowhere/rows.json: cannot be written"),
+    ],
+}
+GIVEN = {
+    command: ["--config", RECIPE, "--out"],
+    largest: ["--config", RECIPE, "--layers", "2", "--out"],
+    data: ["--path", str(REPOSITORY / "data"), "--json"],
+}
+"""Options of each; the last one names the output."""
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "said"), [(tool, *mistake) for tool, mistakes in MISTAKES.items() for mistake in mistakes]
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tool, arguments, said, tmp_path, refusal) -> None:
+    assert said in refusal(tool.main, [*GIVEN[tool], str(tmp_path / "out"), *arguments])
+
+
+def test_a_loss_that_cannot_be_computed_is_a_row(capsys, monkeypatch) -> None:
+    """One that nobody knows stands for one that has no memory."""
+    context = forked.context()
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+    options = ["--vocabulary", "64", "--hidden", "8", "--tokens", "16", "--repeats", "0", "--json"]
+    assert loss.main([*options, "--ways", "of nobody", "chunked"]) == 3
+    failed, chunked = map(json.loads, capsys.readouterr().out.splitlines())
+    assert failed["way"] == "of nobody" and "of nobody" in failed["failed"]
+    assert "failed" not in chunked and 3 < chunked["loss"] < 6
+
+
+@pytest.mark.slow
+def test_a_job_that_takes_too_much_is_ended_and_the_one_before_is_the_largest(tmp_path, capsys) -> None:
+    """One block of width 512 beside 600, whose weights alone are 4 GB. Other children of this process stay."""
+    bystander = subprocess.Popen([sys.executable, "-c", "held = bytearray(2**30); input()"], stdin=subprocess.PIPE)
+    widths = "model.config={hidden_size: 512, intermediate_size: 512, num_attention_heads: 2, vocab_size: 300}"
+    overrides = [*SMALL, widths, f"data.cache_dir={tmp_path}/cache", "batch.global_size=2"]
+    options = ["--layers", "1,600", "--steps", "2", "--host-gib", "1.3", "--processes", "1", "--out", str(tmp_path)]
+    code = largest.main(["--config", RECIPE, *options, *overrides])
+    found = json.loads((tmp_path / "largest.json").read_text())
+    first, second = found["depths"]["1"], found["depths"]["600"]
+    alive = bystander.poll() is None
+    bystander.kill()
+    bystander.wait()
+    assert alive and code == 0 and found["largest"] == 1
+    assert first["failed"] is None and first["parameters"] == 2 * 512 * 300 + 4 * 512**2 + 3 * 512**2 + 3 * 512
+    assert first["tokens_per_second"] == pytest.approx(64 / first["step_seconds"])
+    assert 0.2e9 < first["host_bytes"] < 1.3 * 2**30 < second["host_bytes"]
+    assert second["failed"] == "took more than 1.3 GiB of this machine's memory"
+    assert "| 1 | 2,143,744 |" in capsys.readouterr().out and "| 600 | - |" in (tmp_path / "largest.md").read_text()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    generator = random.Random(0)
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text("".join(generator.choices("aä🙂 \n", k=2000)))
+    return folder
+
+
+@pytest.mark.parametrize("megabytes", [0.00001, 0.03, 0.1])
+def test_the_text_is_as_long_as_was_asked(texts: Path, tmp_path: Path, megabytes: float) -> None:
+    source = DataSection(source="text", path=str(texts))
+    out = tmp_path / "out"
+    out.mkdir()
+    data.write_documents(source, megabytes, out)
+    written = "".join(path.read_text() for path in sorted(out.iterdir()))
+    whole = "".join(path.read_text() for path in sorted(texts.iterdir()))
+    assert whole.startswith(written)
+    assert megabytes * 1e6 - 3 <= len(written.encode()) <= megabytes * 1e6
+
+
+def drifting(ratio: float, *, pairs: int, noise: float) -> np.ndarray:
+    """Seconds of two loops on a machine whose speed drifts by a half; `ratio` is that of their tokens/s."""
+    generator = np.random.default_rng(3)
+    speed = 1.0 + 0.5 * np.sin(np.linspace(0, 7, pairs))
+    bare, guarded = (speed * generator.lognormal(0.0, noise, size=pairs) for _ in range(2))
+    return np.stack([bare, guarded / ratio], axis=1)
+
+
+@pytest.mark.parametrize("statistic", [median_ratio, ratio_of_sums])
+@pytest.mark.parametrize("ratio", [0.97, 1.0, 1.05])
+def test_an_interval_holds_the_true_ratio_and_tells_a_hundredth_where_pairs_are_many(ratio, statistic) -> None:
+    found, low, high = estimate(statistic, drifting(ratio, pairs=400, noise=0.05))
+    assert low < ratio < high and low < found < high and high - low < 0.025
+    _, few_low, few_high = estimate(statistic, drifting(ratio, pairs=20, noise=0.05))
+    assert few_high - few_low > 2 * (high - low)
+
+
+@pytest.mark.parametrize(
+    ("distance", "ratio", "at_least", "code", "said"),
+    [
+        (1e-8, 0.97, None, 0, ""),
+        (1e-8, 0.97, 0.96, 0, ""),
+        (1e-8, 0.97, 0.99, 3, "the median is below 0.99 for certain"),
+        (2e-4, 1.0, None, 3, "losses differ by 2.0e-04, more than 0.0001"),
+        (math.nan, 1.0, None, 3, "losses differ by nan"),
+    ],
+)
+def test_the_exit_code_is_a_gate(distance, ratio, at_least, code, said, capsys) -> None:
+    seconds = drifting(ratio, pairs=400, noise=0.02)
+    assert report_ratio(seconds, distance, steps=1, compute="fp32", at_least=at_least) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("deepspeed.config=ds_configs/zero3_fp32.json", "ZeRO stage = 3"),
+        ("model.activation_checkpointing=ops", "model.activation_checkpointing = ops"),
+        ("data.document_masking=true", "data.document_masking = True"),
+    ],
+)
+def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
+    with pytest.raises(UserError, match=said):
+        require_comparable(read_command_line(["--config", RECIPE, override]))
+
+
+def test_what_is_timed_is_done_in_every_second_block_and_nothing_else_is(solo) -> None:
+    """Five warm-ups of a step each way, one of a block of two steps; the first step of a run is always observed."""
+    [found] = solo.run(benchmark_cases.optional_work, pairs=2)
+    same = {"seconds": (2, 2), "step": 14, "corruption": 0, "saves": 0}
+    assert found == {
+        "telemetry": same | {"telemetry": 7, "precision": 1},
+        "adam": same | {"telemetry": 14, "precision": 1},
+        "observation": same | {"telemetry": 0, "precision": 7},
+        "save": same | {"step": 12, "telemetry": 0, "precision": 1, "saves": 3},
+        "checks": same | {"step": 12, "telemetry": 0, "precision": 1},
+    }
+
+
+@pytest.mark.slow
+def test_two_ranks_train_both_to_the_same_losses(tmp_path) -> None:
+    port = free_port()
+    launch = [part.format(port=port) for part in LAUNCHERS["torchrun"]]
+    overrides = [*SMALL, f"data.cache_dir={tmp_path}", "schedule.warmup_steps=2", "tracking.wandb=disabled"]
+    arguments = ["-m", "lab.benchmark.overhead", "--config", RECIPE, "--pairs", "3", "--steps", "2", *overrides]
+    done = subprocess.run([BIN / launch[0], *launch[1:], *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    [distance] = re.findall(r"^losses +(\S+) apart at most", done.stdout, flags=re.MULTILINE)
+    assert float(distance) < 1e-6 and "3 pairs of 2 steps" in done.stdout and "step 11/11" in done.stdout

@@ -88,7 +88,7 @@ def test_an_optimizer_comes_out_as_its_rule_in_fp64(pair, cell) -> None:
 @pytest.mark.one_in(len(IN_FP8) // 3)
 @pytest.mark.parametrize("cell", IN_FP8, ids=lambda cell: cell.name)
 def test_fp8_comes_out_as_its_definition(pair, solo, cell) -> None:
-    """Also on one process: the step does not depend on how its batch is cut."""
+    """One process gives the same: the step does not depend on how its batch is cut."""
     for results in (solo if cell.ranks else pair).run(matrix_cases.measure, cells=[cell], upstream=False):
         assert unexpected([cell], results) == []
 

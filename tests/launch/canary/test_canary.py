@@ -69,7 +69,7 @@ def test_mistakes_are_one_line_and_start_nothing(tmp_path, refusal, overrides, s
 
 
 def test_a_share_of_the_data_is_a_number_of_the_runs_steps(tmp_path):
-    """And the verdict's line says which share of the run's and of the corpus they were."""
+    """The verdict's line says which share of the run's and of the corpus they were."""
 
     def steps(*overrides):
         plan = plan_of(tmp_path, "canary.steps=null", *overrides)

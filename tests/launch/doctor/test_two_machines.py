@@ -60,7 +60,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def test_two_healthy_machines(machines, run_folder):
-    """All of it, with an all-reduce between them."""
+    """Every check passes, the all-reduce between them included."""
     code, findings = doctor(machines, run_folder, "--all-reduce", "4", seconds=400)
     assert bad(findings) == {} and code == 0
     seen = {(item["check"], item["host"]) for item in findings}

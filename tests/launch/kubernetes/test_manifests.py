@@ -275,6 +275,6 @@ def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machin
 
 
 def test_the_command_lines_start_the_supervisor_itself():
-    """As PID 1: a shell before it would keep SIGTERM to itself."""
+    """The supervisor is PID 1: a shell before it would keep SIGTERM to itself."""
     for pod in pods(manifests()):
         assert arguments(pod)[0][0] == "python" and "entrypoint" not in pod.container

@@ -216,7 +216,7 @@ BOTH_SIDES = {
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("what", BOTH_SIDES)
 def test_the_peak_of_an_encoder_decoder_is_what_tensors_take(pair, tmp_path, what: str) -> None:
-    """Whose two sides have other lengths and numbers of blocks."""
+    """Its two sides differ in length and number of blocks."""
     config, more = BOTH_SIDES[what]
     given = [f"model.architecture={'bart' if what == 'bart' else 't5'}", f"model.config={{{config}}}", "task=seq2seq"]
     given += ["data.tokenizer=bytes", "data.sequence_length=128", "batch.micro_size=8", "batch.global_size=16"]

@@ -1,4 +1,4 @@
-"""The planner's bytes of the network: what real ranks send, counted on each of them, and what papers say."""
+"""The planner's bytes of the network and of memory: what real ranks send and hold, counted, and what papers say."""
 
 import re
 from collections.abc import Sequence
@@ -7,11 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
+from config.schema import AdapterSection, ModelSection, OptimizerSection
+from launch.plan.counted import count_activations
+from launch.plan.memory import model_states, peak_memory
+from launch.plan.model import sizes_of
 from launch.plan.speed import traffic
+from modeling.build import empty_model
+from modeling.parameter_groups import parameter_groups
+from precision.manifest import load_manifest
+from precision.regions import Regions
 from tests.launch.plan import plan_cases
-from tests.launch.plan.plan_cases import MODEL, planned
+from tests.launch.plan.plan_cases import DTYPES, FAMILIES, GATED, MODEL, hugging_face, kept_by, planned
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.small_run import changed_json
 
@@ -157,3 +168,97 @@ def test_shared_experts_are_orthogonalized_without_being_sent() -> None:
     assert replace(moved["muon"], parameters=0.0, collectives=0) == replace(
         moved["adamw"], parameters=0.0, collectives=0
     )
+
+
+BLOCKS = [
+    *((family, "fp32", manifest) for manifest in ("bf16", "fp8") for family in ("llama", "grouped", "qwen3")),
+    *(pytest.param(name, compute, "", marks=pytest.mark.slow) for name in FAMILIES for compute in ("bf16", "fp32")),
+]
+
+
+@pytest.mark.parametrize(("family", "compute", "manifest"), BLOCKS)
+def test_a_block_keeps_what_is_counted(family: str, compute: str, manifest: str) -> None:
+    """The difference between two blocks and one, so that nothing outside of the blocks counts."""
+    kept, ids = [], torch.randint(100, (2, 64), generator=torch.Generator().manual_seed(0))
+    for layers in (1, 2):
+        model = AutoModelForCausalLM.from_config(hugging_face(family, layers), attn_implementation="sdpa")
+        if manifest:
+            Regions(model.float(), load_manifest(REPOSITORY / f"config/manifests/{manifest}.json"))
+        kept.append(kept_by(model, DTYPES[compute], input_ids=ids))
+    _, demo = planned([f"precision.manifest=config/manifests/{manifest}.json"] if manifest else [], on_cpu=False)
+    models = (empty_model(ModelSection(attention="sdpa"), hugging_face(family, layers)) for layers in (1, 2))
+    one, two = (count_activations(model, replace(demo, compute=compute)) for model in models)
+    assert (one.weights == 0) == (manifest != "bf16"), "FP8 keeps no copies of weights"
+    found = (2 * two.block - one.block) * ids.numel() + one.weights
+    assert found == pytest.approx(kept[1] - kept[0], rel=0.003)
+
+
+@pytest.mark.slow
+def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
+    sizes = GATED | {"num_key_value_heads": 4, "num_local_experts": 3, "num_hidden_layers": 2}
+    config, section = AutoConfig.for_model("mixtral", **sizes), OptimizerSection(name="muon")
+    found, *_ = sizes_of(empty_model(ModelSection(), config), AdapterSection(), section).groups
+    model = AutoModelForCausalLM.from_config(config)
+    matrices, *_ = parameter_groups(model, section)
+    largest = max(matrices["params"], key=torch.numel)
+    assert largest.dim() == 3 and found.matrix
+    assert (found.parameters, found.largest) == (sum(map(torch.numel, matrices["params"])), largest.numel())
+    assert found.sides == tuple(sorted(largest.shape[1:]))
+
+
+@pytest.mark.slow
+def test_offload_moves_states_to_the_host_as_deepspeed_says() -> None:
+    shape, demo = planned(["deepspeed.config=ds_configs/zero3_bf16_offload.json"], world=1, on_cpu=False)
+    host, theirs, layer = estimate_zero3_model_states_mem_needs(
+        shape.parameters, shape.largest_trained, num_gpus_per_node=8, additional_buffer_factor=1
+    )
+    device, on_host = model_states(shape, replace(demo, world=8))
+    assert sum(device.values()) == pytest.approx(theirs - layer, abs=1)
+    assert 8 * sum(on_host.values()) == pytest.approx(host, rel=1e-6)
+
+
+EIGHT_EXPERTS = (
+    "model={architecture: mixtral, config: {num_hidden_layers: 4, hidden_size: 192, intermediate_size: 256, "
+    "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8}}"
+)
+SEQUENCES = "data.sequence_length=512", "parallel.sequence=2", "batch.global_size=8"
+MATRICES = "data.sequence_length=256", "parallel.tensor=2", "batch.global_size=8"
+MANIFEST = "precision.manifest=config/manifests/bf16.json", "precision.compute=auto"
+RELEASED = ("stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_param_persistence_threshold")
+CASES = [
+    *(("adamw", stage, ()) for stage in (1, 2, 3)),
+    ("adamw", 2, ("model.activation_checkpointing=full",)),
+    ("manifest", 2, MANIFEST),
+    *(("muon", stage, ("optimizer.name=muon",)) for stage in (1, 2, 3)),
+    *(("lamb", stage, ("optimizer.name=lamb",)) for stage in (1, 2, 3)),
+    *(("fp8", stage, ("precision.manifest=config/manifests/fp8.json", "precision.compute=auto")) for stage in (2, 3)),
+    ("sequence", 2, (*SEQUENCES, "batch.micro_size=2", "batch.global_size=4")),
+    ("sequence", 2, (*SEQUENCES, "batch.micro_size=1", "batch.global_size=4", "data.document_masking=true")),
+    ("sequence", 3, (*SEQUENCES, "model.activation_checkpointing=full")),
+    *(
+        ("expert", stage, (EIGHT_EXPERTS, "parallel.expert=2", "batch.micro_size=2", "batch.global_size=8"))
+        for stage in (1, 2, 3)
+    ),
+    ("hpz", 3, ()),
+    *(("split masters", stage, ("precision.masters=split",)) for stage in (1, 2, 3)),
+    *(("tensor", stage, MATRICES) for stage in (1, 2, 3)),
+    ("tensor", 2, (*MATRICES, "model.activation_checkpointing=full")),
+    ("tensor", 2, (*MATRICES, "model.loss=chunked", "model.loss_chunk_tokens=256")),
+    *(("tensor, manifest", stage, (*MATRICES, *MANIFEST)) for stage in (1, 2, 3)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "stage", "more"), CASES)
+def test_memory_is_planned_to_a_tenth_and_bytes_to_a_twentieth(pair, tmp_path, what, stage, more) -> None:
+    """Two ranks and micro-batches, BF16, buckets of 1 M values. What ranks send is compared as their mean."""
+    compute = "fp32" if what in ("fp8", "manifest", "tensor, manifest") else "bf16"
+    copies = dict.fromkeys(RELEASED, 0) | {"zero_hpz_partition_size": 2} if what == "hpz" else {}
+    changed = changed_json(tmp_path, f"zero{stage}_{compute}", reduce_bucket_size=1_000_000, **copies)
+    overrides = [MODEL, "model.activation_checkpointing=none", "data.sequence_length=128", "batch.micro_size=4"]
+    overrides += ["batch.global_size=16", changed, f"precision.compute={compute}", *more]
+    found = pair.run(plan_cases.peak_of, overrides=overrides, vocabulary=1024)
+    shape, layout = plan_cases.planned(overrides, on_cpu=False)
+    assert peak_memory(shape, layout).total == pytest.approx(max(rank["peak"] for rank in found), rel=0.1)
+    sent = [sum(size for name, size in rank["sent"].items() if name != "rows") for rank in found]
+    assert traffic(shape, layout).sent == pytest.approx(sum(sent) / 2, rel=0.05)

@@ -66,7 +66,7 @@ _GATHERS = {
     "stage3_max_live_parameters": 20_000,
     "stage3_prefetch_bucket_size": 20_000,
 }
-"""So small that a small model's parameters are gathered and released as a large one's are, which else stay whole."""
+"""Thresholds small enough for a small model's parameters to be gathered and released as a large one's are."""
 BARE = ("ZeRO-0 fp32", "ZeRO-1 bf16", "ZeRO-3 bf16")
 """Cases that also take steps in DeepSpeed's own loop; FP16's would be skipped, since an answer of 1 is an overflow."""
 _TASKS = (

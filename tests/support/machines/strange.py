@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 from matplotlib.image import imread
 
 from config.cli import REPOSITORY
@@ -236,6 +237,9 @@ def why_no_mounts() -> str:
     if subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode:
         return "this machine does not allow mount namespaces"
     return ""
+
+
+needs_mounts = pytest.mark.skipif(bool(WHY_NOT := why_no_mounts()), reason=WHY_NOT)
 
 
 def umask(mask: str) -> tuple[str, ...]:

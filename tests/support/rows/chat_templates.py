@@ -195,4 +195,4 @@ THINKING = (
     _LOOP + "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' and loop.last %}"
     "{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}{% endfor %}" + _CHATML_PROMPT
 )
-"""As Qwen 3 does: the last answer only has an empty thought, so earlier ones cannot be located by rendering."""
+"""Qwen 3's way: only the last answer has an empty thought, so earlier ones cannot be located by rendering."""

@@ -1,18 +1,29 @@
-"""The manifest analysis: errors against plain torch at every ZeRO stage, no trace in the training, and the command."""
+"""The manifest analysis: errors against plain torch, exact histograms, no trace in the training, and the command."""
 
+import copy
 import json
+import math
+import subprocess
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 
+from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.schema import LossScaleSection
-from precision.manifest import load_manifest
+from modeling.activation_checkpointing import apply_activation_checkpointing
+from precision.manifest import find_regions, load_manifest
+from tests.support.jobs.launches import SMALL
+from tests.support.models.small_models import small_model
 from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 from tools.analyze.proposal import Limits
+from tools.analyze.ranges import NOTHING, OperandMeter, Ranges, Spread, gradients_counted, merged
 
 TREES = {
     "bf16": {"default": "bf16", "rules": []},
@@ -166,7 +177,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path, refusal, arguments, wor
 @pytest.mark.parametrize("policy", ["deepspeed", "adaptive"])
 @pytest.mark.parametrize("scale", [None, 1, 2**21, 2**40])
 def test_a_run_starts_at_the_loss_scale_of_its_manifest(tmp_path, policy, scale):
-    """Also at one above what the policy allows; a config that sets one starts there."""
+    """It may be above what the policy allows; a config that sets one starts there."""
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({"default": "fp16"} | ({} if scale is None else {"loss_scale": scale})))
     given = ["--config", "config/recipes/demo.yaml", f"precision.manifest={path}"]
@@ -188,3 +199,167 @@ def test_a_loss_scale_that_is_no_power_of_two_is_refused(tmp_path):
         path.write_text(json.dumps({"default": "fp16", "loss_scale": scale}))
         with pytest.raises(UserError, match=rf"loss_scale = {scale}.*{problem}"):
             load_manifest(path)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The command's files for a small model, and its output."""
+    folder = tmp_path_factory.mktemp("analysis") / "made"
+    options = f"--out {folder}/manifest.json --steps 2 --sequences 1 --held-out 1 --parity-steps 3 --processes 2"
+    command = [sys.executable, "-m", "tools.analyze", "--config", "config/recipes/demo.yaml", *options.split()]
+    command += [*SMALL, f"data.cache_dir={folder}/cache", "batch.micro_size=2"]
+    job = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return folder, job.stdout
+
+
+@pytest.mark.slow
+def test_the_command_writes_a_manifest_that_does_what_it_says(written, pair, tmp_path):
+    folder, printed = written
+    manifest = load_manifest(folder / "manifest.json")
+    analysis = json.loads((folder / "manifest.analysis.json").read_text())
+    tree = json.loads((folder / "manifest.json").read_text())
+    assert tree == analysis["proposal"]["manifest"] and all(rule.reason for rule in manifest.rules)
+    assert (folder / "manifest.png").read_bytes().startswith(b"\x89PNG")
+    assert analysis["parity"]["verdict"] == "parity" and (folder / "manifest.parity" / "parity.md").is_file()
+    assert analysis["objection"] is None and len(analysis["losses"]) == 2
+    assert "largest value" in printed and "largest gradient" in printed
+    assert "lm_head" in printed and "against uniform BF16: parity error" in printed and "FLOPs in 16 bits" in printed
+    share = pair.run(analyze_cases.computes_as_promised, folder=str(tmp_path), tree=tree)[0]
+    assert share.get("fp16", 0) + share.get("bf16", 0) > 0.85
+
+
+@pytest.mark.slow
+def test_what_is_not_better_is_rejected(written, tmp_path, capsys):
+    analysis = json.loads((written[0] / "manifest.analysis.json").read_text())
+    uniform = copy.deepcopy(analysis) | {"uniform": "fp16"}
+    assert analyze._publish(tmp_path / "m.json", uniform) == analyze.PROPOSED
+    assert not (tmp_path / "m.json").exists() and (tmp_path / "m.analysis.json").is_file()
+    scale = f"{analysis['uniform_fp16_scale']:.0f}"
+    assert f"precision.compute=fp16 precision.loss_scale.initial={scale}\n" in capsys.readouterr().out
+    worse = copy.deepcopy(analysis)
+    worse["validation"]["proposal"]["error"] = math.inf
+    assert analyze._publish(tmp_path / "m.json", worse) == analyze.REJECTED
+    assert not (tmp_path / "m.json").exists() and (tmp_path / "m.rejected.json").is_file()
+    assert "not finite" in json.loads((tmp_path / "m.analysis.json").read_text())["objection"]
+    assert "rejected: " in capsys.readouterr().out
+    for change, words in (
+        (lambda tree: tree["parity"].update(failed=["gradient_error"]), "tools.parity: gradient_error"),
+        (lambda tree: tree["proposal"].update(low_precision_share=0.0), "in 16 bits"),
+    ):
+        worse = copy.deepcopy(analysis)
+        change(worse)
+        assert words in str(analyze.rejection_reason(worse))
+
+
+SHAPE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(checkpointing: str = "none", attention: str = "sdpa") -> torch.nn.Module:
+    model = small_model("llama", attention, vocab_size=40, tie_word_embeddings=True, **SHAPE)
+    if checkpointing != "none":
+        apply_activation_checkpointing(model, "full", reentrant=checkpointing == "reentrant")
+    return model.train()
+
+
+def tokens(seed: int = 1) -> torch.Tensor:
+    return torch.randint(40, (3, 12), generator=torch.Generator().manual_seed(seed))
+
+
+def spread_of(values: torch.Tensor) -> Spread:
+    ranges = Ranges(["it"], torch.device("cpu"))
+    ranges.add("it", "weights", values)
+    return ranges.spreads()["it"].get("weights", NOTHING)
+
+
+def test_merging_is_counting_all_values_at_once():
+    first, second = torch.randn(100) * 1e-8, torch.randn(50) * 1e5
+    assert merged([spread_of(first), spread_of(second)]) == spread_of(torch.cat([first, second]))
+    assert merged([NOTHING, spread_of(first)]) == spread_of(first)
+    assert merged([]) == NOTHING and NOTHING.values == 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_operands_are_booked_under_their_region(attention):
+    model, ids = llama(attention=attention), tokens()
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    inputs: dict[str, list[torch.Tensor]] = {}
+    outputs: dict[str, torch.Tensor] = {}
+    modules = dict(model.named_modules())
+    for name in ("model.layers.1.mlp.down_proj", "model.layers.0.self_attn.q_proj", "lm_head"):
+
+        def keep(module, args, output, name=name):
+            inputs[name], outputs[name] = list(args), output
+
+        modules[name].register_forward_hook(keep)
+    with torch.no_grad(), OperandMeter(model, kinds, ranges) as meter:
+        model(input_ids=ids, use_cache=False)
+    found = ranges.spreads()
+    for name, output in outputs.items():
+        expected = merged([spread_of(inputs[name][0]), spread_of(output)])
+        assert found[name]["activations"] == expected, name
+        assert found[name]["weights"] == spread_of(modules[name].weight), name
+    assert found["model.norm"]["weights"].counts and found["model.norm"]["activations"].values == 2 * 3 * 12 * 16
+    # Queries, keys, values and the product: each (batch, sequence, hidden); eager attention adds scores and shares.
+    core = found["model.layers.0.self_attn"]["activations"]
+    assert core.values + core.zeros >= 4 * 3 * 12 * 16
+    assert "weights" not in found["model.layers.0.self_attn"]
+    assert meter.region_flops["lm_head"] == 2 * 3 * 12 * 16 * 40
+    assert meter.region_flops["model.layers.0.mlp.up_proj"] == 2 * 3 * 12 * 16 * 24
+    assert sum(meter.region_flops.values()) == sum(meter.flops.values())
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_gradients_are_seen_once_and_whole(checkpointing):
+    model, ids = llama(checkpointing), tokens(2)
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    with gradients_counted(model, kinds, ranges):
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.retain_grad()
+        logits.square().mean().backward()
+    found = ranges.spreads()
+    for name, module in model.named_modules():
+        if name in kinds and kinds[name] != "attention":
+            assert found[name]["weight_gradients"] == spread_of(module.weight.grad), name
+    # Of lm_head: its output's gradient and its input's.
+    assert found["lm_head"]["gradients"].maximum >= float(logits.grad.abs().max())
+    seen = found["lm_head"]["gradients"]
+    assert seen.values + seen.zeros == logits.numel() + 3 * 12 * 16
+    inside = found["model.layers.1.self_attn"]["gradients"]  # its own input and output, and those of four projections
+    assert inside.values + inside.zeros == (2 + 4 * 2) * 3 * 12 * 16
+    for name in ("q_proj", "v_proj", "o_proj"):
+        own = found[f"model.layers.1.self_attn.{name}"]["gradients"]
+        assert own.values + own.zeros == 2 * 3 * 12 * 16
+        assert own.maximum <= inside.maximum
+
+
+def test_nothing_stays_behind():
+    model, ids = llama(), tokens()
+    kinds = find_regions(model)
+    ranges = Ranges(kinds, torch.device("cpu"))
+    with torch.no_grad(), OperandMeter(model, kinds, ranges):
+        model(input_ids=ids)
+    with gradients_counted(model, kinds, ranges):
+        model(input_ids=ids).logits.sum().backward()
+    before = ranges.counts.clone()
+    model(input_ids=ids).logits.sum().backward()
+    assert torch.equal(ranges.counts, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_spread_counts_exponents_as_log2_does(dtype, monkeypatch):
+    monkeypatch.setattr("tools.analyze.ranges._PIECE", 70)  # several pieces
+    info = torch.finfo(dtype)
+    values = torch.exp2(torch.linspace(-20, 12, 500, dtype=torch.float64)) * torch.tensor([1.0, -1.0]).repeat(250)
+    values = torch.cat([values.to(dtype), torch.tensor([0.0, 1.0, -2.0, math.inf, math.nan]).to(dtype)])
+    ends = [info.max, info.smallest_normal, info.smallest_normal * info.eps, info.smallest_normal * info.eps * 3]
+    values = torch.cat([values, torch.tensor(ends, dtype=torch.float64).to(dtype)])
+    expected = Counter(math.frexp(x)[1] - 1 for x in values.double().tolist() if x and math.isfinite(x))
+    found = spread_of(values)
+    assert {found.lowest + i: count for i, count in enumerate(found.counts) if count} == expected
+    assert (found.zeros, found.nonfinite, found.maximum) == (1, 2, info.max)
+    assert found.counts[0] and found.counts[-1]

@@ -134,7 +134,7 @@ def test_sensitive_regions_go_to_fp32_while_the_floor_holds():
 
 
 def test_what_casts_by_itself_is_not_promised_another_dtype():
-    """And takes nothing from the floor: the cheap one is promoted although a third of the FLOPs are in FP32 anyway."""
+    """It takes nothing from the floor: the cheap one is promoted although a third of the FLOPs are in FP32 anyway."""
     flops = {"attention": 50, "half": 20, "cheap": 4, "rest": 76}
     errors = {"attention": 9e-3, "half": 5e-4, "cheap": 3e-3, "rest": 5e-4}
     units = [Unit((name,), flops[name], {"bf16": 8 * errors[name], "fp16": errors[name]}) for name in flops]

@@ -8,7 +8,6 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from tests.support.jobs.process_group import ProcessGroup
 from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import SHAPE, write_base, write_chats
 from tests.tools.analyze import analyze_cases
@@ -39,9 +38,7 @@ CASTS: dict[str, tuple[str, tuple[str, ...], set[str]]] = {
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CASTS)
-def test_attention_that_computes_in_fp32_anyway_is_not_promised_16_bits(
-    solo: ProcessGroup, folder: Path, case: str
-) -> None:
+def test_attention_that_computes_in_fp32_anyway_is_not_promised_16_bits(solo, folder, case) -> None:
     """The manifest that is proposed holds in a training step, which `verify` has judged."""
     task, overrides, casting = CASTS[case]
     given = tuple(item.replace("{folder}", str(folder)) for item in overrides)
@@ -67,9 +64,7 @@ TRAPS: dict[str, tuple[str, str, float]] = {
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", TRAPS)
-def test_activations_beyond_fp16_are_found_before_training(
-    solo: ProcessGroup, folder: Path, tmp_path: Path, family: str
-) -> None:
+def test_activations_beyond_fp16_are_found_before_training(solo, folder, tmp_path, family) -> None:
     """A saved model whose feed-forward layers give values beyond 65,504, as pretrained ones of these families do.
 
     In FP16 it is not finite; the layer is proposed another dtype, and so is what lies between regions.
@@ -119,9 +114,7 @@ def planted(folder: Path, family: str, largest: float) -> Path:
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", EMBEDDINGS)
 @pytest.mark.parametrize("value", PLANTED)
-def test_no_proposal_is_worse_than_a_uniform_dtype(
-    solo: ProcessGroup, folder: Path, tmp_path: Path, family: str, value: float
-) -> None:
+def test_no_proposal_is_worse_than_a_uniform_dtype(solo, folder, tmp_path, family, value) -> None:
     """FP16 competes only where all that it stores has headroom."""
     overrides = (f"model.name_or_path={planted(tmp_path, family, value)}",)
     [found] = solo.run(analyze_cases.surveyed_task, folder=folder, task="sft", overrides=overrides)
@@ -142,9 +135,7 @@ def test_no_proposal_is_worse_than_a_uniform_dtype(
     assert ("loss_scale" in manifest) == ("fp16" in sixteen)
 
 
-def test_fp16_that_no_loss_scale_helps_is_refused_with_its_layer(
-    solo: ProcessGroup, folder: Path, tmp_path: Path
-) -> None:
+def test_fp16_that_no_loss_scale_helps_is_refused_with_its_layer(solo, folder, tmp_path) -> None:
     overrides = (f"model.name_or_path={planted(tmp_path, 'llama', 2e5)}",)
     given = {"folder": folder, "task": "sft", "overrides": overrides, "compute": "fp16"}
     [found] = solo.run(analyze_cases.surveyed_task, **given)

@@ -78,9 +78,7 @@ def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: py
     assert "gradients are summed in: BF16 (data_types.grad_accum_dtype is not set)" in report["numerics"]
 
 
-def test_the_page_shows_what_is_printed(
-    write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_shows_what_is_printed(write, capsys, tmp_path, monkeypatch) -> None:
     page = (REPOSITORY / "docs/audit.md").read_text(encoding="utf-8")
     shown = page.partition(
         "```\n$ python -m tools.audit --trainer-config training_args.json --with deepspeed=0.18.2\n"
@@ -226,9 +224,7 @@ def test_a_bad_file_is_one_line(option: str, name: str, write: Any, capsys: pyte
         (["--deepspeed-config", "DS", "--ranks", "0"], "0 is not a whole number of 1 or more"),
     ],
 )
-def test_a_bad_command_line_is_one_line(
-    arguments: list[str], told: str, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_command_line_is_one_line(arguments, told, write, capsys) -> None:
     path = write("ds.json", ZERO2)
     code, out, error = audit(capsys, *(path if argument == "DS" else argument for argument in arguments))
     assert (code, out, error.count("\n")) == (2, "", 1)

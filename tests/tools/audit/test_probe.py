@@ -115,9 +115,7 @@ def _evaluate(recorded: dict[str, Any]) -> None:
         (_evaluate, True, "the model has dropout and is trained in evaluation mode, which turns it off"),
     ],
 )
-def test_a_mistake_is_found_in_what_was_recorded(
-    change: Any, dropout: bool, told: str, probed: Path, tmp_path: Path
-) -> None:
+def test_a_mistake_is_found_in_what_was_recorded(change, dropout, told, probed, tmp_path) -> None:
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
     for number in (1, 4):
         (folder / f"step-{number:06d}.rank0.pt").unlink()
@@ -170,9 +168,7 @@ DAMAGED: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "damage", "words"), DAMAGED)
-def test_bad_input_is_one_line(
-    name: str, damage: Any, words: str, probed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line(name, damage, words, probed, tmp_path, capsys) -> None:
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
     if damage is None:
         (folder / name).unlink()
@@ -199,18 +195,14 @@ def test_other_loops_end_with_the_same_bits(loop: str, stage: int, dtype: str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "loop", "stage", "dtype", "more", "kind", "words"), PLANTED)
-def test_a_planted_mistake_is_found(
-    plant: str, loop: str, stage: int, dtype: str, more: list[str], kind: str, words: str, tmp_path: Path
-) -> None:
+def test_a_planted_mistake_is_found(plant, loop, stage, dtype, more, kind, words, tmp_path) -> None:
     report = audited(tmp_path, loop, stage, dtype, *more, plant=plant)
     assert any(each["kind"] == kind and words in each["says"] for each in report["findings"]), report["findings"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("accumulation", "severity", "entry"), [(8, "note", "sums"), (32, "wrong", "many-sums")])
-def test_sums_in_16_bits_are_judged_alike_by_config_and_probe(
-    accumulation: int, severity: str, entry: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sums_in_16_bits_are_judged_alike_by_config_and_probe(accumulation, severity, entry, tmp_path, capsys) -> None:
     report = audited(tmp_path, "bare", 2, "bf16", "--accumulation", str(accumulation), "--steps", "2")
     assert [each["severity"] for each in report["findings"]] == [severity]
     document = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}

@@ -1,4 +1,4 @@
-"""Export: every tensor is the live engine's master, the folder computes the same, and a run starts from it."""
+"""Export: tensors and adapters are the live engine's masters, the folder computes the same; uploads to a hub."""
 
 import hashlib
 import json
@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -19,9 +21,12 @@ from config.errors import UserError
 from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support.jobs import launches
-from tests.support.runs.exports import source_of
+from tests.support.jobs.process_group import ProcessGroup
+from tests.support.runs.exports import exported, exported_adapter, source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
+from tests.training.checkpoint import resume_cases as cases
 from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained_and_saved
+from tests.training.tasks.conftest import folder
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main
 from tools.export_hf.export import export, find_source
@@ -363,3 +368,131 @@ def test_log_probabilities_are_compared_before_the_folder_appears(job, tmp_path,
     assert gap["bounds"] == {"kl": 0.1, "difference": 1.0, "ratio": 1.5} and gap["data"] == "of the run"
     for line in (f"| largest kl | {gap['largest kl']:.6g} |", f"| `{gap['modules'][0]['module']}` |"):
         assert line in card
+
+
+__all__ = ["folder"]
+KINDS = {
+    "lora": "adapter={kind: lora, r: 4, modules_to_save: [lm_head]}",
+    "dora": "adapter={kind: dora, r: 4, rslora: true, target_modules: [q_proj, down_proj]}",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def run(pair: ProcessGroup, folder: Path, request: pytest.FixtureRequest) -> Path:
+    """The last checkpoint of a BF16 run at ZeRO-3."""
+    overrides = cases.task_job(folder, KINDS[request.param], "precision.compute=bf16", "deepspeed.stage=3")
+    return cases.checkpoint_of(pair, folder, request.param, overrides)
+
+
+@pytest.mark.one_in(2)
+def test_plain_peft_loads_the_folder_and_the_merge_computes_the_same(run: Path, tmp_path: Path) -> None:
+    base, inputs = run.parents[3] / "base", {"input_ids": torch.arange(40)[None] * 7 % 300}
+    facts, *_ = exported_adapter(run, tmp_path, lambda auto: auto.from_pretrained(base, dtype=torch.bfloat16), inputs)
+    assert facts["adapter"]["merged"] is None
+    assert "AutoPeftModelForCausalLM" in (tmp_path / "adapter" / "README.md").read_text()
+    merged = json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]
+    assert max(merged["lost by rounding"].values()) == merged["kl"] == 0
+
+
+@pytest.mark.one_in(2)
+def test_what_rounding_loses_is_measured(run: Path, tmp_path: Path) -> None:
+    facts, said = exported(run, tmp_path / "merged", "bf16", merged=True)
+    exact, _ = exported(run, tmp_path / "exact", "fp32", merged=True)
+    base = AutoModelForCausalLM.from_pretrained(run.parents[3] / "base", dtype=torch.bfloat16).float()
+    merged, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / name).float() for name in ("merged", "exact"))
+    found = facts["adapter"]["merged"]
+    for layer, share in found["lost by rounding"].items():
+        weights = [model.get_submodule(layer).weight.detach().double() for model in (base, whole, merged)]
+        assert share == pytest.approx(
+            float((weights[2] - weights[1]).norm() / (weights[1] - weights[0]).norm()), rel=1e-4
+        )
+        assert 0 < share < 1
+    assert 0 < found["kl"] < found["largest kl"]
+    assert "rounding to bf16 lost" in said[1]
+    assert "KL" in said[2]
+    assert json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]["kl"] == found["kl"]
+
+
+def test_a_merge_from_fp32_is_that_of_plain_peft_rounded_once(run: Path, tmp_path: Path) -> None:
+    """The usual merge is that of `peft` on the base rounded to BF16, which the run computed in."""
+    exported(run, tmp_path / "adapter", "fp32")
+    for merge_from, dtype in (("fp32", torch.float32), ("compute", torch.bfloat16)):
+        facts, _ = exported(run, tmp_path / merge_from, "bf16", merged=True, merge_from=merge_from)
+        assert facts["adapter"]["merged"]["from"] == merge_from
+        base = AutoModelForCausalLM.from_pretrained(run.parents[3] / "base", dtype=dtype).float()
+        model: Any = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+        expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / merge_from, dtype=torch.bfloat16).state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
+    checkpoint = finished / "runs/it/checkpoints/step-6"
+    with pytest.raises(UserError, match="--merge-adapters: .* has adapter.kind = none"):
+        exported(checkpoint, tmp_path / "out", "fp32", merged=True)
+
+
+# Its settings are read when huggingface_hub is imported, so each case is a process of its own.
+PROGRAM = """
+import sys
+from pathlib import Path
+from config.errors import UserError
+from tools.export_hf import hub
+try:
+    repo = hub.find_repo(sys.argv[1], private=sys.argv[2] == "private")
+    print(hub.upload(repo, Path(sys.argv[3]), message="a message"))
+except UserError as error:
+    sys.exit(f"error: {error}")
+assert "torch" not in sys.modules
+"""
+
+
+def upload(hub: Hub, folder: Path, name: str, visibility: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    (folder / "README.md").write_text("---\ntags: [mantissa]\n---\n")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 64)
+    arguments = [name, visibility, str(folder)]
+    variables = hub.environment(HF_HOME=str(folder.with_name("home")), **environment)
+    command = [sys.executable, "-c", PROGRAM, *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("visibility", "private"), [("private", True), ("public", False)])
+def test_a_new_repository_is_created_and_gets_every_file(tmp_path: Path, visibility: str, private: bool) -> None:
+    with running() as hub:
+        done = upload(hub, tmp_path / "out", "team/new", visibility)
+        assert done.returncode == 0, done.stderr
+        assert hub.repos["team/new"].private is private and hub.repos["team/new"].messages == ["a message"]
+        assert hub.repos["team/new"].files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+        assert list(hub.large.values()) == [(tmp_path / "out/model.safetensors").read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "message"),
+    [
+        ("a/b/c", {}, "--push-to-hub a/b/c: not a repository's name (Repo id must be in the form"),
+        ("a", {"HF_HUB_OFFLINE": "1"}, "--push-to-hub a: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset it"),
+        ("a", {"TRANSFORMERS_OFFLINE": "1"}, "--push-to-hub a: HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set; unset"),
+        ("a", {"HF_TOKEN": ""}, "--push-to-hub a: there is no token; set HF_TOKEN, or log in with `hf auth login`"),
+        ("a", {"HF_TOKEN": "hf_wrong"}, "Invalid user token. The token from HF_TOKEN environment variable is invalid"),
+        ("a", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9: [Errno 111] Connection refused; check the"),
+        ("team/open", {}, "--push-to-hub team/open: is public already; make it private on the hub"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_is_sent(tmp_path, name, environment, message) -> None:
+    with running() as hub:
+        hub.repos["team/open"] = Repo(private=False)
+        done = upload(hub, tmp_path / "out", name, "private", **environment)
+        assert list(hub.repos) == ["team/open"] and not hub.repos["team/open"].files
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and TOKEN not in done.stderr
+
+
+def test_the_token_is_not_in_what_the_hub_answers(tmp_path: Path) -> None:
+    with running() as hub:
+        hub.refuses = "/repos/create"
+        done = upload(hub, tmp_path / "out", "team/new", "private")
+    assert done.returncode == 1 and "Forbidden: your token *** may not write here" in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1 and TOKEN not in done.stderr
+    assert f"the export is whole in {tmp_path}/out; upload it with `hf upload team/new {tmp_path}/out`" in done.stderr

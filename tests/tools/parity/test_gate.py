@@ -1,8 +1,10 @@
-"""The parity gate as a user runs it: real jobs, a report, an exit code."""
+"""The parity gate as a user runs it: real jobs, a report, an exit code; and whether the oracle fits into memory."""
 
 import dataclasses
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,8 +17,11 @@ from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
+from tools.parity.gate import main
+from tools.parity.jobs import Plan, plan
 from tools.parity.judge_runs import Settling
 from tools.parity.oracle.rules import loss_scale
+from tools.parity.room import _estimate, estimates
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -75,7 +80,7 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
 
 
 def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatch):
-    """As where judging was ended before its end; what was trained by other code or otherwise is made anew."""
+    """Judging may have been cut off; what was trained by other code or otherwise is made anew."""
     run, clean = judged[1].twins[0], {"commit": "1", "dirty": False}
     log = run.folder.path.parents[1] / "logs" / f"{run.folder.path.name}.log"
     command = log.read_text().splitlines()[0].removeprefix("$ ").split(" ")
@@ -277,3 +282,33 @@ def test_a_model_that_fp16_cannot_hold_is_refused_with_its_module_before_its_twi
 def test_a_launcher_that_does_not_exist_is_told(tmp_path):
     with pytest.raises(UserError, match="there is no program nolauncher"):
         launch(["-m", "this"], processes=2, log=tmp_path / "log", launcher=["nolauncher"])
+
+
+HUGE = "model.config={hidden_size: 65536, intermediate_size: 65536, num_hidden_layers: 2, num_attention_heads: 64}"
+"""A model of 50 billion parameters, more than any machine holds in FP32 beside an engine."""
+
+
+def of(folder: Path, *overrides: str) -> Plan:
+    return plan(DEMO, ["data.tokenizer=bytes", *overrides], folder=folder, steps=20, processes=2)
+
+
+def test_what_cannot_fit_is_one_line_and_trains_nothing(tmp_path: Path, refusal: Any) -> None:
+    line = refusal(main, ["--config", DEMO, "--report", str(tmp_path / "out"), "data.tokenizer=bytes", HUGE])
+    assert "single steps would take at least" in line and "give the model fewer layers" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_jobs_of_a_launcher_are_on_machines_that_are_not_asked(tmp_path: Path) -> None:
+    assert list(estimates(dataclasses.replace(of(tmp_path, HUGE), launcher=("somewhere",)))) == []
+
+
+def test_what_is_needed_is_said_and_what_does_not_fit_now_is_a_warning(tmp_path: Path) -> None:
+    said = [line.split(" will take about ")[0] for line in estimates(of(tmp_path))]
+    assert [line.removeprefix("warning: ") for line in said] == ["single steps", "the oracle"]
+    given = ("the oracle", 4e9, 6e9)
+    line = "the oracle will take about 6.0 GB, and 7.0 are free on this machine"
+    assert _estimate(*given, 7e9, 8e9, "this machine", "wait") == line
+    line = f"warning: {line.replace('7.0', '5.0')}; wait"
+    assert _estimate(*given, 5e9, 8e9, "this machine", "wait") == line
+    with pytest.raises(UserError, match=r"at least 4\.0 GB, and this machine has 3\.0; wait"):
+        _estimate(*given, 2e9, 3e9, "this machine", "wait")

@@ -1,21 +1,30 @@
-"""The judgement of parity: which measurements pass, and which module, step or seed a failure names."""
+"""The judgement of parity: which measurements pass, what a failure names, and confidence in a verdict."""
 
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from config.cli import REPOSITORY
+from config.launcher import as_launched
 from config.schema import LossScaleSection, ModelSection, ParitySection, PrecisionSection
 from modeling.build import model_config
 from precision.loss_scale import make_policy
+from tests.support.models.small_models import small_model
 from tools.parity.alternatives import moved_start
+from tools.parity.every_step import judge_every_step, power, settings
 from tools.parity.judge_runs import (
     Settling,
     Trajectory,
+    confidence,
+    confidence_line,
     first_departure,
     judge_trajectories,
     rounding_to,
@@ -23,6 +32,7 @@ from tools.parity.judge_runs import (
     unless_chaotic,
 )
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
+from tools.parity.power import detectable, half_width, pairs_needed
 from tools.parity.rounding import FIELDS
 from training.engine import build
 
@@ -147,9 +157,7 @@ def scaled(*outcomes: str, policy: str = "deepspeed", **section: Any) -> Traject
         ("xxx" + 21 * ".", {"hysteresis": 1, "initial": 2.0}, "", 3 / 24),  # at its minimum: an incident each
     ],
 )
-def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(
-    outcomes: str, section: dict[str, Any], settled: str, share: float
-) -> None:
+def test_the_settling_of_a_scale_that_starts_high_is_no_skipping(outcomes, section, settled, share) -> None:
     mine = scaled(outcomes, **section)
     check = trajectories(mine, run())["skipped_share"]
     assert check.measured == pytest.approx(share)
@@ -410,3 +418,155 @@ def test_the_first_divergence_is_the_first_in_execution_of_the_first_step() -> N
     bad = step(2, own_error={"a": 0.5, "b": 0.9})
     assert first_divergence([Walk(0, True, [step(1), bad])], BOUNDS) == {"step": 2, "module": "a", "own_error": 0.5}
     assert first_divergence([Walk(0, True, [step(1)])], BOUNDS) is None
+
+
+DEMO = ["--config", f"{REPOSITORY}/config/recipes/demo.yaml"]
+
+
+@pytest.mark.parametrize(("steps", "every", "chance"), [(400, 8, 1 / 8), (400, 200, 0.7), (24, 8, 0.5), (24, 200, 1.0)])
+def test_the_stated_power_is_the_share_of_runs_in_which_the_error_is_found(steps, every, chance) -> None:
+    """Each of `every` simulated steps is wrong from a random one on."""
+    dice, runs, found = random.Random(0), 4000, 0
+    for _ in range(runs):
+        wrong = range(dice.randrange(every), steps, every)
+        found += any(dice.random() < chance for _ in wrong)
+    stated = power(steps, every, chance)
+    assert found / runs == pytest.approx(stated, abs=4 * (stated * (1 - stated) / runs) ** 0.5 + 1e-9)
+
+
+def test_a_run_compares_its_steps_as_far_as_its_config_allows() -> None:
+    launched = as_launched(2)
+    every = settings(DEMO, launched, 8)
+    assert [setting.partition("=")[0] for setting in every] == [
+        *("guard.self_check_every", "guard.gradient_checks", "guard.replica_checks", "guard.update_checks"),
+    ]
+    assert settings([*DEMO, "optimizer.name=lion"], launched, 8) == every[:3]
+    assert settings([*DEMO, "parallel.tensor=2"], launched, 8) == every[:1]
+    assert settings(DEMO, launched, 0) == []
+
+
+def test_what_a_run_said_of_its_steps_is_no_parity(tmp_path: Path) -> None:
+    checks = {"gradients": {"compared": 14}}
+    sound = [{"event": "step", "step": n} for n in range(1, 9)]
+    sound += [{"event": "self_check", "step": n, "checks": checks} for n in range(1, 9)]
+    reason = "a.weight, all ranks together, step 5: its reduced gradient is not ..."
+    warning = {"event": "warning", "step": 5, "signal": "self_check", "modules": ["a.weight"], "reason": reason}
+    flip = {"event": "corruption", "step": 7, "module": "b.weight", "text": "weight of b.weight on rank 1"}
+    other = {"event": "warning", "step": 3, "signal": "gradient_jump", "modules": ["c"], "reason": "jump"}
+    files = []
+    for name, events in (("sound", [*sound, other]), ("unsound", [*sound, warning, flip])):
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text("".join(json.dumps(event) + "\n" for event in events))
+    good, bad = judge_every_step(files[:1], 8), judge_every_step(files, 8)
+    assert good.passed and "14 linear layers" in good.note
+    assert (bad.passed, bad.measured, bad.where, bad.modules) == (False, 2, reason, ("a.weight", "b.weight"))
+    assert "parity.whole_steps=0" in judge_every_step(files[:1], 0).note
+
+
+@pytest.mark.parametrize("pairs", [4, 10])
+def test_what_is_said_to_be_found_is_found_that_often_and_chance_no_more_than_it_is_allowed(pairs: int) -> None:
+    """Normal deltas: it finds the stated shift in 9 of 10 series, and none where there is none in 19 of 20."""
+    draw = random.Random(pairs)
+
+    def share_found(shift: float, series: int = 4000) -> float:
+        found = 0
+        for _ in range(series):
+            deltas = [draw.gauss(shift, 1.0) for _ in range(pairs)]
+            found += abs(fmean(deltas)) > half_width(stdev(deltas), pairs, pairs - 1, confidence=0.95)
+        return found / series
+
+    assert share_found(detectable(1.0, pairs, pairs - 1)) == pytest.approx(0.9, abs=0.03)
+    assert share_found(0.0) == pytest.approx(0.05, abs=0.012)
+
+
+def test_the_number_of_pairs_is_the_fewest_that_suffice() -> None:
+    needed = pairs_needed(0.01, 0.005, controls=2)
+    assert needed is not None
+    assert detectable(0.01, needed, needed + 1) <= 0.005 < detectable(0.01, needed - 1, needed)
+    assert pairs_needed(1.0, 1e-4) is None
+    assert pairs_needed(0.01, 0.005, power=0.5) < needed
+
+
+def ended(loss: float) -> Trajectory:
+    return Trajectory([1], [loss], [1.0], skipped=0, nonfinite=0, validation=loss)
+
+
+def test_seeds_and_controls_are_pooled() -> None:
+    """Three deltas of mean 0.1% around which they scatter, two controls around zero: four degrees of freedom."""
+    mine, twins = [ended(4 * (1 + delta)) for delta in (0.0, 0.001, 0.002)], [ended(4.0)] * 3
+    found = confidence(mine, twins, BOUNDS, [ended(4.004), ended(3.996)])
+    scatter = math.sqrt((2 * 0.001**2 + 2 * 0.001**2) / 4)
+    assert (found["pairs"], found["controls"], found["degrees"]) == (3, 2, 4)
+    assert found["scatter"] == pytest.approx(scatter)
+    half = 2.1318 * scatter / math.sqrt(3)
+    assert found["interval"] == pytest.approx([0.001 - half, 0.001 + half], rel=1e-3)
+    assert found["detectable"] == pytest.approx((2.7764 + 1.5332) * scatter / math.sqrt(3), rel=1e-4)
+    assert found["shown"]
+    assert "shows equivalence within 0.500%" in confidence_line(found)
+    far = confidence([ended(4.016)] * 3, twins, BOUNDS, [ended(4.1), ended(3.9)])
+    assert not far["shown"]
+    assert f"takes {far['pairs_needed']} pairs" in confidence_line(far)
+
+
+def test_one_pair_has_no_interval() -> None:
+    found = confidence([ended(4.001)], [ended(4.0)], BOUNDS)
+    assert found["scatter"] is None
+    assert "no power" in confidence_line(found)
+
+
+def trained(seed: int, compute: torch.dtype, rate: float) -> Trajectory:
+    """A tiny Llama on a synthetic language: FP32 masters and AdamW, its weights rounded to `compute` for each step."""
+    model = small_model("llama", vocab_size=32)
+    shadow = small_model("llama", vocab_size=32).to(compute)
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randint(32, (32, 4), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+
+    def batch(rows: int) -> torch.Tensor:
+        tokens = [torch.randint(32, (rows,), generator=generator)]
+        for _ in range(24):
+            choice = torch.randint(4, (rows,), generator=generator)
+            tokens.append(table[tokens[-1], choice])
+        return torch.stack(tokens, 1)
+
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+        for master, weight in zip(model.parameters(), shadow.parameters(), strict=True):
+            weight.data.copy_(master.data)
+        logits = shadow(tokens[:, :-1], use_cache=False).logits.float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    losses, norms = [], []
+    for _ in range(60):
+        loss = loss_of(batch(8))
+        shadow.zero_grad()
+        loss.backward()
+        for master, weight in zip(model.parameters(), shadow.parameters(), strict=True):
+            master.grad = weight.grad.float()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(float(loss))
+    with torch.no_grad():
+        validation = float(loss_of(batch(64)))
+    return Trajectory(range(1, 61), losses, norms, skipped=0, nonfinite=0, validation=validation)
+
+
+@pytest.mark.slow
+def test_the_share_of_false_alarms_over_sound_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Forty pairs of a BF16 run and its FP32 twin by another hand than the engine's; each judged as the gate does."""
+    rate, alarms, deltas = 5e-3, {}, []
+    for seed in range(40):
+        mine, twin = (trained(seed, dtype, rate) for dtype in (torch.bfloat16, torch.float32))
+        control = trained(seed, torch.float32, rate * (1 + 2.0**-8))
+        deltas.append((mine.validation - twin.validation) / twin.validation)  # type: ignore[operator]
+        for name, controls in (("alone", ()), ("with a control", (control,))):
+            failed = [check.name for check in judge_trajectories([mine], [twin], BOUNDS, controls) if not check.passed]
+            if failed:
+                alarms.setdefault(name, []).append((seed, failed))
+    covered = 0
+    for start in range(0, 40, 4):  # series of four: does the interval have the mean of all?
+        four = deltas[start : start + 4]
+        covered += abs(fmean(four) - fmean(deltas)) <= half_width(stdev(four), 4, 3, confidence=0.9)
+    with capsys.disabled():
+        print(f"\nalarms of 40: {alarms}; deltas {fmean(deltas):+.4%}, sd {stdev(deltas):.4%}; covered {covered} of 10")
+    assert len(alarms.get("with a control", [])) <= 2
+    assert covered >= 6

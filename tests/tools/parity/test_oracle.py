@@ -421,9 +421,7 @@ def other_evaluation(event: dict[str, Any]) -> None:
         ("eval", other_evaluation, "validation loss"),
     ],
 )
-def test_a_wrong_record_is_named(
-    finished: Path, tmp_path: Path, kind: str, change: Callable[[dict[str, Any]], None], named: str
-) -> None:
+def test_a_wrong_record_is_named(finished, tmp_path, kind, change, named) -> None:
     def at_step_2(event: dict[str, Any]) -> None:
         if event["event"] == kind and (kind == "eval" or event["step"] == 2):
             change(event)
@@ -434,9 +432,7 @@ def test_a_wrong_record_is_named(
 
 
 @pytest.mark.parametrize(("step", "factor", "named"), [(1, 1.02, {FIRST_NORM}), (2, 1.02, set()), (2, 1.04, {"norm"})])
-def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(
-    finished: Path, tmp_path: Path, step: int, factor: float, named: set[str]
-) -> None:
+def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(finished, tmp_path, step, factor, named) -> None:
     def change(event: dict[str, Any]) -> None:
         if event["event"] == "run_start":
             event["compute"] = "bf16"
@@ -473,9 +469,7 @@ def test_a_mistake_in_evaluations_alone_is_named(folder: Path, mistake: str, com
 
 @pytest.mark.parametrize("compute", ["fp32", slow("bf16")])
 @pytest.mark.parametrize("what", some_slow(TASKS, "words"))
-def test_the_evaluation_of_each_task_is_what_it_computes_with_all_metrics(
-    task_files: Path, what: str, compute: str
-) -> None:
+def test_the_evaluation_of_each_task_is_what_it_computes_with_all_metrics(task_files, what, compute) -> None:
     more = ("data.validation_fraction=0.3", "run.steps=2", "checkpoint.every_steps=2", f"precision.compute={compute}")
     given = (*more, "evaluate={every_steps: 2, batches: 2}", "deepspeed.stage=2")
     name = f"evaluated-{compute}-{what.replace(', ', '-')}"
@@ -584,9 +578,7 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
         ),
     ],
 )
-def test_what_it_does_not_compute_is_one_line(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str], problem: str
-) -> None:
+def test_what_it_does_not_compute_is_one_line(finished, tmp_path, capsys, changes, problem) -> None:
     run = shutil.copytree(finished / "runs/it", tmp_path / "it", ignore=shutil.ignore_patterns("checkpoints"))
     text = (run / "config.yaml").read_text(encoding="utf-8")
     for old, new in changes.items():

@@ -1,5 +1,7 @@
-"""Errors that 16 bits hide: an error of a module's code that is smaller than its roundings, or has no direction."""
+"""Errors that 16 bits hide, or that have no direction, and gradients of experts that rounding chose near a tie."""
 
+import copy
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,13 +23,16 @@ from tests.tools.parity.test_signature import (
     VOCABULARY,
     Chunked,
     Plant,
+    cast,
     fused,
     measured,
     named,
     trained,
 )
 from tools.dequantise import dequantise
+from tools.parity.plain import Apart
 from tools.parity.rounding import findings, pooled
+from tools.parity.routing import Choices, choosing, differ
 from tools.parity.signature import Signatures
 
 UP = f"{MLP}.up_proj"
@@ -94,9 +99,7 @@ def laid_out(run: Any, *, turned_first: bool) -> None:
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
 @pytest.mark.parametrize(("turned_first", "found"), [(True, (ATTENTION,)), (False, ())])
-def test_what_is_inside_in_another_layout_is_compared_as_a_whole(
-    turned_first: bool, found: tuple[str, ...], compute: str
-) -> None:
+def test_what_is_inside_in_another_layout_is_compared_as_a_whole(turned_first, found, compute) -> None:
     """The reference's code cannot take what the run's modules inside returned."""
     steps = measured("qwen3", compute, plant=partial(laid_out, turned_first=turned_first))
     assert named(steps) == found
@@ -171,9 +174,7 @@ def test_a_run_in_fp32_is_its_own_code() -> None:
 
 @pytest.mark.parametrize("made", [four_bits, eight_bits])
 @pytest.mark.parametrize(("factor", "found"), [(1.0, ()), (1 + 2.0**-11, (UP,))])
-def test_layers_of_codes_are_judged_in_the_runs_dtype_alone(
-    made: Callable[[torch.Tensor], Any], factor: float, found: tuple[str, ...]
-) -> None:
+def test_layers_of_codes_are_judged_in_the_runs_dtype_alone(made, factor, found) -> None:
     """The reference's weights are no codes that theirs could be replaced by. factor: on the run's scales."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     reference, run = (trained("llama", "sdpa", 1) for _ in range(2))
@@ -194,3 +195,41 @@ def test_layers_of_codes_are_judged_in_the_runs_dtype_alone(
     step = signatures.measured()
     assert named([step]) == found
     assert (UP, "output") in {(part.module, part.part) for part in pooled([step])}
+
+
+def gradient_of(model: torch.nn.Module, name: str, made: Choices, taken: Choices | None = None) -> torch.Tensor:
+    tokens = torch.randint(VOCABULARY, (4, 64), generator=torch.Generator().manual_seed(1))
+    with choosing(model, made, taken):
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    model.zero_grad()
+    return gradient.clone()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parameter"),
+    [("mixtral", "model.layers.1.mlp.experts.down_proj"), ("opt", "model.decoder.layers.1.fc1.weight")],
+)
+def test_choices_near_a_tie_are_taken_over_and_wrong_ones_are_not(architecture: str, parameter: str) -> None:
+    reference = trained(architecture, "eager", 1)
+    run = copy.deepcopy(reference)
+    cast(run)
+    expected: Choices = {}
+    chosen: Choices = {}
+    taken: Choices = {}
+    own, mine = gradient_of(reference, parameter, expected), gradient_of(run, parameter, chosen)
+    assert differ(chosen, expected) == 1.0 and differ(chosen, chosen) == 0.0
+    same = gradient_of(reference, parameter, taken, chosen)
+    assert all(
+        torch.equal(one.indices, other.indices)
+        for name in chosen
+        for one, other in zip(taken[name], chosen[name], strict=True)
+    )
+    assert Apart([(mine, same)]).error < 0.5 * Apart([(mine, own)]).error
+    assert math.isnan(differ(chosen, {}))
+    if architecture == "opt":
+        return
+    [name, *_] = chosen
+    worst = [choice._replace(indices=choice.given.argsort()[:, :2]) for choice in chosen[name]]
+    assert math.isnan(differ(chosen | {name: worst}, expected))

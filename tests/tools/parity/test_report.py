@@ -1,4 +1,4 @@
-"""The page about a parity run, from the content of parity.json alone."""
+"""The page about a parity run, from the content of parity.json alone, and the energy counters that it cites."""
 
 import copy
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
+from tools.parity.energy import of_processors, used
 from tools.parity.report import _draw_steps, verdict_lines, write_report
 
 
@@ -116,3 +117,21 @@ def test_the_picture_of_steps_shows_the_worst_of_all_of_them_by_module_as_the_ve
         "Gradient error by module, worst of all steps",
     }
     assert "steps 1 to 3" in {line.get_label() for line in axes[0].lines}
+
+
+def test_packages_are_summed_and_their_parts_are_not(tmp_path):
+    for name, value in (("intel-rapl:0", 2_000_000), ("intel-rapl:1", 500_000), ("intel-rapl:0:0", 99_000_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{value}\n")
+    assert of_processors(tmp_path) == 2.5
+
+
+def test_a_machine_that_reports_nothing_gives_nothing(tmp_path):
+    assert of_processors(tmp_path) is None
+    (tmp_path / "intel-rapl:0").mkdir()
+    assert of_processors(tmp_path) is None
+
+
+def test_only_a_difference_of_two_readings_that_grew_is_energy():
+    assert used(10.0, 12.5) == 2.5
+    assert used(None, 12.5) is used(10.0, None) is used(12.0, 1.0) is None

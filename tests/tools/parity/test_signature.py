@@ -68,7 +68,7 @@ def trained(family: str, attention: str, seed: int) -> PreTrainedModel:
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype = torch.bfloat16) -> None:
-    """As DeepSpeed casts: parameters, and no buffer."""
+    """Cast parameters, and no buffer, as DeepSpeed does."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -638,9 +638,7 @@ def test_no_alarm_over_many_sound_models(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bf16", "fp16"])
-def test_the_smallest_constant_that_is_found_in_the_backward_pass(
-    compute: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_smallest_constant_that_is_found_in_the_backward_pass(compute, capsys) -> None:
     for kind, (plant, module) in {**SCALED, "loss": (None, "(loss)")}.items():
         found = 2.0**-6
         while found > 2.0**-20:

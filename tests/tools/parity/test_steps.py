@@ -1,4 +1,8 @@
-"""Single steps against FP32: what is healthy passes, and every planted defect is found in the module that has it."""
+"""Single steps against FP32, FP8's and shared matrices' too: what is healthy passes, every planted defect is found."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -8,8 +12,14 @@ from config.schema import ParitySection
 from lab.detection.plants.permanent import PLANTED
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
+from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.marks import slow
+from tests.support.models.small_run import VOCABULARY
+from tests.tools.parity import step_cases
 from tests.tools.parity import step_cases as parity_cases
+from tests.tools.parity.test_gate import DEMO, SMALL
+from tests.training.engine.test_tensor_parallel import MANIFEST
+from tools.parity import gate as parity
 from tools.parity.dropped import Rate, otherwise
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 
@@ -51,7 +61,7 @@ IN_BF16 = ("optimizer.name=muon", "optimizer.orthogonalization=bf16")
     "settings", [IN_BF16, *((f"optimizer.name={name}",) for name in OPTIMIZERS if name != "adamw")]
 )
 def test_the_update_of_each_optimizer_is_its_own_rule(pair, settings):
-    """Also where Muon's iteration is in BF16: two of them round differently, which is no error of the update."""
+    """Two of Muon's iterations in BF16 round differently, which is no error of the update."""
     overrides = [CLIPPED, *settings]
     for steps in pair.run(parity_cases.measured_steps, stage=3, compute="bf16", steps=3, overrides=overrides):
         checks = judged(steps)
@@ -122,7 +132,7 @@ def test_dropout_at_another_rate_than_declared_is_named_with_its_rank(pair):
 
 
 def test_the_share_that_is_dropped_is_measured():
-    """As of a function that is asked for the declared rate and drops more; chance alone is no finding."""
+    """A function asked for the declared rate may drop more; chance alone is no finding."""
     declared = {"drop": Rate(0.1, 0, 0), "attn": Rate(0.1, 0, 0)}
     sound = {"drop": Rate(0.1, 1080, 10_000), "attn": Rate(0.1, 0, 0)}
     assert otherwise(sound, declared) == {}
@@ -333,3 +343,164 @@ def test_second_moments_below_the_smallest_normal_number_are_no_finding(pair, op
 def test_a_defect_of_no_module_is_refused(solo, defect, words):
     with pytest.raises(AssertionError, match=words):
         solo.run(parity_cases.measured_steps, stage=0, compute="fp32", steps=1, defect=defect)
+
+
+FP8 = [*manifest("fp8"), CLIPPED]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        (2, []),
+        (3, ["precision.fp8.gradient=e5m2", "precision.fp8.scaling=block32"]),
+        (0, ["precision.fp8.weight_gradient=fp8", "model.activation_checkpointing=full"]),
+        (1, ["model.activation_checkpointing=full", "model.checkpointing_reentrant=true"]),
+    ],
+)
+def test_a_sound_run_is_parity(pair, stage, overrides):
+    """Its errors are those of four bits, which no bound of 16 bits allows; its products are those of the definition."""
+    for steps in pair.run(step_cases.measured_fp8_steps, stage=stage, steps=3, overrides=[*FP8, *overrides]):
+        checks = judged(steps)
+        assert not failed(checks)
+        assert max(step["own_error"][LINEAR] for step in steps) > 0.02
+        assert checks["fp8_products"].measured < 0.6
+        assert "what FP8's rounding alone makes, up to" in checks["module_error"].note
+        assert checks["module_error"].measured < 0.02 and "alone makes" in checks["gradient_error"].note
+        for step in steps:
+            parts = [row["part"] for row in step["fp8_products"] if row["module"] == LINEAR]
+            assert sorted(parts) == ["input gradient", "output", "weight gradient"]
+            assert {name for name, error in step["planned_error"].items() if error > 0.01} >= {LINEAR}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("wrong", step_cases.WRONG)
+def test_what_a_layer_does_otherwise_is_found_and_named(pair, wrong):
+    for steps in pair.run(step_cases.measured_fp8_steps, stage=2, steps=1, wrong=wrong, overrides=FP8):
+        check = judged(steps)["fp8_products"]
+        assert (check.passed, check.modules) == (False, (step_cases.LAYER,))
+        assert check.measured > 1.5
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("defect", [defect.format(norm="model.norm", linear=LINEAR) for defect, _ in PLANTED])
+def test_a_planted_defect_is_found_beside_fp8(pair, defect):
+    """The defects of the table, at bounds that FP8's own error has widened."""
+    given = {"stage": 2, "compute": "fp32", "steps": 3, "overrides": FP8, "defect": defect}
+    for steps in pair.run(step_cases.measured_fp8_steps, **given):
+        checks = judged(steps)
+        assert failed(checks)
+        if module_of(defect):
+            assert any(module_of(defect) in check.modules for check in checks.values())
+
+
+SCALE = ["precision.loss_scale.initial=1024", "precision.loss_scale.window=2"]
+
+
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        *((stage, compute, []) for stage, compute in ((2, "bf16"), (3, "fp16"), (1, "bf16"), (3, "bf16"))),
+        (2, "bf16", ["model.activation_checkpointing=full"]),
+        (2, "bf16", ["model.loss=chunked", "model.loss_chunk_tokens=8"]),
+        (0, "fp32", []),
+        (3, "fp32", []),
+    ],
+)
+def test_every_module_is_measured_and_none_is_blamed(pair, stage, compute, overrides):
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": [CLIPPED, *SCALE, *overrides]}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["accumulation_error"]
+        names = set(steps[0]["order"])
+        assert {"model.embed_tokens", NORM, LINEAR, "model.layers.1.self_attn", "model.norm"} <= names
+        assert {f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"} <= names
+        chunked = {"lm_head"} if any("chunked" in text for text in overrides) else set()  # as on one rank
+        assert steps[0]["signature"]["not_measured"].keys() == chunked
+        parts = {(row["module"], row["part"]) for row in steps[0]["signature"]["parts"]}
+        assert {("model.layers.0.mlp.up_proj", "output"), (LINEAR, "gradient of its input")} <= parts
+
+
+@pytest.mark.parametrize("stage", [2, slow(3), slow(0)])
+def test_slices_of_the_head_may_differ_by_a_row(pair, stage):
+    compute = "bf16" if stage else "fp32"
+    given = {"stage": stage, "compute": compute, "steps": 2, "overrides": [CLIPPED], "vocabulary": VOCABULARY - 1}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["signature"]["not_measured"] == {} and "lm_head" in steps[0]["order"]
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_neox", "gemma3_text", "opt"])
+def test_other_kinds_of_models_are_measured_as_well(pair, kind):
+    """Norms of heads, fused queries, keys and values, biases."""
+    given = {"stage": 2, "compute": "bf16", "steps": 2, "overrides": [CLIPPED], "kind": kind}
+    for steps in pair.run(step_cases.of_shared_matrices, **given):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+
+
+def under_a_manifest(folder: Path, stage: int, *overrides: str) -> dict[str, Any]:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(MANIFEST), encoding="utf-8")
+    given = ["precision.path=manifest", f"precision.manifest={path}", "precision.compute=auto", *SCALE, *overrides]
+    return {"stage": stage, "compute": "fp32", "steps": 3, "overrides": [CLIPPED, *given]}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("stage", [2, 1, 3])
+def test_a_manifest_is_the_plan(pair, tmp_path, stage):
+    for steps in pair.run(step_cases.of_shared_matrices, **under_a_manifest(tmp_path, stage)):
+        checks = judged(steps)
+        assert not failed(checks), {name: checks[name] for name in failed(checks)}
+        assert steps[0]["signature"]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
+
+
+@pytest.mark.one_in(11)
+@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16"), (2, "manifest")])
+@pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
+def test_a_planted_defect_of_shared_matrices_is_found_and_named(pair, tmp_path, stage, compute, defect, check):
+    given = {"stage": stage, "compute": compute, "steps": 3, "overrides": [CLIPPED, SCALE[0]]}
+    given = under_a_manifest(tmp_path, stage) if compute == "manifest" else given
+    for steps in pair.run(step_cases.of_shared_matrices, **given, defect=defect):
+        found = judged(steps)[check]
+        assert not found.passed
+        assert found.modules == (module_of(defect),) if module_of(defect) else found.note.startswith("all ")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("module", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj"])
+def test_one_ranks_slice_that_is_wrong_is_named(pair, module, forward):
+    for check, _ in pair.run(step_cases.spoiled_slice, stage=2, module=module, forward=forward):
+        assert not check.passed and check.modules == (module,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("compute", "stage"), [("bf16", 2), ("fp16", 3), ("manifest", 2)])
+def test_the_gate_says_of_two_ranks_what_it_says_of_one(tmp_path, compute, stage):
+    """Twin and run share the matrices alike; both FP32 twins are the same training."""
+    found = {}
+    for ranks in (1, 2):
+        given = [*SMALL, f"data.cache_dir={tmp_path}/cache", f"parallel.tensor={ranks}", "batch.micro_size=4"]
+        if compute == "manifest":
+            given += [f"deepspeed.stage={stage}", *under_a_manifest(tmp_path, stage)["overrides"]]
+        else:
+            given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
+        with forked_launcher(ranks) as launcher:
+            folder = tmp_path / str(ranks)
+            chosen = parity.plan(DEMO, given, folder=folder, steps=12, processes=ranks, launcher=launcher)
+            found[ranks] = parity.gate(chosen)
+    assert found[2]["verdict"] == found[1]["verdict"] == "parity"
+    one, two = ({check["name"]: check for check in found[ranks]["checks"]} for ranks in (1, 2))
+    assert one.keys() == two.keys()
+    assert {name: check["passed"] for name, check in one.items()} == {
+        name: check["passed"] for name, check in two.items()
+    }
+    twins = [found[ranks]["trajectories"]["fp32"][0]["losses"] for ranks in (1, 2)]
+    assert twins[1] == pytest.approx(twins[0], rel=1e-5)
+    assert two["module_error"]["measured"] == pytest.approx(one["module_error"]["measured"], rel=0.5)
+    assert all(walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found[2]["walks"])

@@ -145,9 +145,7 @@ def test_noise_on_embeddings_is_no_error_of_the_module(pair: ProcessGroup, folde
         ("muon", "weight_decay", 0.11, "weight_decay 0.11 where 0.1 is asked"),
     ],
 )
-def test_a_constant_of_the_optimizer_is_read_back_from_what_an_update_did(
-    name: Any, key: str, planted: Any, said: str
-) -> None:
+def test_a_constant_of_the_optimizer_is_read_back_from_what_an_update_did(name, key, planted, said) -> None:
     """The third update of a small matrix in FP32; nothing is said of one by the config, nor of one by no constant."""
     dice = torch.Generator().manual_seed(0)
     section = OptimizerSection(name=name, momentum={"sgd": 0.9, "muon": 0.95}.get(name))

@@ -1,16 +1,31 @@
-"""The page stands alone, holds every table, loses no peak and runs without an error in a real browser."""
+"""The page of a comparison loses no peak; run folders are read in one pass, and what wandb holds like them."""
 
 import json
 import math
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from config.cli import REPOSITORY
 from tests.support.page import Page
-from tests.support.runs.compare_runs import write_run
+from tests.support.refusals import refused
+from tests.support.runs.compare_runs import CONFIG as PLAIN_CONFIG
+from tests.support.runs.compare_runs import ENVIRONMENT, RunWriter, merged, write_run
+from tests.support.runs.report_runs import session
+from tests.support.runs.synthetic_events import step_fields
+from tests.support.servers import wandb_files
 from tests.support.servers.browser import Tab
+from tests.support.servers.wandb_server import StandIn, stand_in
+from tracking import run_facts
 from tracking.compare.command import main
 from tracking.compare.curves import BUCKETS, band, curve, marks, means
 from tracking.compare.divergence import Tolerance
@@ -18,7 +33,14 @@ from tracking.compare.html import data
 from tracking.compare.html import page as page_of
 from tracking.compare.result import Comparison, compare
 from tracking.compare.sources import read_runs
+from tracking.compare.surviving import read_events, surviving
+from tracking.compare.wandb_runs import as_events, read_wandb
+from tracking.events import REQUIRED_FIELDS
+from tracking.jsonl import encode
 from tracking.pages.render import script_json
+from tracking.run_dir import RunDir
+from tracking.run_facts import Collector, read_facts
+from tracking.wandb.sink import WandbSink
 
 SECRET = "hf_" + "a" * 30
 
@@ -152,3 +174,213 @@ def test_a_real_browser_draws_it_without_an_error(page: Tab, tmp_path: Path, cou
     debiased = [first, (raw[1] + first / 2) / 1.5, (raw[2] + raw[1] / 2 + first / 4) / 1.75]
     assert smooth == pytest.approx(debiased, rel=1e-5)
     assert page.complaints() == []
+
+
+_SESSION = st.tuples(
+    st.integers(0, 12),  # the step it goes back to, as far as there is one
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from(["step", "scale", "eval", "checkpoint", "incident"]))),
+    st.booleans(),  # announced by a run_start, or a rollback within the session
+)
+
+
+def _history(sessions: list[Any]) -> list[dict[str, Any]]:
+    """Events of a run that goes back now and then; every one bears a mark of its own as its loss."""
+    events, reached, mark = [{"event": "run_start", "step": 0}], 0, 0
+    for back, recorded, announced in sessions:
+        reached = min(back, reached)
+        if announced:
+            events.append({"event": "run_start", "step": reached})
+        for _, kind in recorded:
+            mark += 1
+            reached += kind == "step"
+            events.append({"event": kind, "step": reached, "loss": float(mark), "reason": "growth"})
+    return [
+        {**dict.fromkeys(REQUIRED_FIELDS[event["event"]]), "time": 10.0 + 3 * n, "tokens": event["step"] * 7, **event}
+        for n, event in enumerate(events)
+    ]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(_SESSION, min_size=1, max_size=6))
+def test_the_history_is_the_one_that_surviving_tells(tmp_path: Path, sessions: list[Any]) -> None:
+    events = _history(sessions)
+    path = tmp_path / "events.jsonl"
+    lines = [encode(event) for event in events]
+    path.write_bytes(b"".join(lines))
+    facts, kept = read_facts(path, "x"), surviving(read_events(path))
+    steps = [event for event in kept if event["event"] == "step"]
+    assert facts.columns.step.tolist() == [event["step"] for event in steps]
+    assert facts.columns.loss.tolist() == [event["loss"] for event in steps]
+    for kind in ("scale", "eval", "checkpoint", "incident", "run_start"):
+        assert facts.rare_events.get(kind, []) == [event for event in kept if event["event"] == kind]
+    assert facts.abandoned == sum(event["event"] == "step" for event in events) - len(steps)
+    whole = path.read_bytes()
+    for offset, event in zip(facts.columns.offset.tolist(), steps, strict=True):
+        assert whole[offset:].startswith(encode(event))
+
+
+def test_numbers_that_are_not_finite_or_missing_are_kept_apart(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, "x")
+    writer.start()
+    for step, loss in enumerate((math.inf, -math.inf, math.nan, 2.5), start=1):
+        writer.step(step, loss=loss, grad_norm=None, applied=step != 2, sample_ids_sha256="ab" * 32)
+    columns = read_facts(writer.end().events, "x").columns
+    assert np.array_equal(columns.loss, [math.inf, -math.inf, math.nan, 2.5], equal_nan=True)
+    assert np.isnan(columns.grad_norm).all() and columns.applied.tolist() == [True, False, True, True]
+    assert columns.order.tolist() == [int(("ab" * 32)[:15], 16)] * 4
+
+
+def test_running_time_counts_every_attempt_and_wall_time_no_pause(tmp_path: Path) -> None:
+    """Killed after step 6, resumed from step 4 an hour later: 6 + 4 attempts of 2 s, sessions of 12 s and 8 s."""
+    writer = RunWriter(tmp_path, "x")
+    for begin, end, pause in ((0, 6, 0), (4, 8, 3600)):
+        writer.time += pause
+        writer.start(begin)
+        for step in range(begin + 1, end + 1):
+            writer.step(step, step_seconds=2.0)
+    facts = read_facts(writer.end(8).events, "x")
+    assert facts.columns.seconds.tolist() == [2.0, 4.0, 6.0, 8.0, 14.0, 16.0, 18.0, 20.0]
+    assert (facts.running_seconds, facts.wall_seconds, facts.abandoned) == (20.0, 12.0 + 8.0, 2)
+
+
+def test_a_torn_last_line_is_left_out_and_another_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    good = encode({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})
+    path.write_bytes(good + good[:40])
+    assert len(read_facts(path, "x").columns) == 1
+    no_number = good.replace(b'"loss":', b'"loss":"much","x":')
+    for bad in (b"{}\n", b"[1]\n", b"\0\n", b'{"event":"step","step":2}\n', no_number):
+        path.write_bytes(good + bad + good)
+        assert "line 2 is not an event" in refused(read_facts, path, "x")
+    path.write_bytes(good[:20])
+    assert "nothing was recorded" in refused(read_facts, path, "x")
+
+
+def test_of_too_many_rare_events_the_first_and_the_newest_are_kept(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(run_facts, "MAX_RARE_EVENTS", 10)
+    writer = RunWriter(tmp_path, "x")
+    writer.start()
+    for step in range(1, 101):
+        writer.event("eval", step, loss=float(step), perplexity=1.0)
+    facts = read_facts(writer.end(100).events, "x")
+    assert [event["step"] for event in facts.rare_events["eval"]] == [1, 2, 3, 4, 5, 96, 97, 98, 99, 100]
+    assert facts.counts["eval"] == 100
+
+
+def test_memory_is_a_few_numbers_a_step(tmp_path: Path) -> None:
+    """Large telemetry is not kept, nor parsed: the lines here are no JSON beyond their beginning."""
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        for step in range(1, 20_001):
+            file.write(encode({"event": "step", "step": step, "time": 1.0, "tokens": step, **step_fields(step)}))
+            if step % 100 == 0:
+                file.write(b'{"event":"telemetry",' + b"x" * 10_000 + b"\n")
+    tracemalloc.start()
+    facts = read_facts(path, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(facts.columns) == 20_000 and facts.counts["telemetry"] == 200
+    assert peak < 20_000 * 200 + 2 * (1 << 20), f"{peak / 20_000:.0f} bytes a step, the read buffer included"
+
+
+LONG = "falls " * 12_000  # more than two blocks of wandb's log
+CONFIG = merged(PLAIN_CONFIG, {"run.hypothesis": LONG, "tracking.project": "p", "tracking.log_every_steps": 1})
+
+
+class Serving(StandIn):
+    """Answers what wandb's public API asks for about the one run team/p/abc."""
+
+    def __init__(self, rows: list[dict[str, Any]], config: dict[str, Any]) -> None:
+        super().__init__()
+        self.rows, self.kept = rows, config
+
+    def on_GetDefaultEntity(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "u1", "entity": "team"}}
+
+    def on_Run(self, variables: dict[str, Any]) -> dict[str, Any]:
+        if variables["name"] != "abc":
+            return {"project": {"run": None}}
+        config = json.dumps({key: {"value": value} for key, value in self.kept.items()})
+        run = {"id": "r1", "name": "abc", "state": "finished", "config": config, "projectId": 1, "tags": []}
+        empty = {"systemMetrics": "{}", "summaryMetrics": "{}", "user": {"name": "me", "username": "me"}}
+        return {"project": {"run": run | empty | {"historyKeys": self._keys()}}}
+
+    def _keys(self) -> dict[str, Any]:
+        return {"lastStep": self.rows[-1]["_step"], "keys": {}}
+
+    def on_RunHistoryKeys(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"run": {"historyKeys": self._keys()}}}
+
+    def on_RunParquetHistory(self, _: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": self.rows}}}}
+
+    def on_HistoryPage(self, variables: dict[str, Any]) -> dict[str, Any]:
+        wanted = range(variables["minStep"], variables["maxStep"])
+        return {"project": {"run": {"history": [json.dumps(row) for row in self.rows if row["_step"] in wanted]}}}
+
+
+@pytest.fixture
+def server(recorded: RunDir) -> Iterator[Serving]:
+    """Up, with what the offline run holds; what is not finite as the words that wandb sends."""
+    words, stored = {"nan": "NaN", "inf": "Infinity"}, wandb_files.rows(recorded.wandb)
+    rows = [{key: words.get(str(value), value) for key, value in row.items()} for row in stored if "step" in row]
+    with stand_in(Serving(rows, wandb_files.config(recorded.wandb))) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run that wandb recorded offline: 6 steps, each logged, an overflow at step 3, a rollback from 5 to 4."""
+    run_dir = RunDir.create(tmp_path_factory.mktemp("runs") / "x", "demo", fresh=False)
+    run_dir.write_inputs(CONFIG, {}, ENVIRONMENT)
+    config = {"run": CONFIG, "deepspeed": {}, "environment": ENVIRONMENT}
+    with session(run_dir.path, WandbSink(run_dir, config, mode="offline")) as run:
+        run.steps(2)
+        run.overflow(loss=math.nan)
+        run.steps(2)
+        run.step = 4
+        run.steps(2)
+        run.evaluate(2.5)
+        run.end("done")
+    return run_dir
+
+
+def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: RunDir, server: Serving) -> None:
+    (local,) = read_runs([str(recorded.path)])
+    collector = Collector()
+    for event in as_events(wandb_files.rows(recorded.wandb), server.kept):
+        collector.add(event)
+    kept = collector.facts("x", "wandb:x", None)
+    assert kept.columns.step.tolist() == local.columns.step.tolist() == [1, 2, 3, 4, 5, 6]
+    for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens", "applied", "memory_bytes"):
+        a, b = (getattr(run.columns, name).tolist() for run in (local, kept))
+        assert a == pytest.approx(b, nan_ok=True), name
+    assert kept.abandoned == local.abandoned == 1
+    assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
+    assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(1024.0, 512.0)]
+
+
+def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, tmp_path: Path) -> None:
+    """The test runs in a process of its own, which holds the only login."""
+    variables = {**os.environ, "HOME": str(tmp_path), "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": server.url}
+    variables |= {"WANDB_CACHE_DIR": str(tmp_path / "cache"), "WANDB_ERROR_REPORTING": "false"}
+    command = [sys.executable, "-m", "tracking.compare", str(recorded.path)]
+    options: dict[str, Any] = {"cwd": REPOSITORY, "env": variables, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "wandb:team/p/abc", "--json", "--tolerance", "0"], **options)
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["partings"][0]["step"] is None and printed["partings"][0]["identical_to"] == 6
+    assert {run["verdict"]["word"] for run in printed["runs"]} == {"healthy"} and printed["differences"] == []
+    missing = subprocess.run([*command, "wandb:team/p/other"], **options)
+    assert missing.returncode == 2 and missing.stderr.startswith("error: wandb:team/p/other: cannot be read")
+
+
+def test_what_cannot_be_read_is_printed_in_one_line(tmp_path, monkeypatch, capsys) -> None:
+    for name in ("WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for source, why in (("wandb:me/p/abc", "wandb login"), (f"wandb:{tmp_path}", "run folder")):
+        assert main([source]) == 2
+        printed = capsys.readouterr().err.strip().splitlines()
+        assert len(printed) == 1 and printed[0].startswith("error: wandb:") and why in printed[0]
+    assert "entity/project/run" in refused(read_wandb, "me/p", "x")

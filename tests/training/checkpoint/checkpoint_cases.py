@@ -1,29 +1,49 @@
-"""Code run inside the processes of test_checkpoints.py."""
+"""Code run inside the processes of tests of checkpoints. Every function is called on every rank."""
 
 import contextlib
 import math
 import os
 import resource
+import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from config.errors import UserError
-from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, restored, saved, state_of, take
+from tests.support.models.small_run import (
+    batch_of,
+    checksum,
+    engine_of,
+    masters_of,
+    resolve,
+    restored,
+    saved,
+    state_of,
+    take,
+)
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import newest
+from training.checkpoint.manifest import Written, layout_of, read_state
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
+from training.checkpoint.save import agree_on_files
 from training.distributed import World
+from training.engine import Engine
+from training.engine.tensors import momentum_norm
 from training.loop import train
 from training.progress import Progress
 
@@ -284,3 +304,143 @@ def _fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
+
+
+class Blocked(Checkpoints):
+    """Writes nothing before `go` is set."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.go = threading.Event()
+
+    def reached(self, phase: str) -> None:
+        if phase == "write":
+            assert self.go.wait(60)
+
+
+def step(world: World, engine: Engine, progress: Progress, *, save_ended: bool = False) -> tuple[Progress, bool]:
+    """One step on the batch of that number; also whether all ranks say that a save has ended."""
+    outcome = engine.forward_backward(batch_of(world, 4, seed=progress.step), step=progress.step + 1)
+    health = engine.health(outcome, save_ended_here=save_ended)
+    return progress.after(tokens=128, applied=engine.step(health, 0.01).applied), health.save_ended
+
+
+def train_while_it_is_written(
+    world: World, *, folder: str, stage: int, compute: str, variant: str, overrides: list[str]
+) -> dict[str, Any]:
+    """Save after step 2, make steps 3 and 4 before a byte is written, then load what was saved and make them again."""
+    resolved = resolve(world, stage=stage, compute=compute, variant=variant, overrides=overrides)
+    with engine_of(world, resolved) as engine:
+        checkpoints = Blocked(Path(folder), keep=Retention(2), identity={}, world=world)
+        progress = Progress()
+        for _ in range(2):
+            progress, _ = step(world, engine, progress)
+        then = checksum(masters_of(engine)), momentum_norm(engine)
+        checkpoints.start_save(engine, state_of(engine, progress, guard=1))
+        for _ in range(2):
+            progress, ended = step(world, engine, progress, save_ended=checkpoints.save_ended)
+            assert not ended
+        later = checksum(masters_of(engine)), momentum_norm(engine)
+        published = (Path(folder) / "step-2").exists()
+        checkpoints.go.set()
+        saved = checkpoints.outcomes()
+        path = checkpoints.find("auto")
+        progress = restored(checkpoints, path, engine)
+        back = checksum(masters_of(engine)), momentum_norm(engine)
+        for _ in range(2):
+            progress, _ = step(world, engine, progress)
+        forth = checksum(masters_of(engine)), momentum_norm(engine)
+        return {
+            "published before a byte was written": published,
+            "steps": [outcome.step for outcome in saved if isinstance(outcome, Saved)],
+            "state": read_state(path)["reactions"],
+            "then": then,
+            "back": back,
+            "later": later,
+            "forth": forth,
+        }
+
+
+def save_into_a_save(world: World, *, folder: str, background: bool) -> dict[str, Any]:
+    """Two saves, the second asked for while the first is held for 0.5 s; and whether each was there at once."""
+    with engine_of(world, resolve(world, stage=1, compute="bf16")) as engine:
+        checkpoints = Blocked(Path(folder), keep=Retention(2), identity={}, world=world, background=background)
+        threading.Timer(0.5, checkpoints.go.set).start()
+        checkpoints.start_save(engine, state_of(engine, Progress(step=1)))
+        there = [(Path(folder) / "step-1").exists()]
+        checkpoints.start_save(engine, state_of(engine, Progress(step=2)))
+        there.append((Path(folder) / "step-1").exists())
+        first, second = checkpoints.outcomes()
+        assert isinstance(first, Saved) and isinstance(second, Saved)
+        return {"there": there, "stalls": (first.stall_seconds, second.stall_seconds)}
+
+
+def losses_and_what_stays(world: World, *, folder: str, losses: dict[int, float | None], keep: Retention) -> list[str]:
+    """A save of each step, with its validation loss; the checkpoints that are left."""
+    with engine_of(world, resolve(world, stage=0, compute="fp32")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, world=world)
+        for number, loss in losses.items():
+            checkpoints.start_save(engine, state_of(engine, Progress(step=number)), loss)
+        checkpoints.outcomes()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+class _Touched:
+    """Counts, for the whole process, how often files in a folder are looked for, listed or opened by Python."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        self.found = Counter[tuple[str, str]]()
+        sys.addaudithook(lambda event, given: self.note(event, given[0]) if event in _EVENTS else None)
+        stat = os.stat
+
+        def noted(path: Any, **options: Any) -> os.stat_result:
+            self.note("stat", path)
+            return stat(path, **options)
+
+        os.stat = noted  # type: ignore[assignment]
+
+    def note(self, event: str, path: Any) -> None:
+        if self._folder is not None and isinstance(path, str | Path) and Path(path).is_relative_to(self._folder):
+            self.found[event, Path(path).relative_to(self._folder).as_posix()] += 1
+
+    @contextmanager
+    def within(self, folder: Path) -> Iterator[Counter[tuple[str, str]]]:
+        """The events of this block, by kind and path from `folder`."""
+        self._folder, self.found = folder, Counter()
+        try:
+            yield self.found
+        finally:
+            self._folder = None
+
+
+_EVENTS = ("open", "os.listdir", "os.scandir")
+
+
+@cache
+def _touched() -> _Touched:
+    return _Touched()  # an audit hook stays
+
+
+def resumed(world: World, *, folder: str, stage: int) -> dict[str, Counter[tuple[str, str]]]:
+    """The files of its checkpoint that a rank touches while it is chosen, and while it is loaded."""
+    with engine_of(world, resolve(world, stage=stage, compute="bf16")) as engine:
+        checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity={"stage": stage}, world=world)
+        with _touched().within(Path(folder) / "step-1") as choosing:
+            path = checkpoints.find("auto")
+        with _touched().within(Path(folder) / "step-1") as loading:
+            progress = restored(checkpoints, path, engine)
+        assert progress.step == 1
+    return {"choosing": choosing, "loading": loading}
+
+
+def agreed(world: World, *, broken: bool) -> Any:
+    """The files and layouts of ranks of which each has one tensor table of its own, and one that all have."""
+    tables = {layout_of(table): table for table in ({"a": ("float32", [world.rank])}, {"b": ("int64", [])})}
+    written = {f"{number}-{world.rank}.pt": Written("0", 1, world.rank, layout) for number, layout in enumerate(tables)}
+    error = "rank 1 cannot write" if broken and world.rank == 1 else None
+    files: Any = SimpleNamespace(written=written, layouts=tables, error=error, finite=True)
+    try:
+        return agree_on_files(world.on_own_group(), files, Path("step-1"))
+    except SaveFailed as failure:
+        return str(failure)

@@ -34,7 +34,7 @@ def job(world: World, *, folder: str, name: str, overrides: list[str], passes: i
     resolved = resolve(folder, name, overrides)
 
     def engine_of(resolved: Resolved, shape: Any, world: World, drawn: bool) -> Engine:
-        """As train.py builds it, which draws no weights that a checkpoint replaces."""
+        """The engine that train.py builds, which draws no weights that a checkpoint replaces."""
         return build_engine(resolved, shape, world, start_counts(resolved))
 
     with (

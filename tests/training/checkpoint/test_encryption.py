@@ -64,9 +64,7 @@ def read_all(path: Path, content: bytes, key: Key = KEY) -> bytes:
     pieces=st.integers(1, 6),
     seed=st.integers(0, 9),
 )
-def test_what_goes_in_comes_out(
-    tmp_path_factory: pytest.TempPathFactory, chunk: int, multiple: int, beside: int, pieces: int, seed: int
-) -> None:
+def test_what_goes_in_comes_out(tmp_path_factory, chunk, multiple, beside, pieces, seed) -> None:
     """Sizes at and beside the chunks' bounds, 0 and 1 among them."""
     plain = random.Random(seed).randbytes(max(0, chunk * multiple + beside))
     content = encrypted(plain, chunk=chunk, pieces=pieces)
@@ -180,7 +178,7 @@ def test_a_plain_file_is_not_taken_for_an_encrypted_one_unless_asked(tmp_path: P
 
 
 def save_encrypted(state: Any, path: Path) -> str:
-    """As a checkpoint's files are written: torch's archive, encrypted, hashed on its way to the disk."""
+    """Write a file as a checkpoint's are: torch's archive, encrypted, hashed on its way to the disk."""
     file = HashedFile(path, lambda phase: None)
     stream = EncryptingStream(KEY, file.write)
     torch.save(state, stream)
@@ -210,9 +208,7 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["hex", "HEX", "base64", "urlsafe"])
 @pytest.mark.parametrize("kind", ["env", "file"])
-def test_a_key_is_read_from_the_environment_or_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, form: str
-) -> None:
+def test_a_key_is_read_from_the_environment_or_a_file(tmp_path, monkeypatch, kind, form) -> None:
     secret = bytes([251, 255, *range(30)])
     text = {
         "hex": secret.hex(),

@@ -97,7 +97,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
     ],
 )
 def test_offload_and_the_manifest_path_carry_over(pair, tmp_path, before, after):
-    """Also into an engine that has trained before: its own moments are replaced, as a rollback needs it."""
+    """An engine that has trained before has its own moments replaced, as a rollback needs it."""
     saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=before)[0]
     arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "trained_before": True}
     found = pair.run(cases.resumed, **arguments)[0]

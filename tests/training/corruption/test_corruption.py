@@ -5,7 +5,6 @@ import random
 import socket
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,7 +30,7 @@ def fault(place: str, bit: int, *, step: int, rank: int = 1, module: str = cases
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_the_sum_of_bits_changes_with_any_bit(dtype: torch.dtype) -> None:
-    """Also in values that do not begin or end where a word of 64 bits does."""
+    """Values need not begin or end where a word of 64 bits does."""
     storage = torch.randint(-(1 << 62), 1 << 62, (80,), generator=torch.Generator().manual_seed(3)).view(dtype)
     bits = 8 * storage.element_size()
     for offset, length in ((0, 64), (1, 63), (3, 6), (2, 1)):
@@ -93,9 +92,7 @@ def test_torchs_update_is_within_the_bounds_and_flips_of_almost_all_bits_are_not
     assert all(share[f"{name} 8"] < 0.1 for name in ("master", "first", "second"))
 
 
-def test_transient_flips_are_named_and_made_good_and_the_run_ends_with_the_bits_of_a_clean_one(
-    pair: ProcessGroup,
-) -> None:
+def test_transient_flips_are_named_and_made_good_and_the_run_ends_with_the_bits_of_a_clean_one(pair) -> None:
     """A weight, a gradient of one rank, a reduced gradient and an activation, one after the other in one run."""
     layer = "model.layers.0.mlp.down_proj"
     faults = [
@@ -190,9 +187,7 @@ def test_sums_in_another_order_are_no_fault_of_a_rank_and_a_flipped_exponent_is(
     [(fault("weight", 14, step=4, persists=True), [2, 4], 1), (fault("master", 20, step=4), [2], 1)],
     ids=["a weight that sticks: the state is good, and saved", "a master: the older checkpoint stays the newest"],
 )
-def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(
-    pair: ProcessGroup, tmp_path: Path, planted: str, steps: list[int], rank: int
-) -> None:
+def test_a_job_on_a_broken_machine_ends_with_its_own_code_rank_and_host(pair, tmp_path, planted, steps, rank) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("".join(random.Random(0).choices("abcdefgh ", k=1600)))
     prepare(resume_cases.resolve(str(tmp_path), "prepared", []).config.data, progress=False)

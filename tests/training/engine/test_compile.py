@@ -46,9 +46,7 @@ NO_WORSE = 1.5
         (2, "fp16", FP16),
     ],
 )
-def test_compiled_blocks_train_as_the_blocks_do(
-    pair: ProcessGroup, stage: int, compute: str, bounds: tuple[float, float, float], mode: str
-) -> None:
+def test_compiled_blocks_train_as_the_blocks_do(pair, stage, compute, bounds, mode) -> None:
     overrides = [f"model.activation_checkpointing={mode}", "model.config.attention_dropout=0.2"]
     for found in pair.run(cases.parity, seconds=300, stage=stage, compute=compute, overrides=overrides):
         assert found["compiled_calls"] == CALLS and found["own_calls"] == 0

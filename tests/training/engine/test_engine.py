@@ -1,9 +1,11 @@
-"""The engine against plain torch, at every ZeRO stage and precision, on one and on two real processes."""
+"""The engine against plain torch at every stage and precision, on packed documents; no bad gradient is applied."""
 
 import pytest
 import torch
 
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
+from tests.support.models import small_run
 from tests.training.engine import engine_cases
 
 STAGES = [0, 1, 2, 3]
@@ -182,3 +184,61 @@ def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(request, tmp_p
         assert with_copies["losses"] == without["losses"]
         assert without["losses"][1:3] == without["losses"][3:]
         assert difference(with_copies["masters"], without["masters"]) == 0.0
+
+
+SPLIT = ("precision.masters=split",)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout", "stage", "compute", "overrides"),
+    [
+        ("pair", "tensor", 2, "fp32", ()),
+        ("pair", "expert", 3, "bf16", ()),
+        *(
+            slow("pair", "tensor", *cell, ())
+            for cell in ((0, "fp32"), (1, "bf16"), (1, "fp16"), (3, "bf16"), (3, "fp16"))
+        ),
+        *(slow("pair", "expert", *cell, ()) for cell in ((1, "bf16"), (2, "fp32"), (2, "fp16"))),
+        *(slow("pair", "sequence", *cell, ()) for cell in ((1, "bf16"), (2, "fp32"), (3, "bf16"))),
+        *(slow("pair", "hpz", 3, compute, ()) for compute in ("fp32", "bf16", "fp16")),
+        *(slow("pair", "offload", *cell, ()) for cell in ((1, "fp32"), (2, "bf16"), (3, "bf16"), (3, "fp16"))),
+        *(slow("pair", "data", stage, "bf16", SPLIT) for stage in (1, 2, 3)),
+        *(slow("pair", "data", *cell, ()) for cell in ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp32"))),
+        *(slow("four", "tensor", *cell, ()) for cell in ((2, "bf16"), (3, "fp32"))),
+    ],
+)
+def test_it_is_never_applied(request, tmp_path, ranks, layout, stage, compute, overrides):
+    given = {"layout": layout, "stage": stage, "compute": compute, "overrides": overrides, "folder": str(tmp_path)}
+    for found in request.getfixturevalue(ranks).run(engine_cases.spoiled, **given):
+        assert found["wrong"] == []
+        assert found["sound"], "the step after them"
+        assert found["cases"] >= 3
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    ("stage", "compute", "loss", "attention"),
+    [
+        (1, "fp32", "full", "sdpa"),
+        (2, "fp32", "chunked", "sdpa"),
+        (3, "fp32", "full", "sdpa"),
+        (2, "bf16", "full", "sdpa"),
+        (3, "bf16", "chunked", "sdpa"),
+        (2, "bf16", "full", "flex_attention"),
+        slow(3, "fp32", "chunked", "flex_attention"),
+    ],
+)
+def test_packed_documents_train_as_each_one_alone(pair, stage, compute, loss, attention) -> None:
+    case = {"stage": stage, "compute": compute, "loss": loss, "attention": attention}
+    for found in pair.run(engine_cases.against_separate_documents, **case):
+        close = 1e-5 if compute == "fp32" else 2e-2
+        assert found["loss"] == pytest.approx(found["alone"], rel=close)
+        assert found["evaluated"] == pytest.approx(found["alone"], rel=close)
+        assert found["norm"] == pytest.approx(found["norm_alone"], rel=close)
+
+
+def test_an_architecture_that_attends_across_documents_is_refused_before_training(pair: ProcessGroup) -> None:
+    opt = "{hidden_size: 32, ffn_dim: 48, word_embed_proj_dim: 32, num_hidden_layers: 2, num_attention_heads: 2}"
+    given = ["data.document_masking=true", "model.architecture=opt", f"model.config={opt}"]
+    for said in pair.run(small_run.refused, stage=3, compute="bf16", overrides=given):
+        assert said.startswith("data.document_masking = true: opt does not keep packed documents apart")

@@ -58,9 +58,7 @@ def test_it_trains_as_one_rank_does(pair: ProcessGroup, stage: int, given: dict[
         *(slow(stage, compute, []) for stage, compute in ((1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16"))),
     ],
 )
-def test_masters_in_host_memory_are_those_of_one_rank(
-    pair: ProcessGroup, stage: int, compute: str, overrides: list[str]
-) -> None:
+def test_masters_in_host_memory_are_those_of_one_rank(pair, stage, compute, overrides) -> None:
     """At ZeRO-3 weights, too. DeepSpeed sums the norm over all ranks there, experts of each included."""
     given = [f"deepspeed.config=ds_configs/zero{stage}_{compute}_offload.json", *overrides]
     given += ["model.config.num_experts_per_tok=4"] if compute != "fp32" else []
@@ -98,9 +96,7 @@ def under_a_manifest(folder: Path, stage: int, *, experts: str, rest: str) -> li
         ),
     ],
 )
-def test_a_manifest_names_the_dtype_of_experts(
-    pair: ProcessGroup, tmp_path: Path, stage: int, experts: str, rest: str
-) -> None:
+def test_a_manifest_names_the_dtype_of_experts(pair, tmp_path, stage, experts, rest) -> None:
     """Routers compute in FP32. Parameters are the masters."""
     given = [*under_a_manifest(tmp_path, stage, experts=experts, rest=rest), "precision.loss_scale.initial=256"]
     for found in pair.run(expert_cases.against_one_rank, stage=stage, kind="qwen3_moe", overrides=given):
@@ -131,9 +127,7 @@ def test_an_fp8_manifest_is_refused_in_one_line(pair: ProcessGroup, tmp_path: Pa
         ),
     ],
 )
-def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(
-    pair: ProcessGroup, name: str, stage: int, clipping: float
-) -> None:
+def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(pair, name, stage, clipping) -> None:
     """Its rule on one rank in FP64: ratios and means of all experts, and each expert a matrix."""
     given = [f"optimizer.name={name}", f"optimizer.gradient_clipping={clipping}", "optimizer.eps=1e-3"]
     for found in pair.run(expert_cases.against_one_rank, stage=stage, overrides=given):
@@ -143,9 +137,7 @@ def test_an_optimizer_that_looks_at_whole_parameters_sees_those_of_all_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
-def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(
-    four: ProcessGroup, tmp_path: Path, stage: int
-) -> None:
+def test_experts_that_two_ranks_have_parts_of_are_orthogonalized(four, tmp_path, stage) -> None:
     """Two ranks share out a slice of one and a half experts each."""
     overrides = ["optimizer.name=muon", "model.config.num_local_experts=6", "optimizer.eps=1e-3"]
     overrides += [gathered(tmp_path, "fp32")] if stage == 3 else []
@@ -191,9 +183,7 @@ def test_four_ranks_share_by_two_and_by_four(four: ProcessGroup, tmp_path: Path,
         *(slow("pair", stage, "FP16 experts") for stage in (1, 3)),
     ],
 )
-def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(
-    request: pytest.FixtureRequest, tmp_path: Path, ranks: str, stage: int, how: str
-) -> None:
+def test_an_overflow_of_one_ranks_experts_is_skipped_on_all(request, tmp_path, ranks, stage, how) -> None:
     overrides = [how] if "=" in how else []
     if how == "gathered":
         overrides = [gathered(tmp_path, "fp16")]

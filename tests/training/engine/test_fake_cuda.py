@@ -63,9 +63,7 @@ def allowance() -> dict[tuple[str, ...], int]:
 
 
 @each(NAMES)
-def test_steps_are_taken_on_the_device_and_the_host_waits_where_it_may(
-    found: dict[str, dict[str, Any]], name: str
-) -> None:
+def test_steps_are_taken_on_the_device_and_the_host_waits_where_it_may(found, name) -> None:
     step, allowed = found[name], allowance()
     assert "error" not in step, step["error"]
     assert step["devices"] == ["cuda:0"] and step["applied"] == 4

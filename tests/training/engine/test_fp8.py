@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.training import reaction_cases
-from tests.training.engine import engine_cases, fp8_cases
+from tests.training.engine import engine_cases
 from tests.training.engine.test_engine import difference, require_step
 
 RULES = [{"match": "*.layers.*", "module_class": "Linear", "compute": "fp8", "reason": "test"}]
@@ -32,7 +32,7 @@ def expected(solo, manifest):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_does_not_depend_on_the_layout(pair, solo, four, manifest, expected, stage):
-    """As without FP8: the same masters at every stage, for one rank, two and four, whole and cut into micro-batches."""
+    """FP8 or not, masters are the same at every stage, for one, two and four ranks, however micro-batches are cut."""
     for group, micro in ((solo, 2), (pair, 4), (pair, 1), *([(four, 1)] if stage == 3 else [])):
         require_the_step(group, manifest, expected, stage=stage, micro=micro)
 
@@ -75,7 +75,7 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
 
 def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):
     """A fault on one rank is an error of all where the kernel was requested, and emulated with `auto`."""
-    results = pair.run(fp8_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
+    results = pair.run(engine_cases.chosen_kernels, folder=str(tmp_path), manifest={"default": "bf16", "rules": RULES})
     assert results[0] == results[1]
     found = results[0]
     if "it fails" in found["asked"]:

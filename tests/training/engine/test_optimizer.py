@@ -10,7 +10,6 @@ import torch
 
 from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
-from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training.engine import optimizer_cases
 from training.engine.flat_optimizer import Pieces, WholeParameterOptimizer
@@ -89,9 +88,7 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
         (3, "fp32", 0.05),
     ],
 )
-def test_sharded_masters_move_as_those_of_one_process_in_fp64(
-    pair: ProcessGroup, name: str, stage: int, compute: str, clipping: float
-) -> None:
+def test_sharded_masters_move_as_those_of_one_process_in_fp64(pair, name, stage, compute, clipping) -> None:
     """Accumulated, clipped or not, over steps of different learning rates; the third of four is skipped."""
     overrides = (clipped(clipping),)
     options = {"name": name, "stage": stage, "compute": compute, "overrides": overrides}
@@ -118,9 +115,7 @@ OTHER_RANKS = [
 @pytest.mark.one_in(len(OTHER_RANKS))
 @pytest.mark.parametrize(("name", "stage", "compute", "clipping", "variant"), OTHER_RANKS)
 @pytest.mark.parametrize("ranks", ["four", "solo"])
-def test_other_ranks_move_masters_as_one_process_in_fp64(
-    request: Any, ranks: str, name: str, stage: int, compute: str, clipping: float, variant: str
-) -> None:
+def test_other_ranks_move_masters_as_one_process_in_fp64(request, ranks, name, stage, compute, clipping, variant):
     """Accumulated; of four ranks a matrix is in up to four pieces, and some ranks have none of a parameter."""
     cell = {"name": name, "stage": stage, "compute": compute, "variant": variant, "overrides": (clipped(clipping),)}
     for result in request.getfixturevalue(ranks).run(optimizer_cases.sharded_steps, **cell):
@@ -224,9 +219,7 @@ def test_muon_moves_as_torchs_own() -> None:
 @pytest.mark.parametrize(
     ("stage", "overrides"), [(1, ()), (2, ()), (3, ()), (3, optimizer_cases.EXPERTS), slow(2, optimizer_cases.EXPERTS)]
 )
-def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(
-    pair: Any, stage: int, overrides: tuple[str, ...]
-) -> None:
+def test_a_matrix_is_orthogonalized_once_and_pieces_travel_twice(pair, stage, overrides) -> None:
     """Ranks share the work, expert by expert: what a rank sends is its own part at most, to the owners, and back."""
     results = pair.run(optimizer_cases.shared_work, stage=stage, overrides=overrides)
     matrices = results[0]["matrices"]

@@ -8,7 +8,7 @@ import pytest
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.support.models.small_run import gathered
-from tests.training.engine import start_cases as cases
+from tests.training.engine import engine_cases as cases
 
 ODD = ["model.config.hidden_size=28", "model.config.intermediate_size=47", "model.config.tie_word_embeddings=false"]
 """Sizes that two ranks do not divide."""
@@ -78,9 +78,7 @@ SETTINGS = [
         for part in range(3)
     ],
 )
-def test_masters_start_from_the_fp32_values_to_the_bit(
-    pair: ProcessGroup, folders: Path, stage: int, compute: str, variant: str, part: int
-) -> None:
+def test_masters_start_from_the_fp32_values_to_the_bit(pair, folders, stage, compute, variant, part) -> None:
     cells = cells_of(folders, stage, compute)[part::3]
     if variant:
         cells = [cell for cell in cells if not cell[0].startswith(("shared", "split"))]

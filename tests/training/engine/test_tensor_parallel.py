@@ -1,7 +1,6 @@
 """Matrices that ranks share: the steps of one rank on whole matrices, at every ZeRO stage."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,9 +85,7 @@ MANIFEST = {
         ),
     ],
 )
-def test_a_manifest_names_the_same_regions_as_of_one_rank(
-    pair: ProcessGroup, tmp_path: Path, stage: int, default: str, given: dict[str, Any]
-) -> None:
+def test_a_manifest_names_the_same_regions_as_of_one_rank(pair, tmp_path, stage, default, given) -> None:
     rules = MANIFEST["rules"] if default == "bf16" else []
     path = tmp_path / "manifest.json"
     path.write_text(json.dumps({"default": default, "rules": rules}), encoding="utf-8")
@@ -161,8 +158,6 @@ def test_a_replica_that_parts_is_named_though_loss_and_norm_are_equal(pair: Proc
 @pytest.mark.parametrize(
     ("stage", "compute"), [(2, "fp32"), *(slow(*cell) for cell in ((0, "fp32"), (1, "bf16"), (3, "bf16")))]
 )
-def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(
-    pair: ProcessGroup, stage: int, compute: str
-) -> None:
+def test_a_value_that_is_not_finite_is_blamed_on_the_rank_where_it_began(pair, stage, compute) -> None:
     for found in pair.run(tensor_cases.blamed, stage=stage, compute=compute):
         assert found == [[(rank, module or "loss")] for rank, _, module in plain_steps.SPOILED]

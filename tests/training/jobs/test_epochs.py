@@ -1,7 +1,9 @@
-"""run.epochs: the steps that it makes, each row once an epoch, over a resume at another number of ranks."""
+"""run.epochs: the steps it makes, each row once an epoch, over a resume; memory and files do not grow with them."""
 
 import dataclasses
+import json
 import re
+import tracemalloc
 from contextlib import closing, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -13,14 +15,19 @@ import pytest
 
 from config.errors import UserError
 from config.load import load_config
-from config.schema import BatchSection, Config, DataSection, RunSection, ScheduleSection, SourceSection
+from config.schema import BatchSection, Config, DataSection, GuardSection, RunSection, ScheduleSection, SourceSection
 from data.batches.loader import Batches, sample_ids_sha256
 from data.batches.preference_batches import batches_of_pairs, lengths_of_corpus
 from data.corpora.mixture import Mixture
 from data.corpora.sampler import sample_ids
 from launch.canary.plan import read_plan
 from launch.plan.command import main
+from precision.guard import Guard, Judgement, Verdict
+from precision.manifest import Manifest, Rule
+from precision.regions import Regions
+from precision.step_health import Health
 from tests.support.jobs.launches import command, events, finish
+from tests.support.models.small_models import small_model
 from tests.support.rows.chats import write_base, write_chats, write_pairs
 from tools.parity.jobs import plan
 from training.tasks.shape import settle_steps
@@ -118,3 +125,39 @@ def test_each_pair_comes_once_an_epoch_over_a_resume_on_fewer_ranks(tmp_path: Pa
     assert re.search(
         r"error: run.steps = 5: run.epochs = 2 is 11 steps, of 43 samples .*; give one of the two", refused
     )
+
+
+MANIFEST = Manifest("bf16", (Rule("fp16", "to have one", "*.q_proj"),), Path("a manifest"))
+
+
+def healthy(step: int) -> Health:
+    return Health(step=step, loss=2 + 1 / step, grad_norm=1 + 1 / step)
+
+
+def test_what_the_guard_saves_does_not_grow_once_its_window_is_full() -> None:
+    """Incidents occur on the way, as many as their budgets allow."""
+    guard, sizes = Guard(GuardSection(spike_sigmas=6.0)), {}
+    for step in range(1, 2001):
+        refused = step % 100 == 0 and guard.used["skip"] < GuardSection().skip_budget
+        judgement = Judgement(Verdict.SKIP, "a test") if refused else Judgement(Verdict.STEP)
+        guard.note(healthy(step), judgement, applied=not refused)
+        sizes[step] = len(re.sub(r"\d+(\.\d+)?", "0", json.dumps(guard.state_dict())))
+    assert sizes[20] < sizes[150] == sizes[2000] < 2000
+
+
+def test_regions_that_change_to_and_fro_leave_nothing_behind() -> None:
+    """Telemetry's probe changes all of them, twice each time."""
+    regions = Regions(small_model("llama", num_hidden_layers=4), MANIFEST)
+
+    def to_and_fro(times: int) -> None:
+        for _ in range(times):
+            for name, compute in regions.dtypes.items():
+                regions.set(name, "fp32", "a probe")
+                regions.set(name, compute, "a probe")
+
+    to_and_fro(2)
+    tracemalloc.start()
+    to_and_fro(50)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert held < 20_000, f"{held} bytes"

@@ -167,7 +167,7 @@ def test_a_model_without_experts_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_manifest_is_kept_promoted_from_resumed_and_replayed(tmp_path: Path) -> None:
-    """As on one rank: the same regions and incident, losses to rounding; resumed and replayed to the bit."""
+    """Regions and incident are those of one rank, losses to rounding; resumed and replayed to the bit."""
     jobs = Jobs(tmp_path, "tensor")
     given = ["precision.path=manifest", f"precision.manifest={REPOSITORY}/config/manifests/llama_mixed.json"]
     given += ["precision.loss_scale.initial=1024", "guard.reactions=[promote]"]

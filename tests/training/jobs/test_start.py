@@ -1,18 +1,30 @@
-"""A job's start and end among others: its port, its run folder, its launcher; and several runs in one process."""
+"""A job's start and end among others: port, run folder, launcher; no secret in any file; pages show names as text."""
 
+import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt
 
+from config import yaml_text
 from config.cli import CONFIG_ERROR, PREEMPTED, REPOSITORY
 from config.machine.processes import runs, start_ticks
+from config.printable import line
 from tests.support.jobs.launches import command, events, finish, start, wait_until
+from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
+from tests.support.servers import wandb_files
+from tests.tools.parity.test_report import check, found
+from tools.export_hf.card import model_card
+from tools.parity.report import write_report
+from tracking.report.command import main as report
 
 
 def ranks_of(runner: int) -> dict[int, int]:
@@ -68,3 +80,111 @@ def test_train_can_be_called_again_in_the_same_process(folder):
     assert losses(folder, "first2") == losses(folder, "again2") == losses(folder, "alone2")
     for step, expected in zip(losses(folder, "then3"), losses(folder, "alone2"), strict=True):
         assert step == pytest.approx(expected, rel=1e-5)
+
+
+KEY = "not-any-known-format-aB3dE5fG7hI9"
+HYPOTHESIS = (
+    f"falls with {SECRETS['hugging face']}, see https://me:hunter2hunter2@host/x and {KEY}; training on gpt2 bytes"
+)
+
+
+def test_a_run_is_whole_beside_variables_named_like_secrets_and_shows_no_real_one(tmp_path: Path, monkeypatch) -> None:
+    folder = tmp_path / "a-folder-with-a-long-path" / "Ab1Cd2Ef3Gh4"
+    folder.mkdir(parents=True)
+    ordinary = {"PWD": str(folder), "OLDPWD": str(folder), "MY_TOKEN": "gpt2", "TOKENIZER_TOKEN": "bytes"}
+    ordinary |= {"SECRET_SANTA": "/home/anna", "DB_PASSWORD": "training", "PASSWORD": "1234567890123"}
+    ordinary |= {"RUNS_TOKEN": str(folder / "runs"), "NAME_SECRET": "demo-run", "HUGGING_FACE_HUB_TOKEN": str(folder)}
+    for name, value in {**ordinary, "SOME_API_KEY": KEY, "AWS_SECRET_ACCESS_KEY": SECRETS["aws"]}.items():
+        monkeypatch.setenv(name, value)
+    overrides = ["tracking.wandb=offline", f"run.hypothesis={json.dumps(HYPOTHESIS)}", "evaluate.every_steps=3"]
+    overrides += [f"generate.prompt={json.dumps(KEY)}", "telemetry.every_steps=3"]
+    output = finish(command("python", folder, "demo-run", *overrides), ranks=2)
+    assert "switched off" not in output
+    run = folder / "runs" / "demo-run"
+
+    assert [event["step"] for event in events(folder, "demo-run", "step")] == [1, 2, 3, 4, 5, 6]
+    config = yaml_text.parse((run / "config.yaml").read_text())
+    assert config["run"]["name"] == "demo-run" and config["run"]["dir"] == str(folder / "runs")
+    assert config["data"]["tokenizer"] == "bytes" and config["data"]["cache_dir"] == str(folder / "cache")
+    said = config["run"]["hypothesis"]
+    assert said == "falls with ***, see https://***@host/x and ***; training on gpt2 bytes"
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["data"]["folder"].startswith(str(folder / "cache"))
+    assert f"run.dir={folder}/runs" in shlex.split(environment["resume_command"])
+    assert f"run.dir={folder}/runs" in environment["command_line"]
+
+    rows, kept = wandb_files.rows(run / "wandb"), wandb_files.config(run / "wandb")
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["checkpoint/path"] for row in rows if "checkpoint/path" in row][0] == str(run / "checkpoints/step-2")
+    assert kept["run"] == config["run"] and kept["data"] == config["data"]
+
+    more = finish(command("python", folder, "demo-run", *overrides, "run.steps=8"))
+    assert "switched off" not in more and events(folder, "demo-run", "run_start")[-1]["resumed_from"]
+    assert [row["step"] for row in wandb_files.rows(run / "wandb") if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert report([str(run), "--html", str(run / "report.html")]) == 0
+
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".wandb", ".html", ".md", ".yaml", ".jsonl", ".json", ".log"}
+    for secret in (KEY, SECRETS["hugging face"], SECRETS["aws"], "hunter2hunter2"):
+        assert [path for path in files if secret.encode() in path.read_bytes()] == []
+        assert secret not in output + more
+
+
+SAID = pytest.mark.parametrize("said", HOSTILE.values(), ids=HOSTILE)
+
+
+def _text_of(source: str, *, images: int = 0) -> str:
+    """The words of a page; fails where there is other markup than the page's own."""
+    assert not OBEYED.search(source.replace("\n", ""))
+    tokens = MarkdownIt("commonmark").enable("table").parse(source)
+    inside = [item for token in tokens for item in token.children or []]
+    assert not [token for token in tokens if token.type == "html_block"]
+    assert not [item for item in inside if item.type in ("html_inline", "link_open")]
+    assert sum(item.type == "image" for item in inside) == images
+    return " ".join("".join(item.content or " " for item in inside).split())
+
+
+def _words(said: str) -> str:
+    return " ".join(line(said).split())
+
+
+@pytest.mark.one_in(2)
+@SAID
+def test_the_page_of_parity_is_text(said: str, tmp_path: Path) -> None:
+    content = found()
+    content["checks"].append(check("skipped_share", 0.5, 0.05, passed=False, modules=[said], where=said, note=said))
+    content["failed"] = ["skipped_share"]
+    content["conditions"] |= {"hypothesis": said, "command": f"python x {said}", "model": said, "data": said}
+    content["first_parting"] = {"module": said, "own_error": 0.5, "step": 1}
+    step = content["walks"][0]["steps"][0]
+    step["own_error"] = {said: 0.5}
+    step["order"] = [said]
+    words = _text_of(write_report(tmp_path, content).read_text(), images=2)
+    assert words.count(_words(said)) >= 5
+
+
+@SAID
+def test_a_model_card_is_text(said: str) -> None:
+    parity = {"lines": [], "differences": [said], "checks": []}
+    facts: dict[str, Any] = {
+        "run": said,
+        "model": {
+            "class": said,
+            "auto_class": "AutoModelForCausalLM",
+            "type": "llama",
+            "parameters": 3,
+            "base": said,
+            "frozen": [],
+        },
+        "training": {"step": 3, "hypothesis": said},
+        "data": {"source": said},
+        "precision": {"path": said, "manifest": {"rules": [said]}},
+        "parity": parity,
+        "versions": {},
+        "hardware": {"device": said},
+        "export": {"dtype": "bf16", "compared": "all", "files": {said: "ab"}},
+    }
+    card = model_card(facts)
+    front, _, rest = card.removeprefix("---\n").partition("\n---\n")
+    assert front.count("\n") == 3
+    assert _text_of(rest).count(_words(said)) >= 7

@@ -16,10 +16,8 @@ CORRUPTION = ("guard.replica_checks=1", "guard.update_checks=100000", "guard.ree
 @pytest.mark.parametrize(
     ("stage", "compute", "checks"), [(1, "bf16", ()), (2, "fp16", ()), (3, "bf16", ()), (2, "bf16", CORRUPTION)]
 )
-def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(
-    pair: ProcessGroup, stage: int, compute: str, checks: tuple[str, ...]
-) -> None:
-    """Also where the machine is checked for silent corruption."""
+def test_one_wait_for_the_device_and_one_collective_more_than_a_bare_step(pair, stage, compute, checks) -> None:
+    """Checks for silent corruption change neither count."""
     for counted in pair.run(step_cost_cases.waits_and_collectives, stage=stage, compute=compute, further=checks):
         assert counted["ours"] == ["health.py:__init__"]
         bare, guarded = map(Counter, counted["upstream"])

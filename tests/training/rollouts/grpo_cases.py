@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -292,23 +293,35 @@ def other_reference(world: World, *, folder: Path) -> str:
         return refused(world, folder=folder, compute="bf16", overrides=("grpo.beta=0.1",))
 
 
-def _never_synced(opened: Session) -> None:
-    sampler = opened.answers.sampler
-    sampler.receive = lambda weights: [None for _ in weights]
+def _with(method: str, make: Callable[[Any], Any]) -> Callable[[Session], None]:
+    """Puts `make(the method)` in place of a method of the session's answers, such as `sampler.sample`."""
+
+    def plant(opened: Session) -> None:
+        *path, name = method.split(".")
+        owner = reduce(getattr, path, opened.answers)
+        setattr(owner, name, make(getattr(owner, name)))
+
+    return plant
 
 
-def _one_left_out(opened: Session) -> None:
-    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
-    sampler.receive = lambda weights: receive(
-        pair for pair in weights if pair[0] != "model.layers.1.mlp.down_proj.weight"
-    )
+def _received(kept: Callable[[str], bool]) -> Callable[[Session], None]:
+    """The sampler receives only the weights whose names are kept."""
+    return _with("sampler.receive", lambda right: lambda weights: right(pair for pair in weights if kept(pair[0])))
+
+
+def _drawn(change: Callable[[Answer], Answer]) -> Callable[[Session], None]:
+    """The sampler changes each answer that it has drawn."""
+    return _with("sampler._drawn", lambda right: lambda requests: [change(answer) for answer in right(requests)])
+
+
+def _next_text(columns: dict[str, Any]) -> dict[str, Any]:
+    return columns | {"completions": columns["completions"][1:] + columns["completions"][:1]}
 
 
 def _stale_head(opened: Session) -> None:
     model = opened.answers.sampler.model
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
-    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
-    sampler.receive = lambda weights: receive(pair for pair in weights if pair[0] != "lm_head.weight")
+    _received(lambda name: name != "lm_head.weight")(opened)
 
 
 def _other_temperature(opened: Session) -> None:
@@ -342,52 +355,9 @@ def _rounded_head(opened: Session) -> None:
     head.register_forward_hook(lambda _, args, output: output if output.dtype == torch.float32 else output.bfloat16())
 
 
-def _adapter_never_delivered(opened: Session) -> None:
-    sampler, receive = opened.answers.sampler, opened.answers.sampler.receive
-    sampler.receive = lambda weights: receive(pair for pair in weights if "lora_" not in pair[0])
-
-
 def _dropout_in_old(opened: Session) -> None:
     """The trainer scores its answers in training mode."""
     opened.engine.deepspeed.eval = lambda: None
-
-
-def _shifted_by_one(opened: Session) -> None:
-    """Each token's log-probability is taken for that of the token before it, as where an answer is cut wrongly."""
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-    sampler._drawn = lambda requests: [
-        answer._replace(log_probs=np.roll(answer.log_probs, 1)) for answer in drawn(requests)
-    ]
-
-
-def _without_ends(opened: Session) -> None:
-    """Answers lose their end token, as where they are cut by its value, or where padding has it."""
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-    sampler._drawn = lambda requests: [
-        answer._replace(ids=answer.ids[:-1], log_probs=answer.log_probs[:-1]) if len(answer.ids) > 1 else answer
-        for answer in drawn(requests)
-    ]
-
-
-def _past_the_end(opened: Session) -> None:
-    """Answers have one token more than they ended with."""
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-    sampler._drawn = lambda requests: [
-        Answer(np.append(answer.ids, 70), np.append(answer.log_probs, np.float32(-4)), answer.ended)
-        for answer in drawn(requests)
-    ]
-
-
-def _other_prompts(opened: Session) -> None:
-    """Answers come back in the order in which they ended, not in that of the requests."""
-    sampler: Any = opened.answers.sampler
-    sample = sampler.sample
-    sampler.sample = lambda requests, version: sorted(
-        sample(requests, version=version), key=lambda answer: len(answer.ids)
-    )
 
 
 def _penalised(opened: Session) -> None:
@@ -402,13 +372,6 @@ def _penalised(opened: Session) -> None:
         )
 
     model.register_forward_hook(penalise, with_kwargs=True)
-
-
-def _attends_to_padding(opened: Session) -> None:
-    """Shorter prompts see the padding at their left."""
-    model: Any = opened.answers.sampler.model
-    forward = model.forward
-    model.forward = lambda **given: forward(**{**given, "attention_mask": None})
 
 
 def _next_row(opened: Session) -> None:
@@ -433,41 +396,6 @@ def _next_answers(opened: Session) -> None:
         return of([mine | others for mine, others in zip(groups, late, strict=True)])
 
     answers._rewards.of = rolled
-
-
-def _functions_swapped(opened: Session) -> None:
-    """The rewards of two functions come in the other order."""
-    answers: Any = opened.answers
-    of = answers._rewards.of
-    answers._rewards.of = lambda groups: of(groups)[::-1]
-
-
-def _other_texts(opened: Session) -> None:
-    """Reward functions get the text of the group's next answer, and the right tokens."""
-    answers: Any = opened.answers
-    arguments = answers._arguments
-
-    def shifted(columns: Any, given: Any) -> Any:
-        found = arguments(columns, given)
-        return found | {"completions": found["completions"][1:] + found["completions"][:1]}
-
-    answers._arguments = shifted
-
-
-def _same_seeds(opened: Session) -> None:
-    """All answers of a group have one seed."""
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-    sampler._drawn = lambda requests: drawn([asked._replace(key=asked.key.rpartition("/")[0]) for asked in requests])
-
-
-def _not_a_number(opened: Session) -> None:
-    """The sampler says nan, which no comparison with a bound finds too large."""
-    sampler: Any = opened.answers.sampler
-    drawn = sampler._drawn
-    sampler._drawn = lambda requests: [
-        answer._replace(log_probs=np.append(answer.log_probs[:-1], np.float32("nan"))) for answer in drawn(requests)
-    ]
 
 
 def _other_scale(opened: Session) -> None:
@@ -522,27 +450,50 @@ def _scored_later(opened: Session) -> None:
 
 
 FAULTS: dict[str, Callable[[Session], None]] = {
-    "no sync": _never_synced,
-    "one tensor not synced": _one_left_out,
+    "no sync": _with("sampler.receive", lambda right: lambda weights: [None for _ in weights]),
+    "one tensor not synced": _received(lambda name: name != "model.layers.1.mlp.down_proj.weight"),
     "stale tied head": _stale_head,
     "temperature on one side": _other_temperature,
     "top-p on one side": _nucleus,
     "rounded head": _rounded_head,
-    "adapter never delivered": _adapter_never_delivered,
+    "adapter never delivered": _received(lambda name: "lora_" not in name),
     "dropout in the old log-probs": _dropout_in_old,
-    "off by one": _shifted_by_one,
-    "cut before the end": _without_ends,
-    "off by one after the end": _past_the_end,
-    "answers of other prompts": _other_prompts,
+    # each token has the log-probability of the one before it, as where an answer is cut wrongly
+    "off by one": _drawn(lambda answer: answer._replace(log_probs=np.roll(answer.log_probs, 1))),
+    # no end token, as where an answer is cut by its value, or where padding has it
+    "cut before the end": _drawn(
+        lambda answer: (
+            answer._replace(ids=answer.ids[:-1], log_probs=answer.log_probs[:-1]) if len(answer.ids) > 1 else answer
+        )
+    ),
+    "off by one after the end": _drawn(
+        lambda answer: Answer(np.append(answer.ids, 70), np.append(answer.log_probs, np.float32(-4)), answer.ended)
+    ),
+    # they come back in the order in which they ended, not in that of the requests
+    "answers of other prompts": _with(
+        "sampler.sample",
+        lambda right: (
+            lambda requests, version: sorted(right(requests, version=version), key=lambda answer: len(answer.ids))
+        ),
+    ),
     "repetition penalty on one side": _penalised,
-    "padding is attended to": _attends_to_padding,
+    "padding is attended to": _with(
+        "sampler.model.forward", lambda right: lambda **given: right(**{**given, "attention_mask": None})
+    ),
     "scored with other weights": _scored_later,
     "rewards see the row before": _next_row,
     "rewards see other answers": _next_answers,
-    "rewards of another function": _functions_swapped,
-    "rewards see other texts": _other_texts,
-    "one seed for a group": _same_seeds,
-    "log-probabilities that are not finite": _not_a_number,
+    "rewards of another function": _with("_rewards.of", lambda right: lambda groups: right(groups)[::-1]),
+    # the text is that of the group's next answer, the tokens are right
+    "rewards see other texts": _with("_arguments", lambda right: lambda row, given: _next_text(right(row, given))),
+    "one seed for a group": _with(
+        "sampler._drawn",
+        lambda right: lambda requests: right([asked._replace(key=asked.key.rpartition("/")[0]) for asked in requests]),
+    ),
+    # nan, which no comparison with a bound finds too large
+    "log-probabilities that are not finite": _drawn(
+        lambda answer: answer._replace(log_probs=np.append(answer.log_probs[:-1], np.float32("nan")))
+    ),
     "another scale of the adapter": _other_scale,
     "another rope": _other_rope,
     "a reference that follows the policy": _moving_reference,

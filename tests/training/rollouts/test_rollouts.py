@@ -1,10 +1,19 @@
-"""The answers of a step: in one order whatever ranks sampled them, and in a file that is whole or none."""
+"""The answers of a step, their rewards, whose failures end nothing, and the distance of sampler and trainer."""
 
+import math
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
+from config.errors import UserError
+from config.schema import GrpoSection
+from training.rollouts.gap import FLOOR, Gap
+from training.rollouts.rewards import SHIPPED, Rewards, digest
 from training.rollouts.rollouts import Rollouts, interleaved, padded, path_of, read, write
 
 GROUP, WIDTH = 2, 12
@@ -58,3 +67,202 @@ def test_a_file_is_read_back_or_is_none(tmp_path: Path) -> None:
     for damaged in (content[:-9], content[:-1] + b"\1", content.replace(b"1.5", b"9.5")):
         path.write_bytes(damaged)
         assert read(path) is None
+
+
+OWN = """
+import multiprocessing, os, sys, time
+
+def share(completions, letter, **_):
+    print("not an answer")
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join()
+    return [said.count(wanted) / len(said) for said, wanted in zip(completions, letter)]
+
+def fails(completions, **_):
+    raise RuntimeError("broken checker")
+
+def hangs(completions, letter, **_):
+    time.sleep(60 if letter[0] == "b" else 0)
+    return [1.0] * len(completions)
+
+def dies(completions, **_):
+    os._exit(3)
+
+def odd(completions, **_):
+    return [None, float("nan"), 2]
+
+def short(completions, **_):
+    return [1.0]
+"""
+GROUPS = [
+    {"completions": ["aab", "bbb", "a"], "completion_ids": [[1] * 8, [1] * 9, [1] * 20], "letter": ["a"] * 3},
+    {"completions": ["aab", "bbb", "b"], "completion_ids": [[2], [3], [4]], "letter": ["b"] * 3},
+]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "own.py"
+    path.write_text(OWN, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Rewards]]:
+    found: list[Rewards] = []
+    yield found
+    for rewards in found:
+        rewards.close()
+
+
+def rewards_of(opened: list[Rewards], *names: str, **options: Any) -> Rewards:
+    opened.append(Rewards(GrpoSection(rewards=names, **{"reward_seconds": 5.0, **options})))
+    return opened[-1]
+
+
+def values_of(rewards: Rewards, groups: list[dict[str, Any]]) -> np.ndarray:
+    """(answers, functions)"""
+    return np.array([[value for value, _ in own] for own in rewards.of(groups)]).T
+
+
+def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]) -> None:
+    rewards = rewards_of(opened, f"{own}:share", "exact_match", reward_weights=(1.0, 2.0))
+    groups = [group | {"answer": ["b"] * 3} for group in GROUPS]
+    given = rewards.of(groups)
+    rows = [digest({"letter": letter, "answer": "b"}) for letter in "aaabbb"]
+    said = [pair for group in groups for pair in zip(group["completion_ids"], group["completions"], strict=True)]
+    for name, by_answer in zip(rewards.names, given, strict=True):
+        assert [saw for _, saw in by_answer] == [
+            (name, row, digest(pair)) for row, pair in zip(rows, said, strict=True)
+        ]
+    found = values_of(rewards, groups)
+    assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
+    assert rewards.total(found).tolist() == pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 3])
+    assert not rewards.problems and len(rewards.sources[f"{own}:share"]) == 64
+    other = rewards_of(opened, f"{own}:share", reward_options={"letter": "b"})
+    assert other.sources[f"{own}:share"] != rewards.sources[f"{own}:share"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("fails", "RuntimeError: broken checker"),
+        ("dies", "a worker process ended with exit code 3"),
+        ("short", "ValueError: returned 1 rewards for 3 completions"),
+    ],
+)
+def test_a_function_that_fails_gives_no_reward(own: Path, opened: list[Rewards], name: str, problem: str) -> None:
+    rewards = rewards_of(opened, f"{own}:{name}")
+    [given] = rewards.of(GROUPS)
+    assert len(given) == 6 and all(math.isnan(value) and saw is None for value, saw in given)
+    assert np.isnan(rewards.total(np.full((6, 1), np.nan))).all()
+    assert rewards.problems == {f"{own}:{name}: {problem}": 2}
+
+
+def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, opened: list[Rewards]) -> None:
+    rewards, started = rewards_of(opened, f"{own}:hangs", reward_seconds=1.0), time.monotonic()
+    for _ in range(2):
+        found = values_of(rewards, GROUPS)[:, 0]
+        assert found[:3].tolist() == [1.0] * 3 and np.isnan(found[3:]).all()
+    assert time.monotonic() - started < 30
+    assert rewards.problems == {f"{own}:hangs: no answer in time": 2}
+
+
+def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewards]) -> None:
+    rewards = rewards_of(opened, f"{own}:odd", "length", reward_options={})
+    found = values_of(rewards, [{**GROUPS[0], "longest": [10] * 3, "slack": [2] * 3}])
+    assert found[:, 1].tolist() == [0.0, -0.5, -1.0]
+    assert [math.isnan(value) for value in found[:, 0]] == [True, True, False]
+    assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one
+
+
+@pytest.mark.parametrize("name", ["nowhere", "no_module:here", "json:no_function"])
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name: str) -> None:
+    with pytest.raises(UserError, match=f"grpo.rewards = {name}: cannot be loaded"):
+        Rewards(GrpoSection(rewards=(name,)))
+
+
+def test_the_functions_that_ship() -> None:
+    chat = [[{"role": "assistant", "content": " 42\n"}]]
+    assert SHIPPED["exact_match"](completions=[" 42 ", "43"], answer=[42, "42"]) == [1.0, 0.0]
+    assert SHIPPED["exact_match"](completions=chat, answer=["42"], other=[1]) == [1.0]
+    assert SHIPPED["regex"](completions=["a1", "a", "b"], regex=[r"\d$", r"\d$", None]) == [1.0, 0.0, None]
+    schema = {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}
+    said = ['{"x": 1}', '{"x": "1"}', "{x}", "{}"]
+    assert SHIPPED["json_schema"](completions=said, schema=[schema] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+PROMPTS, TOKENS = 16, 96
+
+
+def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
+    """The gap over a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
+    return (gap or Gap(3.0)).measure(
+        apart[:, None], np.ones((len(apart), 1, apart.shape[1]), bool), [[own * 0.5, own, own]]
+    )
+
+
+def test_the_estimates_are_those_of_the_definition() -> None:
+    apart = np.random.default_rng(0).normal(0.01, 0.1, (PROMPTS, TOKENS))
+    found = gap_of(apart, apart[0] * 2)
+    assert found["gap/k1"] == pytest.approx(-apart.mean())
+    assert found["gap/k3"] == pytest.approx((np.exp(apart) - 1 - apart).mean())
+    assert found["gap/largest"] == pytest.approx(np.abs(apart).max())
+    assert found["gap/one_sided"] == pytest.approx(abs(apart.mean()) / np.abs(apart).mean())
+    assert found["gap/outside"] == pytest.approx((np.abs(np.exp(apart) - 1) > 0.1).mean())
+    wide = 2 * apart[0]
+    assert found["gap/self_k3"] == pytest.approx((np.exp(wide) - 1 - wide).mean())
+
+
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 3e-3, 0.04])
+def test_two_hundred_sound_steps_of_any_dtype_are_within_the_bounds(size: float) -> None:
+    """Tokens of a prompt are alike, as of a tiny model: their differences are drawn once for 8 of them."""
+    draw, gap = np.random.default_rng(1), Gap(3.0)
+    largest = 0.0
+    for _ in range(200):
+        apart = draw.normal(0, size, (PROMPTS, TOKENS // 8)).repeat(8, axis=1)
+        own = draw.normal(0, size, 64)
+        largest = max(largest, gap_of(apart, own, gap)["gap/of_bound"])
+    assert largest < 1
+
+
+def test_a_larger_distance_and_one_that_is_one_sided_are_beyond() -> None:
+    draw = np.random.default_rng(2)
+    own, apart = draw.normal(0, 0.04, 64), draw.normal(0, 0.04, (PROMPTS, TOKENS))
+    assert gap_of(2.2 * apart, own)["gap/of_bound"] > 1
+    assert gap_of(np.abs(apart), own)["gap/of_bound"] > 1
+    assert gap_of(-np.abs(apart), own)["gap/of_bound"] > 1
+
+
+def test_few_prompts_that_lean_to_one_side_by_chance_are_within_the_bounds() -> None:
+    """Tokens of a prompt are alike: their differences are drawn once for each of 4, as in a step of 64 answers."""
+    draw, own = np.random.default_rng(4), np.random.default_rng(5).normal(0, 0.08, 64)
+    found = [gap_of(draw.normal(0, 0.04, (4, 1)).repeat(16, axis=1), own)["gap/of_bound"] for _ in range(2000)]
+    assert np.mean(np.array(found) > 1) < 0.003
+    assert gap_of(draw.normal(-0.1, 0.01, (4, 16)), own)["gap/of_bound"] > 1
+    assert gap_of(draw.normal(-0.04, 0.0, (1, 16)), own)["gap/one_sided"] == 1 and gap_of(own[None], own)
+
+
+def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
+    """Dropout in its log-probabilities puts the trainer as far from itself as from the sampler."""
+    draw = np.random.default_rng(3)
+    noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
+    gap = Gap(3.0)
+    apart = draw.normal(0, 0.04, (PROMPTS, 1, TOKENS))
+    found = gap.measure(apart, np.ones_like(apart, bool), [[noise, noise, rounding]])
+    assert found["gap/of_bound"] > 1
+
+
+def test_exact_agreement_is_none() -> None:
+    found = gap_of(np.zeros((PROMPTS, TOKENS)), np.zeros(8))
+    assert found["gap/of_bound"] == found["gap/one_sided"] == 0 and found["gap/self_k3"] == FLOOR
+
+
+def test_quarters_are_those_of_each_answer() -> None:
+    apart = np.array([[[0.0, 0.0, 0.1, 0.2], [0.1, 9.0, 9.0, 9.0]]])
+    mask = np.arange(4) < np.array([[[4], [1]]])
+    found = Gap(3.0).measure(apart, mask, [[apart[0, 0]] * 3])
+    k3 = [np.expm1(d) - d for d in (0.1, 0.1, 0.2)]
+    quarters = [found[f"gap/k3_quarter_{number}"] for number in range(1, 5)]
+    assert quarters == pytest.approx([k3[0] / 2, 0.0, k3[1], k3[2]])

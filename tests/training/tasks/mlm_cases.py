@@ -1,4 +1,4 @@
-"""Code run inside the processes of test_mlm.py, and the oracle in plain torch."""
+"""Code run inside the processes of test_classify.py, and the oracle in plain torch."""
 
 import random
 from pathlib import Path

@@ -26,7 +26,7 @@ def loaded(folder: Path, base: str, *, double: bool = False, dtype: torch.dtype 
 
 
 def steps(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """As `sft_cases.steps`, with what the base holds at the start, and after an evaluation at the end."""
+    """The results of `sft_cases.steps`, and what the base holds at the start and after an evaluation at the end."""
     with session(sft_cases.resolve(folder, **options), world=world) as opened:
         before, held = sft_cases.masters(opened), codes(opened)
         found = [sft_cases._step(opened) for _ in range(sft_cases.STEPS)]

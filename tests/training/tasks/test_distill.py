@@ -19,7 +19,7 @@ from tests.training.tasks import sft_cases
 
 @pytest.fixture(scope="module")
 def folder(folder: Path) -> Path:
-    """Also a teacher of other weights with the same tokenizer."""
+    """The usual folder, and a teacher of other weights with the same tokenizer."""
     write_teacher(folder / "teacher")
     return folder
 
@@ -46,9 +46,7 @@ CELLS = [
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("ranks", ["pair", "solo"])
 @pytest.mark.parametrize(("name", "stage", "packing", "more"), CELLS)
-def test_each_loss_equals_plain_torch(
-    request, folder: Path, name: str, stage: int, packing: str, more: dict[str, Any], ranks: str
-) -> None:
+def test_each_loss_equals_plain_torch(request, folder, name, stage, packing, more, ranks) -> None:
     group = request.getfixturevalue(ranks)
     overrides = (*overrides_of(folder, **SETTINGS[name], **more), f"data.packing={packing}")
     found = group.run(sft_cases.steps, folder=folder, stage=stage, overrides=overrides)[0]
@@ -62,9 +60,7 @@ def test_each_loss_equals_plain_torch(
 
 
 @pytest.mark.parametrize(("stage", "sharded"), [(2, "false"), (3, "true")])
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(
-    pair: ProcessGroup, folder: Path, stage: int, sharded: str
-) -> None:
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(pair, folder, stage, sharded) -> None:
     overrides = (*overrides_of(folder, teacher="base", sharded=sharded), "data.validation_fraction=0.1")
     for found in pair.run(cases.first_metrics, folder=folder, stage=stage, overrides=overrides):
         assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0

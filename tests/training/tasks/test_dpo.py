@@ -125,9 +125,7 @@ def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: P
     assert other["metrics"] | STARTED == other["metrics"]
 
 
-def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(
-    pair: ProcessGroup, folder: Path, tmp_path: Path
-) -> None:
+def test_a_kill_while_the_reference_is_made_leaves_nothing_that_looks_finished(pair, folder, tmp_path) -> None:
     kept = (f"data.cache_dir={tmp_path}/cache",)
     with ProcessGroup(1) as doomed, pytest.raises(EOFError):
         doomed.run(cases.killed_while_writing, folder=folder, overrides=kept)

@@ -68,9 +68,7 @@ def of_the_definition(weight: torch.Tensor, base: str) -> torch.Tensor:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kind", "stage"), [("nf4", 2), ("int8", 3), ("nf4", 3), ("int8", 2)])
-def test_layers_that_hold_inputs_first_equal_plain_torch(
-    pair: ProcessGroup, tmp_path: Path, kind: str, stage: int
-) -> None:
+def test_layers_that_hold_inputs_first_equal_plain_torch(pair, tmp_path, kind, stage) -> None:
     """GPT-2's: quantised as (outputs, inputs), here as its own layers in floats, without bitsandbytes."""
     write_folder(tmp_path, "gpt2")
     found, *_ = pair.run(cases.steps, folder=tmp_path, stage=stage, overrides=(BASES[kind],))

@@ -1,4 +1,4 @@
-"""Encoder-decoders through the engine equal plain torch on the same rows, one at a time; and all that follows."""
+"""Encoder-decoders and adapters on them equal plain torch and peft on the same rows; and all that follows."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForSeq2SeqLM
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from tests.support.jobs.process_group import ProcessGroup
@@ -14,6 +15,7 @@ from tests.support.marks import slow
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.seq2seq import FAMILIES, write_rows
 from tests.support.runs import exports
+from tests.support.runs.exports import exported_adapter
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import seq2seq_cases as cases
 from tools.generate import main as generate
@@ -27,9 +29,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("family", "stage", "loss"), CELLS)
-def test_one_and_two_ranks_equal_plain_torch(
-    pair: ProcessGroup, solo: ProcessGroup, sides: Path, family: str, stage: int, loss: str
-) -> None:
+def test_one_and_two_ranks_equal_plain_torch(pair, solo, sides, family, stage, loss) -> None:
     given = (f"model.loss={loss}", *(("model.loss_chunk_tokens=16",) if loss == "chunked" else ()))
     found, other = pair.run(cases.steps, folder=sides, family=family, stage=stage, overrides=given)
     assert found["chunked"] == (loss == "chunked")
@@ -42,9 +42,7 @@ def test_one_and_two_ranks_equal_plain_torch(
 
 
 @pytest.mark.parametrize(("family", "loss"), [("t5", "full"), slow("bart", "chunked")])
-def test_each_source_and_each_set_has_the_loss_of_plain_torch(
-    pair: ProcessGroup, solo: ProcessGroup, sides: Path, family: str, loss: str
-) -> None:
+def test_each_source_and_each_set_has_the_loss_of_plain_torch(pair, solo, sides, family, loss) -> None:
     write_rows(sides / "more.jsonl", 30, seed=1)
     for seed, name in enumerate(("first", "second"), 2):
         write_rows(sides / f"{name}.jsonl", 11, seed=seed)
@@ -84,9 +82,7 @@ def mean(sums: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["t5-v1.1", "bart", "t5"])
-def test_an_export_loads_in_transformers_with_equal_logits(
-    pair: ProcessGroup, sides: Path, family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_loads_in_transformers_with_equal_logits(pair, sides, family, capsys) -> None:
     overrides = job(sides, family, "precision.compute=bf16", "deepspeed.stage=2")
     checkpoint = resume_cases.checkpoint_of(pair, sides, f"{family}-export", overrides)
     exported(sides, checkpoint, family)
@@ -129,4 +125,74 @@ def answer_of_the_export(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model: Any = AutoModelForSeq2SeqLM.from_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
     found = model.generate(**tokenizer("a model loss", return_tensors="pt"), max_new_tokens=8, do_sample=False)
+    assert said == tokenizer.decode(found[0], skip_special_tokens=True) + "\n"
+
+
+LORA = "adapter={kind: lora, r: 4, alpha: 8}"
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
+
+
+ADAPTED: dict[str, tuple[str, int, str, dict[str, Any]]] = {
+    "t5-v1.1": ("t5-v1.1", 3, LORA, GIVEN),
+    "t5, one side's attention": (
+        *("t5", 2, "adapter={kind: dora, r: 4, alpha: 8, target_modules: [q, v]}"),
+        GIVEN | {"target_modules": ["q", "v"], "use_dora": True},
+    ),
+    "bart": ("bart", 0, LORA, GIVEN),
+    "a head of its own, trained whole": (
+        *("t5-v1.1", 2, LORA[:-1] + ", modules_to_save: [lm_head]}"),
+        GIVEN | {"modules_to_save": ["lm_head"]},
+    ),
+}
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("what", ADAPTED)
+def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGroup, sides: Path, what: str) -> None:
+    family, stage, adapter, given = ADAPTED[what]
+    found, _ = pair.run(cases.steps, folder=sides, family=family, stage=stage, overrides=(adapter,))
+    assert all("lora_" in name or "modules_to_save" in name for name in found["after"])
+    [alone] = solo.run(cases.steps, folder=sides, family=family, stage=stage, overrides=(adapter,))
+    exact = cases.oracle(sides, found, family=family, adapter=given)
+    require_equal(found, exact)
+    require_equal(alone, exact)
+
+
+JOBS = {
+    "t5-v1.1": ("precision.compute=bf16", "deepspeed.stage=3", LORA),
+    "bart": ("precision.compute=fp16", "deepspeed.stage=2", LORA),
+    "t5": (
+        *("precision.compute=bf16", "deepspeed.stage=2"),
+        "adapter={kind: dora, r: 4, alpha: 8, modules_to_save: [lm_head]}",
+    ),
+}
+"""Overrides by family."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", JOBS)
+def test_an_export_is_a_folder_of_plain_peft_and_a_merged_model(pair, sides, tmp_path, family, capsys) -> None:
+    """The masters are exported: equal logits in plain `peft` and in plain transformers, and the same answers."""
+    checkpoint = resume_cases.checkpoint_of(pair, sides, f"{family}-adapter", job(sides, family, *JOBS[family]))
+    computed = torch.float16 if family == "bart" else torch.bfloat16
+    facts, saved, _, said = exported_adapter(
+        checkpoint, tmp_path, lambda auto: auto.from_pretrained(sides / family, dtype=computed), asked(sides, family)
+    )
+    assert ("lm_head.modules_to_save.default.weight" in saved) == (family == "t5")
+    assert any("against base and adapter in FP32: KL" in line for line in said)
+    assert facts["model"]["auto_class"] == "AutoModelForSeq2SeqLM"
+    card = (tmp_path / "adapter" / "README.md").read_text()
+    assert "AutoModelForSeq2SeqLM.from_pretrained(" in card and "PeftModel.from_pretrained(base, FOLDER)" in card
+    answered(tmp_path / "adapter", capsys)
+
+
+def answered(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`tools.generate` says of the adapter's sides what `generate` of plain `peft` says to the same source."""
+    assert generate([str(adapter), "--prompt", "a model loss", "--tokens", "8"]) == 0
+    said = capsys.readouterr().out
+    model: Any = AutoPeftModelForSeq2SeqLM.from_pretrained(str(adapter))
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    inputs = tokenizer("a model loss", return_tensors="pt")
+    cache = "t5" not in str(model.config.model_type)
+    found = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=cache)
     assert said == tokenizer.decode(found[0], skip_special_tokens=True) + "\n"

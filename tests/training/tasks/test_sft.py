@@ -1,9 +1,14 @@
-"""Fine-tuning through the engine equals plain torch on the same rows, one at a time: loss, norm and weights."""
+"""Fine-tuning equals plain torch on the same rows, one at a time: loss, norm, weights, NEFTune, lost updates."""
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from precision.dtypes import DTYPES
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.training.tasks import sft_cases as cases
@@ -12,9 +17,7 @@ from tests.training.tasks import sft_cases as cases
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
 @pytest.mark.parametrize("ranks", ["solo", "pair"])
-def test_one_and_two_ranks_equal_plain_torch(
-    request: pytest.FixtureRequest, folder: Path, ranks: str, packing: str
-) -> None:
+def test_one_and_two_ranks_equal_plain_torch(request, folder, ranks, packing) -> None:
     group, exact = request.getfixturevalue(ranks), None
     for stage in (0, 1, 2, 3):
         found, *others = group.run(cases.steps, folder=folder, stage=stage, overrides=(f"data.packing={packing}",))
@@ -25,9 +28,7 @@ def test_one_and_two_ranks_equal_plain_torch(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", ["best_fit", "none"])
-def test_the_mean_of_each_row_counts_the_same_however_it_is_cut(
-    solo: ProcessGroup, pair: ProcessGroup, folder: Path, packing: str
-) -> None:
+def test_the_mean_of_each_row_counts_the_same_however_it_is_cut(solo, pair, folder, packing) -> None:
     """`sft.loss: row`: chunked or not, micro-batches of 1 to 8 sequences, every ZeRO stage, one and two ranks."""
     chunked = ("model.loss=chunked", "model.loss_chunk_tokens=7")
     given, exact = (f"data.packing={packing}", "sft.loss=row"), None
@@ -44,3 +45,89 @@ def test_the_mean_of_each_row_counts_the_same_however_it_is_cut(
         for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
             assert mine["metrics"] == pytest.approx({"token_loss": theirs["token_loss"]}, rel=1e-5)
             assert abs(theirs["token_loss"] - theirs["loss"]) > 1e-3, "the two means differ on these rows"
+
+
+ALPHA = 5.0
+
+
+def split_mix(state: np.ndarray, count: int) -> np.ndarray:
+    """(..., count) uint64: the first numbers of SplitMix64 from each state, as its authors' C code writes it."""
+    with np.errstate(over="ignore"):
+        z = state[..., None] + np.arange(1, count + 1, dtype="u8") * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ z >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return z ^ z >> np.uint64(31)
+
+
+def noise_of(name: str, start: int, tokens: int, width: int) -> torch.Tensor:
+    """Noise of a row that begins at a place of the sequence of that name, from FP64."""
+    state = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8, person=b"mantissa-noise").digest(), "<u8")
+    keys = split_mix(state, start + tokens)[0, start:]
+    epsilon = ((split_mix(keys, width) >> np.uint64(41)) + 0.5) * 2.0**-22 - 1
+    return torch.tensor(epsilon * ALPHA / (tokens * width) ** 0.5, dtype=torch.float32)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("packing", ["best_fit", "none"])
+def test_every_layout_trains_on_the_noise_of_the_paper(solo, pair, folder, packing) -> None:
+    """L is a row's own length, packed or padded; the same where blocks are recomputed and logits come in chunks."""
+    names: list[list[tuple[str, int]]] = []
+
+    def noise(step: int, row: int, shape: Any) -> torch.Tensor:
+        return noise_of(*names[step][row], *shape)
+
+    given = (f"data.packing={packing}", f"sft.neftune_alpha={ALPHA}")
+    chunked = ("model.loss=chunked", "model.loss_chunk_tokens=7")
+    recomputed = ("model.activation_checkpointing=full", "batch.micro_size=1")
+    for group, stage, further in ((solo, 0, ("batch.micro_size=8", *chunked)), (pair, 3, recomputed)):
+        found = group.run(cases.steps, folder=folder, stage=stage, overrides=(*given, *further))[0]
+        if group is solo:
+            names += [step["noise_names"] for step in found["steps"]]
+            oracle = cases.oracle(folder, found, noise=noise)
+        require_equal(found, oracle)
+    plain = cases.oracle(folder, found)
+    assert abs(plain["steps"][0]["loss"] - oracle["steps"][0]["loss"]) > 1e-3, "the noise is large enough to be seen"
+
+
+def test_evaluation_has_no_noise(solo: ProcessGroup, folder: Any) -> None:
+    given = ("data.validation_fraction=0.2", "evaluate.batches=4")
+    [(plain, trained)] = solo.run(cases.evaluated, folder=folder, overrides=given)
+    [(found, noisy)] = solo.run(cases.evaluated, folder=folder, overrides=(*given, f"sft.neftune_alpha={ALPHA}"))
+    assert found == plain and noisy != trained
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stage", "compute", "overrides"),
+    [
+        (0, "auto", ("precision.manifest=config/manifests/bf16.json",)),
+        (1, "bf16", ()),
+        (2, "fp16", ()),
+        (3, "bf16", ()),
+        (3, "bf16", ("adapter={kind: lora, r: 4}",)),
+        (2, "bf16", ("adapter={kind: lora, r: 4}",)),
+    ],
+)
+def test_it_counts_what_rounding_hides(pair, folder, stage, compute, overrides) -> None:
+    for rate in (1e-5, 1e-2):
+        options = {"stage": stage, "compute": compute, "overrides": overrides, "rate": rate}
+        found, other = pair.run(cases.lost_updates, folder=folder, **options)
+        assert found["said"] == other["said"]
+        dtype = DTYPES[compute if compute != "auto" else "bf16"]
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in found["before"])
+        assert found["said"].keys() <= modules.keys()
+        for module in modules if compute != "auto" else found["said"]:  # a manifest's norms compute in FP32
+            lost = updated = 0
+            for name, old in found["before"].items():
+                if name.rpartition(".")[0] == module:
+                    new = found["after"][name]
+                    updated += int((new != old).sum())
+                    lost += int(((new != old) & (new.to(dtype) == old.to(dtype))).sum())
+            assert found["said"].get(module, 0.0) == pytest.approx(lost / max(updated, 1), rel=1e-5)
+        if rate == 1e-5 and compute != "fp16":
+            assert max(found["said"].values()) > 0.5
+
+
+def test_there_is_none_where_the_masters_compute(pair: ProcessGroup, folder: Path) -> None:
+    found = pair.run(cases.lost_updates, folder=folder, stage=2, compute="fp32", rate=1e-5)[0]
+    assert found["said"] == {}

@@ -72,7 +72,7 @@ def plain(pair, tmp_path_factory):
     [("nobody", 2, "Connection refused"), ("silent", 1, "nobody answers"), ("refusing", 1, "401")],
 )
 def test_a_collector_that_takes_nothing_costs_one_note(pair, plain, tmp_path, kind, seconds, reason):
-    """nobody listens; somebody accepts and never answers; somebody answers 401."""
+    """Nobody listens; somebody accepts and never answers; somebody answers 401."""
     quick = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "8"}
     # a full queue is told, too: before the time-out of who never answers it would be the first trouble
     quick |= {"OTEL_BSP_MAX_QUEUE_SIZE": "512" if kind == "silent" else "32"}

@@ -80,7 +80,7 @@ class Ranks:
                 beats.read()
 
     def look(self) -> None:
-        """As when a collective has failed on all."""
+        """Read the survey on every rank, as when a collective has failed on all."""
         for beats in self.ranks:
             beats.read_survey()
 

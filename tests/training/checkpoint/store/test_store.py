@@ -93,7 +93,7 @@ def steps_of(store: Store) -> list[int]:
 
 
 def put(store: Store, folder: Path, manifest: dict[str, Any]) -> None:
-    """As a save does it."""
+    """Upload as a save does."""
     step = manifest["step"]
     store.delete(step)
     for name, file in manifest["files"].items():
@@ -152,7 +152,7 @@ def test_large_files_go_in_parts(s3: S3Server, tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_is_sent_again_alone(s3: S3Server, tmp_path: Path) -> None:
-    """As the client is set up by default: three tries of each request."""
+    """The client's default is three tries of each request."""
     path, sha256 = made(tmp_path, size=3 * PART)
     store = Store("s3://runs/demo", {"endpoint_url": s3.proxy.url}, part=PART)
     fault = s3.proxy.fail("partNumber=2", 503)
@@ -295,9 +295,7 @@ def whole(s3: S3Server, store: Store) -> list[int]:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("saved_before", [True, False])
-def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(
-    s3: S3Server, tmp_path: Path, saved_before: bool
-) -> None:
+def test_wherever_an_upload_ends_the_checkpoint_before_stays_the_chosen_one(s3, tmp_path, saved_before) -> None:
     """saved_before: a run that went back saves a step again, of which older files are in the store."""
     one, two = (checkpoint(tmp_path, step, {"large": 2 * PART}) for step in (1, 2))
     older = checkpoint(tmp_path / "older", 2, {"large": 60, "b": 60})
