@@ -1,13 +1,13 @@
-"""Start the vLLM server that a run of task grpo samples from, and start it again when it dies.
+"""Start the vLLM server that a run of task grpo samples from, and restart it when it dies.
 
     python -m launch.rollouts --config FILE --python VLLM/bin/python [--port 8105] [key.sub=value ...]
 
-vLLM has an environment of its own, whose Python --python names (docs/rl.md). The server gets the config's architecture
-and dtype and no weights: the run sends its own, and proves that the server computes with them, before the first token.
-It takes options of vLLM's own in --vllm "--max-num-seqs 64". Several servers, each with a port: grpo.urls lists them.
+--python names the Python of vLLM's own environment (docs/rl.md). The server gets the config's architecture and dtype
+but no weights: the run sends its own, and proves that the server computes with them, before the first token. Options
+for vLLM itself: --vllm "--max-num-seqs 64". Start several servers on a port each, and list them in grpo.urls.
 
-Exit code 0: stopped by Ctrl-C or SIGTERM; 2: the config or the command line is wrong; 1: it died three times
-in a row within five minutes of its start.
+Exit code 0: stopped by Ctrl-C or SIGTERM; 2: wrong config or command line; 1: it died three times in a row within five
+minutes of its start.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from config.schema import SAMPLING_TASKS
 from launch.job import Job, log
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SHORT_SECONDS, _SHORT_LIVES = 300.0, 3
-"""A server that lives shorter than that, as often in a row, is not started again."""
+_SHORT_SECONDS, _SHORT_LIVES = 300.0, 3  # a server that dies earlier, so many times in a row, is given up
 
 
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
-    """Start the server, and start it again; returns the exit code."""
+    """Start the server, and restart it until it is stopped; returns the exit code."""
     from launch.plan.model import model_of  # brings torch, which is not needed to start
 
     parser = Arguments("python -m launch.rollouts", __doc__, allow_abbrev=False)
@@ -52,29 +51,25 @@ def main(arguments: Sequence[str]) -> int:
     if not Path(options.python).is_file():
         raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
     with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:
-        model_of(resolved.config).config.save_pretrained(folder)  # all that it needs of a model that is sent to it
+        model_of(resolved.config).config.save_pretrained(folder)  # without weights
         words = ["--host", options.host, "--port", str(options.port), *shlex.split(options.vllm)]
         return _serve([options.python, *_words(resolved, folder), *words])
 
 
 def _words(resolved: Resolved, folder: str) -> list[str]:
-    config = resolved.config
     return [
         *("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"),
-        *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(config.data.sequence_length)),
+        *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(resolved.config.data.sequence_length)),
         *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
         *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
         *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "mantissa"}'),
     ]
 
 
-def _environment() -> dict[str, str]:
+def _serve(command: Sequence[str]) -> int:
     own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     unless_given = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return {**unless_given, **os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
-
-
-def _serve(command: Sequence[str]) -> int:
+    environment = {**unless_given, **os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
     job: Job | None = None
     stopped: list[int] = []
 
@@ -89,7 +84,7 @@ def _serve(command: Sequence[str]) -> int:
     short = 0
     while not stopped and short < _SHORT_LIVES:
         started = time.monotonic()
-        job = Job(command, environment=_environment())
+        job = Job(command, environment=environment)
         code = job.wait()
         if not stopped:
             log(f"the server ended with exit code {code}", "rollouts")

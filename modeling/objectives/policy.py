@@ -1,7 +1,7 @@
 """Policy-gradient losses over groups of sampled answers, and the advantages that weight them.
 
-For a token t of answer i, pi is the model's current probability, pi_old the trainer's before the first update on these
-answers, mu the sampler's, each from softmax(logits / temperature); rho = pi / pi_old, A is the advantage.
+Per token, pi is the current probability, pi_old the trainer's before the first update on these answers, mu the
+sampler's, each by softmax(logits / temperature); rho = pi / pi_old; A is the advantage.
 
 - GRPO (Shao et al. 2024, equation 3): A = (r - mean) / (std + eps) of the group; the mean over answers of each answer's
   mean over tokens of -min(rho A, clip(rho, 1 - low, 1 + high) A).
@@ -15,8 +15,7 @@ answers, mu the sampler's, each from softmax(logits / temperature); rho = pi / p
 `correction` multiplies a token's loss by w = pi_old / mu, capped (truncated importance sampling, Yao et al. 2025) or
 set to 0 outside two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1 and k1 =
 log pi - log p of the reference: only with the factor rho is its gradient that of the KL divergence (DeepSeek-V3.2 2025,
-section 3.1). With the counts of `counted` each loss is a sum over the whole batch divided by a known number, so it does
-not depend on how the batch is split into ranks and micro-batches.
+section 3.1). Each loss is a sum over the global batch divided by the sum of `counted`, however the batch is split.
 """
 
 from __future__ import annotations
@@ -31,17 +30,15 @@ from modeling.linear_cross_entropy import IGNORED
 from modeling.log_probs import entropies, token_log_probs
 from modeling.objectives.objective import Forward, Scored
 
-EPS = 1e-4
-"""Added to a group's standard deviation."""
+EPS = 1e-4  # added to a group's standard deviation
 OLD, SAMPLER, REFERENCE = "old_log_probs", "sampler_log_probs", "reference_log_probs"
-"""Extra inputs of a batch, (micro, length) FP32 at the labels: log pi_old, log mu, log p of the reference. A batch
-without the first is from an evaluation."""
+"""Inputs of a batch, (micro, length) FP32 at the labels: log pi_old (not in an evaluation), log mu, log p."""
 ADVANTAGE, REWARD, ENDED = "advantage", "reward", "ended"
-"""Extra inputs of a batch, (micro,) FP32; an answer truncated at the length limit has ended = 0."""
+"""Inputs of a batch, (micro,) FP32; an answer truncated at grpo.max_new_tokens has ended = 0."""
 
 
 def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
-    """(groups, G) FP64 rewards, NaN where an answer has none -> advantages, 0 if there is no other to compare with."""
+    """(groups, G) FP64 rewards, NaN for none -> advantages; 0 without a reward, or without another to compare with."""
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
@@ -53,7 +50,7 @@ def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def counted(lengths: torch.Tensor, section: GrpoSection) -> torch.Tensor:
-    """(answers,) int64: what each answer adds to the number that the summed loss is divided by. lengths: [tokens]"""
+    """(answers,) int64: what each answer adds to the divisor of the loss. lengths: [tokens]"""
     if section.loss == "token":
         return lengths
     return torch.full_like(lengths, section.max_new_tokens if section.loss == "constant" else 1)
@@ -71,25 +68,24 @@ def corrections(gap: torch.Tensor, section: GrpoSection) -> torch.Tensor:
 
 
 class PolicyGradient:
-    """The loss of sampled answers. In an evaluation, where there is no old policy, it is minus the reward."""
+    """The loss of sampled answers; in an evaluation minus their reward."""
 
     sums: tuple[str, ...] = ("answers", "reward", "tokens", "ended", "entropy", "clipped", "kl", "left_out")
     has_perplexity = False
 
     def __init__(self, section: GrpoSection) -> None:
         self.section = section
-        self.facts: dict[str, float] = {}
-        """Metrics of this step's answers, filled where they were sampled; empty in an evaluation."""
+        self.facts: dict[str, float] = {}  # metrics of the step, set where its answers are sampled; none in evaluations
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        """inputs: including the extra ones above. labels: (micro, length) int64, IGNORED outside the answer."""
+        """inputs: input_ids and those named above. labels: (micro, length) int64, IGNORED outside the answer."""
         section, mask = self.section, labels != IGNORED
         logits = forward(input_ids=inputs["input_ids"], use_cache=False).logits
         now = token_log_probs(logits, labels, ignored=IGNORED, temperature=section.temperature)
         lengths = mask.sum(1)
-        real, reward = lengths > 0, inputs[REWARD].to(now.dtype)
+        real, reward = lengths > 0, torch.where(lengths > 0, inputs[REWARD], 0.0)  # not a row of padding
         if OLD not in inputs:
-            loss, extra = now.sum(1) * 0 - torch.where(real, reward, 0.0), torch.zeros(3, len(now), device=now.device)
+            loss, extra = now.sum(1) * 0 - reward, torch.zeros(3, len(now), device=now.device)
         else:
             by_token, extra = self._losses(inputs, now, mask, lengths)
             loss = torch.where(mask, by_token, 0.0).sum(1)
@@ -97,22 +93,21 @@ class PolicyGradient:
                 loss = loss / lengths.clamp(min=1)
         with torch.no_grad():
             entropy = torch.where(mask, entropies(logits, temperature=section.temperature), 0.0).sum(1)
-            columns = [real, torch.where(real, reward, 0.0), lengths, inputs[ENDED] * real, entropy, *extra]
+            columns = [real, reward, lengths, inputs[ENDED] * real, entropy, *extra]
             sums = torch.stack([column.double().sum() for column in columns])
         return Scored(loss.sum(), sums, loss.detach())
 
     def _losses(
         self, inputs: dict[str, Any], now: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(micro, length) token losses; and, without gradient, (3, micro): clipped tokens, KL, and tokens left out."""
-        section, old, advantage = self.section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE].to(now.dtype)[:, None]
+        """(micro, length) losses of tokens; and (3, micro), without gradient: clipped tokens, KL, tokens left out."""
+        section, old, advantage = self.section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE][:, None]
         log_rho = torch.where(mask, now - old, 0.0)
-        rho = log_rho.exp()
-        ratio = rho
+        ratio = rho = log_rho.exp()
         if section.ratio == "sequence":
             ratio = (log_rho.sum(1) / lengths.clamp(min=1)).exp()[:, None].expand_as(rho)
         assert section.clip_low is not None and section.clip_high is not None
-        weight = corrections(torch.where(mask, old - inputs[SAMPLER].to(now.dtype), 0.0), section)
+        weight = corrections(torch.where(mask, old - inputs[SAMPLER], 0.0), section)
         if section.surrogate == "cispo":
             loss, clipped = -ratio.detach().clamp(max=section.clip_high) * advantage * now, ratio > section.clip_high
         else:
@@ -121,7 +116,7 @@ class PolicyGradient:
             clipped = bounded * advantage < ratio * advantage
         loss, kl = loss * weight, torch.zeros_like(now)
         if REFERENCE in inputs:
-            k1 = torch.where(mask, now - inputs[REFERENCE].to(now.dtype), 0.0)
+            k1 = torch.where(mask, now - inputs[REFERENCE], 0.0)
             kl = (-k1).exp() - 1 + k1
             loss = loss + section.beta * rho * kl
         return loss, torch.stack([(what * mask).sum(1).detach() for what in (clipped, kl, weight == 0)])

@@ -1,10 +1,9 @@
-"""Batches of answers: the order of prompts is `Batches`', what becomes of them is made here, in the training thread.
+"""Batches of answers to the prompts of `Batches`, made in the training thread: to the loop they are like any others.
 
-sync, prove -> sample -> reward -> the trainer's own log-probabilities -> the gap -> publish -> a batch as any other
+sync and proof -> sampling -> rewards -> the trainer's log-probabilities -> gap -> publication -> batch
 
-So step, guard, attribution, telemetry and loss scaler see a fixed batch. A rank samples for prompts of its own, so that
-a group is never on two. Everything that depends on the whole batch (counts, advantages, metrics) is made by each rank
-from the answers of all.
+Each rank samples for its own prompts, so no group is split over ranks. What depends on the whole batch (counts,
+advantages, metrics) every rank computes from the answers of all.
 """
 
 import json
@@ -55,34 +54,33 @@ class RolloutBatches(Batches):
     def __init__(
         self, corpus: Corpus, resolved: Resolved, engine: Engine, shape: PretrainedConfig, *, trains: bool, **order: Any
     ) -> None:
-        """trains: False for tools, which ask no server. order: of `Batches`. Raises UserError for a reward that does
-        not load."""
+        """trains: False for tools, which ask no server. order: arguments of `Batches`. Raises UserError."""
         config, ranks = resolved.config, resolved.batch.data_ranks
-        if config.batch.global_size % (config.group_size * ranks):
-            raise UserError(
-                f"batch.global_size = {config.batch.global_size}: a group of grpo.group_size = {config.group_size} "
-                f"answers stays on one rank; make it a multiple of {config.group_size} x {ranks} processes"
-            )
+        size, group = config.batch.global_size, config.group_size
+        if size % (group * ranks):
+            text = f"batch.global_size = {size}: a group of grpo.group_size = {group} answers stays on one rank"
+            raise UserError(f"{text}; make it a multiple of {group} x {ranks} processes")
         self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
-        decisive = ("group_size", "max_new_tokens", "temperature", "updates")
+        decisive = ("group_size", "max_new_tokens", "temperature", "updates")  # for what a step learns from
         self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
-        """The settings that decide which answers are sampled, and on which steps they are learned from."""
         self._by_rewards = config.task == "grpo"
         self._engine, self._longest = engine, config.data.sequence_length
+        self._objective: Any = engine.objective
         self._folder: Path | None = None
         self._publishes = False
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
-        ends, model = _ends(corpus, engine), copy_of_model(resolved, shape, engine)
+        own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
+        ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
         kind = VllmSampler if self._section.engine == "vllm" and trains else TransformersSampler
-        self.sampler: TransformersSampler = kind(model, self._section, engine.world, ends=ends)
-        self._reference: Any = None
+        self._reference, copies = None, [copy_of_model(resolved, shape, engine)]
+        self.sampler: TransformersSampler = kind(copies[0], self._section, engine.world, ends=sorted(ends))
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
             require_start(engine, self._reference)
-            self._start = bit_sums(self._reference)
-        self._remedies = Remedies(engine, [model] if self._reference is None else [model, self._reference])
-        engine.adjustable = self._remedies
+            self._start = bit_sums(self._reference.parameters())
+            copies.append(self._reference)
+        engine.adjustable = self._remedies = Remedies(engine, *copies)
         self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
         self._said: set[str] = set()
@@ -90,30 +88,25 @@ class RolloutBatches(Batches):
         super().__init__(corpus.train, **order)
 
     def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
-        """Read the answers of a step from its file in `folder` where there is one, and publish those that are sampled.
-
-        publishes: False for tools, which take recorded answers whatever the weights are.
-        """
+        """Keep each step's answers in `folder`. publishes: False for tools, which take whatever is there."""
         self._folder, self._publishes = folder, publishes
         self.sampler.folder = folder
 
     def next_step(self) -> Batch:
-        """The batch at `position`, its answers sampled now, unless the steps before it have the same ones."""
+        """The batch at `position`, with new answers unless the step before has the same ones (grpo.updates)."""
         prompts = super().next_step()
         if self._held is None or self._held[0] != prompts.position:
             self._held = prompts.position, self._answered(prompts)
         found = self._held[1]
         if found.samples.tolist() != prompts.sample_ids.tolist():
             raise PrecisionError("the answers are to other prompts than this step's; nothing was learned")
-        objective: Any = self._engine.objective
-        objective.facts = self._remedies.note(found.facts)
+        self._objective.facts = self._remedies.note(found.facts)
         return self._batch(prompts, found, position=self._position - 1)
 
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:
-        """Batches of answers to held-out prompts, by the present weights and the same random numbers each time."""
+        """Batches of answers to held-out prompts by the current weights, with the same random numbers each time."""
         version = synchronise(self._engine, self.sampler)
-        objective: Any = self._engine.objective
-        objective.facts = {}
+        self._objective.facts = {}
         for batch in prompts:
             found = self._sampled(batch, shards, version, f"validation {batch.position}")
             found = files.interleaved(self._engine.world.gather_objects(found))
@@ -121,17 +114,17 @@ class RolloutBatches(Batches):
             yield self._batch(batch, found, position=batch.position, evaluates=True)
 
     def take_examples(self) -> str:
-        """The first prompts of the newest evaluation, which are the same ones each time, with an answer and rewards."""
+        """The first prompts of the latest evaluation, always the same, each with an answer and its reward."""
         found, self._examples = self._examples, ""
         return found
 
     def restore(self, position: int) -> None:
-        """Go to a position, as `Batches.restore` does, and forget the answers that were held."""
+        """Go to any position, and discard the answers held."""
         self._held = None
         super().restore(position)
 
     def close(self) -> None:
-        """End the background thread and the processes of the rewards."""
+        """End the background thread and the reward processes."""
         super().close()
         self._rewards.close()
         self.sampler.close()
@@ -141,15 +134,15 @@ class RolloutBatches(Batches):
         return super()._read(position // self._section.updates)
 
     def _answered(self, prompts: Batch) -> Rollouts:
-        """The answers of all ranks: from the step's file where its weights are these, else sampled now."""
+        """The answers of all ranks: those in the step's file if they fit, else sampled now."""
         step, world, started = prompts.position * self._section.updates + 1, self._engine.world, time.perf_counter()
         version = synchronise(self._engine, self.sampler)
         seconds = time.perf_counter() - started
         kept = self._kept(step)
-        midway = self._position - 1 >= step or not self._publishes  # the first step on these answers was before
+        any_weights = self._position - 1 >= step or not self._publishes  # from the second update on, and for tools
         if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
-            fits = kept.rewards.shape[-1] == len(self._rewards.names)
-            if fits and (midway or (kept.version, kept.sources) == (version, self._rewards.sources)):
+            same = (kept.version, kept.sources) == (version, self._rewards.sources)
+            if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
                 self._gap.usual = kept.facts.get("gap/self_usual")
                 return kept
         if self._gap.usual is None and (before := self._kept(step - self._section.updates)) is not None:
@@ -170,16 +163,11 @@ class RolloutBatches(Batches):
 
     def _kept(self, step: int) -> Rollouts | None:
         """The answers in a step's file, on every rank. A collective."""
-        world = self._engine.world
-        path = files.path_of(self._folder, step) if self._folder is not None and world.is_main else None
-        found: Rollouts | None = world.from_main(None if path is None else files.read(path))
-        return found
+        folder = self._folder
+        return self._engine.world.on_main(lambda: None if folder is None else files.read(files.path_of(folder, step)))
 
     def _sampled(self, prompts: Batch, shards: RowShards, version: str, of: str, *, resamples: int = 0) -> Rollouts:
-        """Answers of this rank with their rewards. of: the part of their seeds that names the step.
-
-        resamples: most times that groups whose answers all have the same reward are sampled again.
-        """
+        """Answers of this rank with their rewards. of: the step in their seeds. resamples: of silent groups."""
         real = [(place, int(n)) for place, n in enumerate(prompts.input_ids.flatten()) if n != NO_SAMPLE]
         rows = [(self._rank + place * self._world_size, number) for place, number in real]
         found = self._asked(shards, rows, version, of)
@@ -191,19 +179,20 @@ class RolloutBatches(Batches):
         return found
 
     def _asked(self, shards: RowShards, rows: Sequence[tuple[int, int]], version: str, of: str) -> Rollouts:
-        """One group of answers to each row, given as its place in the global batch and its number in `shards`."""
+        """A group of answers to each row. rows: place in the global batch, and number in `shards`."""
         group, longest = self._section.group_size, self._section.max_new_tokens
-        prompts, given = zip(*(row_of(shards, number) for _, number in rows), strict=True) if rows else ((), ())
+        read = [row_of(shards, number) for _, number in rows]
+        prompts, columns = [ids for ids, _ in read], [self._columns(row) for _, row in read]
         keys = [f"{self._seed}/{of}/{place}" for place, _ in rows]
         requests = [Request(ids, f"{key}/{k}") for ids, key in zip(prompts, keys, strict=True) for k in range(group)]
         answers = self.sampler.sample(requests, version=version)
         self.sampler.require_whole(answers)
-        columns = [self._columns(row) for row in given]
         groups = [answers[first : first + group] for first in range(0, len(answers), group)]
         rewards = self._rewards.of([self._arguments(*pair) for pair in zip(columns, groups, strict=True)])
         for problem in self._rewards.problems:
             self._say(f"rewards: no reward by {problem}; later ones are counted (reward/none)")
         scores = padded([answer.log_probs for answer in answers], longest, np.float32).reshape(-1, group, longest)
+        by_function = np.array([[value for value, _ in by_answer] for by_answer in rewards])
         found = Rollouts(
             samples=np.array([number for _, number in rows], dtype=np.int64),
             prompts=padded(prompts, self._longest),
@@ -213,52 +202,49 @@ class RolloutBatches(Batches):
             ended=np.array([answer.ended for answer in answers], dtype=bool).reshape(-1, group),
             sampler=scores,
             old=np.zeros_like(scores),
-            rewards=np.full((len(rows), group, len(self._rewards.names)), np.nan),
+            rewards=by_function.T.reshape(len(rows), group, len(rewards)),
             version=version,
         )
-        self._take_rewards(found, rewards, columns)
+        self._check_rewards(found, rewards, columns)
         return found
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a reward function that a row decides: every column, and the prompt by TRL's name."""
-        columns = {**self._section.reward_options, **row}
+        """The arguments of reward functions that depend on the row alone: its columns, and the prompt by TRL's name."""
         prompt = row.get("prompt", row.get("messages", row.get("conversations")))
-        return {key: columns[key] for key in columns if key not in ("prompt", "completion")} | {"prompts": prompt}
+        columns = {**self._section.reward_options, **row, "prompts": prompt}
+        return {key: value for key, value in columns.items() if key not in ("prompt", "completion")}
 
     def _completion(self, columns: dict[str, Any], ids: list[int]) -> Any:
-        """An answer as reward functions get it: a text, or messages where the prompt is messages."""
+        """An answer as reward functions get it: a text, or messages if the prompt is messages."""
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return text if isinstance(columns["prompts"], str) else [{"role": "assistant", "content": text}]
 
     def _arguments(self, columns: dict[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-        """The arguments of a reward function for the answers to one prompt, TRL's among them."""
+        """The arguments of reward functions for the answers to one prompt."""
         ids = [answer.ids.tolist() for answer in answers]
         repeated = {key: [value] * len(ids) for key, value in columns.items()}
         return {**repeated, "completions": [self._completion(columns, own) for own in ids], "completion_ids": ids}
 
-    def _take_rewards(self, found: Rollouts, rewards: Sequence[Sequence[Reward]], columns: Sequence[Any]) -> None:
-        """Fill in the rewards. Raises PrecisionError where a function was given another row than that of the prompt, or
-        another answer than the one that is learned from."""
+    def _check_rewards(self, found: Rollouts, rewards: Sequence[Sequence[Reward]], columns: Sequence[Any]) -> None:
+        """Raises PrecisionError if a function got another row than the prompt's, or another answer than is learned."""
         rows = [digest(own) for own in columns]
         for place, (n, k) in enumerate(np.ndindex(found.lengths.shape)):
             ids = found.answers[n, k, : found.lengths[n, k]].tolist()
             right = rows[n], digest([ids, self._completion(columns[n], ids)])
-            for number, (value, saw) in enumerate(by_answer[place] for by_answer in rewards):
-                if saw is not None and saw != (self._rewards.names[number], *right):
+            for name, (_, saw) in zip(self._rewards.names, (answers[place] for answers in rewards), strict=True):
+                if saw is not None and saw != (name, *right):
                     what = f"row {found.samples[rows.index(saw[1])]}" if saw[1] in rows else "an unknown row"
                     what += " with another answer, or as another function" if saw[1] == right[0] else ""
                     text = f"rewards saw {what} for the prompt of row {found.samples[n]}; nothing was learned"
                     raise PrecisionError(text)
-                found.rewards[n, k, number] = math.nan if saw is None else value
 
     def _in_words(self, found: Rollouts) -> str:
-        """EXAMPLES prompts with their first answers as text, of which no part is longer than EXAMPLE_CHARACTERS."""
+        """The first EXAMPLES prompts with their first answer and its reward, texts cut to EXAMPLE_CHARACTERS."""
         parts = []
         for n, group in enumerate(self._rewards.total(found.rewards)[:EXAMPLES]):
             tokens = found.prompts[n, : found.prompt_lengths[n]], found.answers[n, 0, : found.lengths[n, 0]]
             asked, said = (self._tokenizer.decode(ids.tolist()) for ids in tokens)  # as sampler and trainer have them
-            mean = _mean(group) if not np.isnan(group).all() else math.nan
-            about = f"reward {group[0]:.4g} (mean of {len(group)}: {mean:.4g})"
+            about = f"reward {group[0]:.4g} (mean of {len(group)}: {_mean(group, math.nan):.4g})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
         return "\n".join(parts)
 
@@ -268,57 +254,51 @@ class RolloutBatches(Batches):
         return advantages(totals, str(self._section.advantage)).numpy()
 
     def _with_log_probs(self, own: Rollouts) -> tuple[Rollouts, list[np.ndarray]]:
-        """This rank's answers with the trainer's log-probabilities, in the shapes of the step; and how far two
-        recomputations of the first micro-batch are from them, and the second from the sampler's. A collective."""
-        micro, (inputs, labels) = self._plan.micro_size, self._inputs(own)
-        where = labels != IGNORED_LABEL
-        old = self._scored(inputs, labels, micro)
-        first, head = where[:micro], slice(0, micro)
-        ends = first.shape[1] - first[:, ::-1].argmax(1)
-        again = np.zeros_like(old[head])
-        for rows in np.array_split(np.arange(micro), 2 if micro > 1 else 1):  # halves, without the others' padding
+        """This rank's answers with the trainer's log-probabilities; and the differences from them of two recomputations
+        of the first micro-batch, and of the second from the sampler's. A collective."""
+        micro, (inputs, labels) = self._plan.micro_size, self._inputs(own, own.places.size)
+        where, ends = labels != IGNORED_LABEL, own.places.ravel()
+        old, first = self._scored(inputs, labels, micro), where[:micro]
+        own.old[own.mask] = old[where]
+        again = np.zeros_like(old[:micro])
+        for rows in np.array_split(np.arange(micro), min(micro, 2)):  # in halves, each padded to its own longest answer
             length = padded_length(ends[rows], self._longest)
             again[rows, :length] = self._scored(inputs[rows, :length], labels[rows, :length], len(rows))
-        ids, targets = (torch.from_numpy(values[head]).to(self._engine.world.device) for values in (inputs, labels))
+        ids, targets = (torch.from_numpy(rows[:micro]).to(self._engine.world.device) for rows in (inputs, labels))
         with torch.no_grad():
             given, temperature = {"input_ids": ids, _TARGETS: targets}, self._section.temperature
             wide = answer_log_probs(self.sampler.in_fp32(), given, temperature).cpu().numpy()[first]
-        drawn, scored = own.sampler[own.mask][: len(wide)], old[head][first]
-        own.old[own.mask] = old[where]
+        drawn, scored = own.sampler[own.mask][: len(wide)], old[:micro][first]
         return own, [again[first] - scored, wide - scored, wide - drawn]
 
-    def _inputs(self, own: Rollouts) -> tuple[np.ndarray, np.ndarray]:
-        """(answers, length) int64: prompts with their answers, and the answers' tokens where each is predicted."""
-        ends = own.prompt_lengths[:, None] + own.lengths - 1
-        inputs = np.zeros((ends.size, padded_length(ends, self._longest)), dtype=np.int64)
+    def _inputs(self, own: Rollouts, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, length) int64: prompts with their answers, then rows of padding; and as labels the answers' tokens."""
+        inputs = np.zeros((rows, padded_length(own.places, self._longest)), dtype=np.int64)
         labels = np.full_like(inputs, IGNORED_LABEL)
-        for row, (prompt, k) in enumerate(np.ndindex(ends.shape)):
-            start, end = int(own.prompt_lengths[prompt]), int(ends[prompt, k])
-            answer = own.answers[prompt, k, : end - start + 1]
-            inputs[row, :start], inputs[row, start:end] = own.prompts[prompt, :start], answer[:-1]
+        for row, ((n, k), end) in enumerate(np.ndenumerate(own.places)):
+            start, answer = own.prompt_lengths[n], own.answers[n, k, : own.lengths[n, k]]
+            inputs[row, :start], inputs[row, start:end] = own.prompts[n, :start], answer[:-1]
             labels[row, start - 1 : end] = answer
         return inputs, labels
 
     def _scored(self, inputs: np.ndarray, labels: np.ndarray, micro: int, *, reference: bool = False) -> np.ndarray:
-        """(answers, length) FP32: log-probabilities of the labels by the trainer, some rows at a time, no dropout."""
+        """(answers, length) FP32: log-probabilities of the labels by the trainer or the reference, without dropout."""
         mine = np.zeros((len(inputs) // micro, micro), dtype=np.int64)
         batch = batch_of(0, mine.reshape(-1), mine, inputs, inputs, {_TARGETS: labels})
         compute, engine = partial(answer_log_probs, temperature=self._section.temperature), self._engine
         if reference and self._reference is not None:
-            if bit_sums(self._reference.eval()) != self._start:
-                raise PrecisionError(
-                    "the reference of grpo.beta has other weights than at the start; nothing was learned"
-                )
+            if bit_sums(self._reference.eval().parameters()) != self._start:
+                why = "the reference of grpo.beta has other weights than at the start; nothing was learned"
+                raise PrecisionError(why)
             with torch.no_grad():
                 found = [compute(self._reference, given) for given, _ in batch.micro_batches(engine.world.device)]
         else:
             with adapter_off(engine.model) if reference else nullcontext():
                 found = list(engine.infer(compute, [batch]))
-        scores: np.ndarray = torch.cat(found).cpu().numpy()
-        return scores
+        return np.asarray(torch.cat(found).cpu())
 
     def _facts(self, found: Rollouts, self_gaps: list[list[np.ndarray]]) -> dict[str, float]:
-        """Metrics of the step over all ranks."""
+        """Metrics of the step's answers."""
         facts = {"length": float(found.lengths.mean()), "truncated": 1 - float(found.ended.mean())}
         if self._rewards.names:
             totals = self._rewards.total(found.rewards)
@@ -333,54 +313,45 @@ class RolloutBatches(Batches):
         """This rank's micro-batches of the answers of all ranks."""
         section, micro = self._section, self._plan.micro_size
         mine = np.arange(self._rank, len(found.samples), self._world_size)
-        own, rows = found.of(mine), prompts.input_ids.numel() * section.group_size
-        inputs, labels = self._inputs(own)
+        own, rows = found.of(mine), prompts.input_ids.numel() * section.group_size  # with padding in an evaluation
+        inputs, labels = self._inputs(own, rows)
         counts = [torch.from_numpy(part.lengths) for part in (own, found)]
         further: dict[str, np.ndarray] = {}
+
+        def by_row(values: np.ndarray) -> np.ndarray:
+            return np.pad(values.ravel(), (0, rows - values.size))
+
         if self._by_rewards:
-            further = {REWARD: np.nan_to_num(self._rewards.total(own.rewards)).ravel(), ENDED: own.ended.ravel()}
+            further = {REWARD: by_row(np.nan_to_num(self._rewards.total(own.rewards))), ENDED: by_row(own.ended)}
             counts = [torch.ones_like(count) if evaluates else counted_by_answer(count, section) for count in counts]
         if self._by_rewards and not evaluates:
-            further[ADVANTAGE] = self._advantages(own).ravel()
+            further[ADVANTAGE] = by_row(self._advantages(own))
             for name, values in ((OLD, own.old), (SAMPLER, own.sampler)):
                 further[name] = np.zeros(labels.shape)
                 further[name][labels != IGNORED_LABEL] = values[own.mask]
             if section.beta:
                 further[REFERENCE] = self._scored(inputs, labels, micro, reference=True)
-
-        def whole(values: np.ndarray, fill: int = 0) -> np.ndarray:
-            """Add rows of padding, of which a validation set's last batch has some."""
-            more = [(0, rows - len(values)), *[(0, 0)] * (values.ndim - 1)]
-            return np.pad(values, more, constant_values=fill)
-
         return batch_of(
             position,
             np.repeat(prompts.sample_ids, section.group_size),
             np.zeros((rows // micro, micro), dtype=np.int64),
-            whole(inputs),
-            whole(labels, IGNORED_LABEL),
-            {name: whole(values.astype(np.float32)) for name, values in further.items()},
+            inputs,
+            labels,
+            {name: values.astype(np.float32) for name, values in further.items()},
             label_tokens=int(counts[0].sum()),
             label_tokens_of_all=int(counts[1].sum()),
-            counts=whole(counts[0].numpy().reshape(-1)).reshape(-1, micro),
-            places_of_all=int((found.prompt_lengths[:, None] + found.lengths - 1).sum()),
+            counts=by_row(counts[0].numpy()).reshape(-1, micro),
+            places_of_all=int(found.places.sum()),
         )
 
     def _say(self, text: str) -> None:
-        """A line on the standard error, once."""
+        """Write a line to stderr, once."""
         if text not in self._said:
             self._said.add(text)
             print(printable(f"rank {self._engine.world.rank}: {text}"), file=sys.stderr, flush=True)
 
 
-def _mean(values: np.ndarray) -> float:
-    """Mean of the values that are not NaN; 0 if there are none."""
+def _mean(values: np.ndarray, of_none: float = 0.0) -> float:
+    """Mean of the values that are not NaN."""
     known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else 0.0
-
-
-def _ends(corpus: Corpus, engine: Engine) -> list[int]:
-    """The tokens that end an answer: the tokenizer's, and those of the model's generation_config.json."""
-    own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
-    more = own if isinstance(own, list) else [own]
-    return sorted({corpus.end_of_document, *(end for end in more if end is not None)})
+    return float(known.mean()) if len(known) else of_none

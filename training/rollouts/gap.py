@@ -1,17 +1,14 @@
-"""Guarantee 2: how far sampler and trainer are apart on what was sampled, beside how far the trainer is from itself.
+"""Guarantee 2: how far the sampler is from the trainer on what was sampled, beside how far the trainer is from itself.
 
-Of a token drawn from mu, d = log pi - log mu. k1 = -d and k3 = e^d - 1 - d estimate KL(mu || pi) (Schulman 2020); for
-small d, k3 is d^2 / 2. The trainer's *self-gap* is the larger k3 of two recomputations of its own log-probabilities:
-each answer alone and padded further, and in FP32 with the same weights. The latter is what rounding does to the
-trainer; of a sampler that rounds as much, by itself, k3 is twice that where the two are independent. Three times the
-self-gap is beyond it: in BF16 a real model was 1.0 times its self-gap from vLLM, and 40 times with a stale head. What
-is not rounding, and in the trainer alone, such as dropout, would hide itself in a larger self-gap: more than OF_SAMPLER
-times the sampler's distance from FP32 is not believed.
+For a token drawn from mu, d = log pi - log mu; k1 = -d and k3 = e^d - 1 - d estimate KL(mu || pi) (Schulman 2020), and
+for small d k3 is d^2 / 2. The trainer's *self-gap* is the larger k3 of two recomputations of its own log-probabilities:
+in batches of other shapes, and in FP32 with the same weights, which is its rounding. A sampler that rounds as much,
+independently, has twice that k3; in BF16 vLLM had 1.0 times a real model's self-gap, and 40 times with a stale head.
+Dropout in the trainer would hide in a larger self-gap: OF_SAMPLER times the sampler's distance from FP32 is its limit.
 
-A sampler that draws from a part of the tokens (top-p) has a larger mu for all of them: k3 may stay small, but all d
-have one sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard
-errors of mean d (more for few prompts, by Student's t: a sound run of 4 was beyond the bound in one step of 200), that
-of k3 what exceeds one, over prompts, whose tokens are alike: few tokens have less to say.
+A sampler that draws from a part of the tokens (top-p) gives each a larger mu: k3 may stay small, but all d have one
+sign. |mean d| / mean |d| is then 1, and 0.07 in a sound run. Its bound counts what exceeds three standard errors (more
+for few prompts, by Student's t), that of k3 what exceeds one; they are over prompts, whose tokens are alike.
 """
 
 import math
@@ -19,13 +16,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-FLOOR = 1e-9
-"""Smallest self-gap that is believed: FP32's was 5e-11, and a tiny model may repeat itself bit for bit."""
+FLOOR = 1e-9  # smallest self-gap: FP32's was 5e-11, and a tiny model may repeat itself bit for bit
 OF_SAMPLER = 4.0
-ONE_SIDED = 0.3
-"""Largest healthy |mean d| / mean |d|."""
-_MEMORY = 0.9
-"""Share of the self-gap's average that a step leaves: a step measures it on few tokens."""
+ONE_SIDED = 0.3  # largest healthy |mean d| / mean |d|
+_MEMORY = 0.9  # of the self-gap's moving average, since a step measures it on few tokens
 
 
 class Gap:
@@ -34,14 +28,15 @@ class Gap:
     def __init__(self, bound: float) -> None:
         """bound: grpo.max_gap."""
         self._bound = bound
-        self.usual: float | None = None
-        """The self-gap's average; a resumed run takes it from the last step's file."""
+        self.usual: float | None = (
+            None  # moving average of the self-gap; a resumed run has it from the last step's file
+        )
 
     def measure(
         self, apart: np.ndarray, mask: np.ndarray, self_gaps: Sequence[Sequence[np.ndarray]]
     ) -> dict[str, float]:
-        """Metrics of a step. apart: (prompts, group, tokens) d, where `mask` is true. self_gaps: by rank, d of the
-        trainer and both recomputations, and of the sampler and FP32. All ranks measure the same."""
+        """Metrics of a step, the same on all ranks. apart: (prompts, group, tokens) d, where `mask` is true. self_gaps:
+        of each rank, d of the trainer and either recomputation, and of FP32 and the sampler."""
         apart = apart.astype(np.float64)
         tokens, excess = apart[mask], np.expm1(apart) - apart
         shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
@@ -67,10 +62,8 @@ class Gap:
 
 
 def _errors(prompts: int) -> float:
-    """How many standard errors a mean over prompts exceeds as rarely as one over many exceeds three: in 0.27%.
-
-    Student's t with its degrees of freedom, by Fisher's expansion (Abramowitz and Stegun, 26.7.5), for 3.0.
-    """
+    """Standard errors that a mean over prompts exceeds in 0.27% of cases, three for many: Student's t, by Fisher's
+    expansion (Abramowitz and Stegun, 26.7.5)."""
     free = prompts - 1
     return math.sqrt(prompts / free) * (3 + 7.5 / free + 17.25 / free**2 + 30.19 / free**3)
 

@@ -1,8 +1,7 @@
 """The answers of one step, of all ranks, and their file in the run folder: `rollouts/step-000001.safetensors`.
 
-The file is published before the update that is made from it. So a run that was killed takes the same step again from
-the same answers, as long as its weights have the hash that the answers were sampled with, whatever the sampler would
-say now.
+The file is published before the update that uses it, so that a run that was killed repeats the step with the same
+answers, provided its weights have the hash that they were sampled with.
 """
 
 import json
@@ -20,7 +19,7 @@ _ARRAYS = ("samples", "prompts", "prompt_lengths", "answers", "lengths", "ended"
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Answers to some prompts; every array has a row for each prompt, with zeros after the end of its tokens."""
+    """Answers to some prompts: arrays with a row for each prompt, tokens padded with zeros."""
 
     samples: np.ndarray  # (prompts,) int64: numbers of the prompts in the corpus
     prompts: np.ndarray  # (prompts, tokens) int64
@@ -33,27 +32,31 @@ class Rollouts:
     rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
     version: str = ""  # `synchronise`'s, of the weights that they were sampled with
     facts: dict[str, float] = field(default_factory=dict)  # metrics of the step
-    sources: dict[str, str] = field(default_factory=dict)  # name of a reward function to the sha256 of its file
+    sources: dict[str, str] = field(default_factory=dict)  # `Rewards.sources`
+
+    @property
+    def places(self) -> np.ndarray:
+        """(prompts, group) int64: the number of inputs for each answer: its prompt, and all its tokens but the last."""
+        return np.asarray(self.prompt_lengths[:, None] + self.lengths - 1)
 
     @property
     def mask(self) -> np.ndarray:
         """(prompts, group, tokens) bool: where an answer has a token."""
-        found: np.ndarray = np.arange(self.answers.shape[-1]) < self.lengths[..., None]
-        return found
+        return np.asarray(np.arange(self.answers.shape[-1]) < self.lengths[..., None])
 
     def of(self, numbers: Sequence[int] | np.ndarray) -> "Rollouts":
-        """The answers to some of the prompts, by their place here."""
+        """The answers to the prompts at these places."""
         chosen: Any = np.asarray(numbers, dtype=np.int64)
         return replace(self, **{name: getattr(self, name)[chosen] for name in _ARRAYS})
 
     def put(self, numbers: Sequence[int], others: "Rollouts") -> None:
-        """Replace the answers to some of the prompts. Both have room for equally many tokens."""
+        """Replace the answers to the prompts at these places. Both are padded alike."""
         for name in _ARRAYS:
             getattr(self, name)[list(numbers)] = getattr(others, name)
 
 
 def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.ndarray:
-    """(rows, width): rows of uneven length."""
+    """(rows, width): rows of uneven lengths, padded with zeros."""
     found = np.zeros((len(rows), width), dtype=dtype)
     for place, row in zip(found, rows, strict=True):
         place[: len(row)] = row
@@ -61,7 +64,7 @@ def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.
 
 
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
-    """The answers of all ranks in the order of the global batch, whose prompt n is the rank n modulo ranks's."""
+    """The answers of all ranks in the order of the global batch, of whose prompts rank r has r, r + ranks, ..."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
     for name in ("prompts", "answers", "sampler", "old"):
         lengths = joined["prompt_lengths" if name == "prompts" else "lengths"]
@@ -84,11 +87,9 @@ def write(path: Path, rollouts: Rollouts, *, sampler: str) -> None:
 
 
 def read(path: Path) -> Rollouts | None:
-    """The file's answers; None where it is missing or damaged, and they are sampled again."""
-    found = read_arrays(path)
-    if found is None:
+    """The file's answers; None if it is missing or damaged."""
+    if (found := read_arrays(path)) is None:
         return None
     arrays, said = found
-    return Rollouts(
-        **arrays, version=said["version"], facts=json.loads(said["facts"]), sources=json.loads(said["rewards"])
-    )
+    facts, sources = json.loads(said["facts"]), json.loads(said["rewards"])
+    return Rollouts(**arrays, version=said["version"], facts=facts, sources=sources)

@@ -1,13 +1,12 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
-The trainer's side of the comparison is the weights that its own modules compute with, tensor by tensor, and under every
-name that a tied tensor has. Each rank hashes a share of them; a copy in this process is compared bit for bit, and so
-are the numbers that modules compute with beside their weights. A difference is answered by sending everything once
-more, and then ends the run, naming the tensors.
+The trainer's side of the comparison is the weights that its own modules compute with, under every name of a tied
+tensor. Each rank hashes a share of them; a copy in this process is compared bit for bit, and so are the numbers that
+modules compute with beside their weights. If anything differs, everything is sent once more; then the run ends.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,12 +23,10 @@ _NAMED = 5
 
 
 def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
-    """Send the trainer's weights and prove that the sampler computes with them. A collective. Raises PrecisionError.
-
-    The version of these weights and no others: a hash over names and hashes of all tensors.
-    """
-    world, numbers = engine.world, _numbers(engine.model)
-    other = [name for name, value in _numbers(sampler.model).items() if numbers.get(name, value) != value]
+    """Send the trainer's weights, prove that the sampler computes with them, and return their version: a hash over the
+    names and hashes of all tensors. A collective. Raises PrecisionError."""
+    world, settings = engine.world, _settings(engine.model)
+    other = [name for name, value in _settings(sampler.model).items() if settings.get(name, value) != value]
     if other:
         raise PrecisionError(f"the sampler has other settings than the trainer: {_shown(other)}; nothing was sampled")
     for _ in range(_ATTEMPTS):
@@ -48,8 +45,7 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
 
 
 def require_start(engine: Engine, reference: PreTrainedModel) -> None:
-    """Prove that the model of grpo.beta has the weights and dtypes that the engine starts with. Raises
-    PrecisionError."""
+    """Raises PrecisionError if the model of grpo.beta has other weights or dtypes than the engine starts with."""
     wrong = differing_from(reference, _weights(engine))
     if wrong:
         raise PrecisionError(
@@ -58,29 +54,31 @@ def require_start(engine: Engine, reference: PreTrainedModel) -> None:
         )
 
 
-def bit_sums(model: PreTrainedModel) -> list[int]:
-    """A sum over the bits of each weight: one that changes has another."""
-    found: list[int] = torch.stack([bit_sum(value.view(-1)) for value in model.parameters()]).tolist()
-    return found
+def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A sum over the bits of each tensor, which changes with any one of them. Waits once for the device."""
+    sums = [bit_sum(tensor.view(-1)) for tensor in tensors]
+    return list(torch.stack(sums).tolist()) if sums else []
 
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def _numbers(model: torch.nn.Module) -> dict[str, Any]:
-    """Inputs of modules' computations besides weights: numbers, such as an adapter's scale or a window, and buffers."""
-    found: dict[str, Any] = {}
+def _settings(model: torch.nn.Module) -> dict[str, Any]:
+    """Numbers that modules compute with besides weights, such as an adapter's scale, and the bit sums of buffers."""
+    numbers: dict[str, Any] = {}
+    buffers: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if {"dynamic", "longrope"} & {getattr(module, "rope_type", None)}:  # which depend on what was computed before
+        rope = str(getattr(module, "rope_type", ""))  # Gemma 3 has one for each type of layer
+        if "dynamic" in rope or "longrope" in rope:  # its frequencies depend on the sequences it has seen
             continue
         for key, value in vars(module).items():
             kinds = {type(part) for part in (value.values() if type(value) is dict else [value])}
             if kinds and kinds <= {int, float}:
-                found[f"{name}.{key}"] = value
+                numbers[f"{name}.{key}"] = value
         for key, buffer in module.named_buffers(recurse=False):
-            found[f"{name}.{key}"] = int(bit_sum(buffer.detach().clone().view(-1)))
-    return found
+            buffers[f"{name}.{key}"] = buffer.detach().clone()  # aligned alike in both models (`bit_sum`)
+    return numbers | dict(zip(buffers, bit_sums(buffers.values()), strict=True))
 
 
 def _weights(
@@ -88,18 +86,16 @@ def _weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter's whole weight under each of its names.
 
-    share: takes the digests that this rank computes. frozen: those of weights that are not trained, once computed.
+    share: takes the digests that this rank computes. frozen: keeps those of weights that are not trained.
     """
-    named = list(engine.model.named_parameters(remove_duplicate=False))
-    names: dict[int, list[str]] = {}
-    for name, parameter in named:
-        names.setdefault(id(parameter), []).append(name)
-    mine = list(names)[engine.world.rank :: engine.world.world_size]
-    for name, parameter in named:
-        tied = names[id(parameter)]
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in engine.model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    for number, (parameter, tied) in enumerate(names.items()):
         whole = whole_weight(engine, parameter) if engine.stage == 3 else parameter.data  # whole_weight copies
-        if share is not None and frozen is not None and id(parameter) in mine and name == tied[0]:
-            known = frozen.get(name) or digest(whole)
-            frozen |= {} if parameter.requires_grad else {name: known}
+        if share is not None and frozen is not None and number % engine.world.world_size == engine.world.rank:
+            known = frozen.get(tied[0]) or digest(whole)
+            if not parameter.requires_grad:
+                frozen[tied[0]] = known
             share |= dict.fromkeys(tied, known)
-        yield name, whole
+        yield from ((name, whole) for name in tied)

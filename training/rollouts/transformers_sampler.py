@@ -1,8 +1,7 @@
-"""A rollout engine: it samples answers with weights that it is given, and says what it computes with.
+"""The sampler in the trainer's process: a second copy of the model on every rank, with the trainer's tensors and names.
 
-`TransformersSampler` is one in the trainer's own process: a second copy of the model in the compute dtype on every
-rank, built as the trainer's is, adapter included, so that it computes with the same tensors and names. vllm_sampler.py
-has another, in servers. Token ids go in and come out, never text; every rank asks its own requests.
+It is built as the trainer's model is, adapter included, in the compute dtype. vllm_sampler.py has the sampler that asks
+servers. Token ids go in and come out, never text; every rank makes its own requests.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
 from config.resolved import Resolved
@@ -33,51 +33,44 @@ from training.engine.ledger import PrecisionError
 Weights = Iterable[tuple[str, torch.Tensor]]
 """Name and whole tensor of every parameter, in the dtype that the trainer computes with; a tied one under each name."""
 
-PERSON = b"mantissa-answer"
-"""Keeps the random numbers of an answer apart from others of the same key."""
-_NEVER_TWICE = -30.0
-"""[nats] Log-probability of an answer below which two of a group are equal less than once in 1e13 pairs."""
+PERSON = b"mantissa-answer"  # keeps the random numbers of an answer apart from other uses of its key
+_NEVER_TWICE = -30.0  # [nats] an answer of smaller log-probability is drawn twice less than once in 1e13 pairs
 
 
 class Request(NamedTuple):
     """One answer to be sampled."""
 
     prompt: np.ndarray  # (n,) int64
-    key: str
-    """Seed of this answer and no other: whatever else is sampled beside it, it draws the same random numbers."""
+    key: str  # seed of this answer alone: its random numbers do not depend on what is sampled beside it
 
 
 class Answer(NamedTuple):
     """A sampled answer."""
 
-    ids: np.ndarray
-    """(n,) int64, an end token included where it has ended; 1 <= n <= grpo.max_new_tokens."""
-    log_probs: np.ndarray  # (n,) float32: of each under softmax(logits / temperature), as sampled from
-    ended: bool
-    """False where it was cut off at its length. Only this says so: an end token is a token like any other."""
+    ids: np.ndarray  # (n,) int64, with its end token if it ended; 1 <= n <= grpo.max_new_tokens
+    log_probs: np.ndarray  # (n,) float32, by the softmax(logits / temperature) that it was drawn from
+    ended: bool  # False if it was cut off at grpo.max_new_tokens
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and values, -0.0 as 0.0, which kernels may write for it."""
+    """SHA-256 of a tensor's dtype, shape and values; -0.0 counts as 0.0, since kernels may exchange the two."""
     values = (tensor.detach() + 0.0).contiguous().cpu()
     head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return hashlib.sha256(head + values.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit are equal."""
-    alike = one.dtype == other.dtype and one.shape == other.shape
-    return alike and torch.equal(as_integers(one), as_integers(other))
-
-
 def differing_from(model: PreTrainedModel, weights: Weights) -> list[str]:
-    """Names of the tensors of which the model has another dtype, shape or value."""
+    """Names of the tensors of which the model has another dtype, shape or bit."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    return [name for name, tensor in weights if not _same(own[name], tensor)]
+    return [
+        name
+        for name, tensor in weights
+        if own[name].dtype != tensor.dtype or not torch.equal(as_integers(own[name]), as_integers(tensor))
+    ]
 
 
 def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -> PreTrainedModel:
-    """The model of a run with its start weights, in the trainer's dtypes, in evaluation mode, whole on this rank."""
+    """The run's model with its start weights and the trainer's dtypes, in evaluation mode, whole on this rank."""
     config, seed = resolved.config, resolved.config.run.seed
     model = build_model(config.model, shape, seed=seed, model_class=model_class_of(config), adapter=config.adapter)
     if config.adapter.kind != "none":
@@ -93,89 +86,80 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
 
 
 class TransformersSampler:
-    """Draws tokens by inverting the distribution function at a random number of the answer's own."""
+    """Draws each token by inverting the cumulative distribution at a random number that belongs to the answer."""
 
     def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
         """model: the copy, with the start weights until the first sync. ends: tokens that end an answer."""
         self.model, self._section, self._world, self._ends = model, section, world, list(ends)
-        self.folder = Path()
-        """Where the run keeps its answers."""
-        self.identity = f"transformers {transformers.__version__}, torch {torch.__version__}"
-        """Name and version, for the record."""
-        self.frozen: dict[str, str] = {}
-        """`digest` of weights that are not trained."""
+        self.folder = Path()  # for the run's answers
+        self.identity = f"transformers {transformers.__version__}, torch {torch.__version__}"  # for the record
+        self.frozen: dict[str, str] = {}  # digests of weights that are not trained
         self._takes_positions = "position_ids" in signature(model.forward).parameters
 
     def require_whole(self, answers: Sequence[Answer]) -> None:
-        """Raises PrecisionError for an answer that does not end where its end token is, or else at its longest, that
-        has no log-probabilities, or that a seed of its own would not have drawn once more in its group."""
-        size, problem = self._section.group_size, ""
+        """Raises PrecisionError for an answer that ends neither at its first end token nor at its longest, whose
+        log-probabilities are not finite, or that repeats one of its group too improbably."""
+        size, longest, problem = self._section.group_size, self._section.max_new_tokens, ""
         for number, (ids, log_probs, ended) in enumerate(answers):
-            ends = np.isin(ids, self._ends)
-            full = len(ids) == self._section.max_new_tokens
+            ends, likelihood = np.isin(ids, self._ends), log_probs.sum()
             before = answers[number - number % size : number]
-            if ends[:-1].any() or ends[-1] != ended or not (ended or full) or len(ids) != len(log_probs):
+            whole = ended or len(ids) == longest
+            if ends[:-1].any() or ends[-1] != ended or not whole or len(ids) != len(log_probs):
                 problem = (
                     f"cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at "
                     f"{np.flatnonzero(ends).tolist()}, and ended = {ended}, where it ends with its first end token or "
-                    f"has grpo.max_new_tokens = {self._section.max_new_tokens}"
+                    f"has grpo.max_new_tokens = {longest}"
                 )
             elif not np.isfinite(log_probs).all():
                 problem = f"says a log-probability that is not finite of answer number {number}"
-            elif log_probs.sum() < _NEVER_TWICE and any(np.array_equal(ids, other.ids) for other in before):
-                problem = (
-                    f"repeated answer number {number} in its group, whose probability is e^{log_probs.sum():.0f}: "
-                    "seeds are not the samples' own"
-                )
+            elif likelihood < _NEVER_TWICE and any(np.array_equal(ids, other.ids) for other in before):
+                problem = f"repeated answer number {number} in its group, whose probability is e^{likelihood:.0f}: "
+                problem += "seeds are not the samples' own"
             if problem:
                 raise PrecisionError(f"the sampler {problem}; nothing was learned")
 
     @torch.no_grad()
     def receive(self, weights: Weights) -> None:
-        """Take new weights, and forget whatever was computed with others (prefix caches). Every rank iterates over all
-        of `weights`, since making them may be a collective."""
+        """Take new weights, and drop what was computed with others (prefix caches). Every rank consumes all of
+        `weights`, since producing them may be a collective."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in weights:
             own[name].copy_(tensor)
 
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
-        """The trainer's names of the tensors that it computes with now, whatever it received, that are not the
-        trainer's. expected: `digest` of each."""
+        """Names of tensors that the sampler computes with and that differ from the trainer's. expected: digests."""
         return differing_from(self.model, weights)
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
-        """Answers in the order of the requests, by the weights of that version (`synchronise`)."""
+        """Answers in the order of the requests, by the weights of this version (`synchronise`)."""
         size = self._section.at_once
         parts = (requests[first : first + size] for first in range(0, len(requests), size))
         return [answer for part in parts for answer in self._drawn(part)]
 
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
-        device, rows, most = self.model.device, len(requests), self._section.max_new_tokens
-        draws = [uniforms(request.key, most, person=PERSON) for request in requests]
-        numbers = torch.from_numpy(np.stack(draws)).to(device)
-        longest = max(len(request.prompt) for request in requests)
-        ids = torch.zeros(rows, longest, dtype=torch.int64)
-        seen = torch.zeros(rows, longest + most, dtype=torch.int64, device=device)
-        for row, request in enumerate(requests):  # padded at the left, so that all go on at one place
-            start = longest - len(request.prompt)
-            ids[row, start:] = torch.from_numpy(request.prompt)
-            seen[row, start:] = 1
-        padded = bool((seen == 0).any())
-        positions = (seen.cumsum(1) - 1).clamp(min=0)
-        ids, past, first = ids.to(device), None, 0
-        ended = torch.zeros(rows, dtype=torch.bool, device=device)
-        ends = torch.tensor(self._ends, dtype=torch.int64, device=device)
+        device, most = self.model.device, self._section.max_new_tokens
+        numbers = np.stack([uniforms(request.key, most, person=PERSON) for request in requests])
+        draws = torch.from_numpy(numbers).to(device)
+        prompts = [torch.from_numpy(request.prompt) for request in requests]
+        places = [torch.ones(len(prompt) + most, dtype=torch.int64) for prompt in prompts]
+        ids, mask = (  # padded on the left, so that all answers start at one place
+            pad_sequence(rows, batch_first=True, padding_side="left").to(device) for rows in (prompts, places)
+        )
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        padded, past, first = not bool(mask.all()), None, 0
+        ends = torch.tensor(self._ends, device=device)
+        ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
         drawn, found = [], []
         for step in range(most):
             last = first + ids.shape[1]
-            given: dict[str, Any] = {"attention_mask": seen[:, :last]} if padded else {}
+            given: dict[str, Any] = {"attention_mask": mask[:, :last]} if padded else {}
             given |= {"position_ids": positions[:, first:last]} if self._takes_positions else {}
             output = self.model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1, **given)
             past, first = output.past_key_values, last
             log_probs = torch.log_softmax(output.logits[:, -1].float() / self._section.temperature, -1)
             reached = log_probs.double().exp().cumsum(-1)
-            place = numbers[:, step, None] * reached[:, -1:]
+            place = draws[:, step, None] * reached[:, -1:]
             ids = torch.searchsorted(reached, place, right=True).clamp_(max=reached.shape[-1] - 1)
             drawn.append(ids)
             found.append(log_probs.gather(1, ids))
@@ -183,16 +167,15 @@ class TransformersSampler:
             if bool(ended.all()):
                 break
         tokens, scores = torch.cat(drawn, 1).cpu().numpy(), torch.cat(found, 1).cpu().numpy()
-        stops = np.isin(tokens, self._ends)
-        counts = np.where(stops.any(axis=1), stops.argmax(axis=1) + 1, most)
-        answers = zip(tokens, scores, counts, ended.tolist(), strict=True)
-        return [Answer(row[:count], own[:count], stopped) for row, own, count, stopped in answers]
+        lengths = np.where(ended.cpu().numpy(), np.isin(tokens, self._ends).argmax(axis=1) + 1, most)
+        answers = zip(tokens, scores, lengths, ended.tolist(), strict=True)
+        return [Answer(row[:length], own[:length], stopped) for row, own, length, stopped in answers]
 
     def in_fp32(self) -> Forward:
-        """The copy's forward pass in FP32, with the values that its weights have."""
+        """The copy's forward pass computed in FP32, with its weights and buffers widened."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         wide = {name: value.float() if value.is_floating_point() else value for name, value in named}
         return lambda **given: functional_call(self.model, wide, kwargs=given)
 
     def close(self) -> None:
-        """Nothing is held but the model."""
+        """Release what is held outside of this process."""

@@ -1,10 +1,9 @@
-"""Sampling by vLLM servers of their own, started by the user or by `python -m launch.rollouts`.
+"""The sampler that asks vLLM servers, which the user or `python -m launch.rollouts` starts.
 
-Rank 0 sends the weights to every server, in a file in the run folder or by a broadcast in a process group of the two
-(NCCL on GPUs, gloo on CPUs, as vLLM's own transfer and TRL's); the ranks then share the servers.
-Every request is salted with the label of the weights that were proven, so that no cached prefix of other weights
-answers it, and every answer carries the label that it was sampled under. A server that died, hangs, or answers under
-another label is waited for, given the same weights again, proven again, and asked again with the same seeds.
+Rank 0 sends the weights to every server, in a file or by broadcast in a process group with it, and the ranks share the
+servers. Requests are salted with the version of the proven weights, so that no prefix cached with others is used, and
+answers carry the label under which the weights were sent. A server that dies, hangs or answers under another label is
+waited for, gets the same weights again, is proven again, and is asked again with the same seeds.
 """
 
 import secrets
@@ -35,28 +34,16 @@ from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
-
-_CLIENT = httpx.Client(timeout=600.0)
-"""Its time limit is that of one request, after which the server counts as hung."""
-_SAMPLING: dict[str, Any] = {
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "logprobs": 0,
-    "detokenize": False,
-    "ignore_eos": True,
-}
+_CLIENT = httpx.Client(timeout=600.0)  # a server that takes longer for one request counts as hung
+_SAMPLING: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False, "ignore_eos": True}
 
 
 class ServerError(RuntimeError):
-    """A server did not answer, or did not answer what it was asked."""
+    """A server does not answer, or gives a wrong answer; it is asked again."""
 
 
 class VllmSampler(TransformersSampler):
-    """The servers that a run samples from; this rank asks one of them.
-
-    The copy in this process has the weights that the file is written from; the trainer is measured against it.
-    """
+    """Servers, of which this rank asks one. What they are sent are the weights of the copy in this process."""
 
     def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
         """Raises UserError where a server cannot be reached or cannot take weights."""
@@ -64,17 +51,17 @@ class VllmSampler(TransformersSampler):
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
-        self._groups: dict[str, Any] = {}  # of this rank with a server that it sends weights to by broadcast
+        self._groups: dict[str, Any] = {}  # process groups of this rank and one server, for broadcasts
 
-        def start(url: str) -> str:
+        def version(url: str) -> str:
             self._initialise(url)
             return f"vllm {_call(url, '/version')['version']}"
 
-        self.identity = world.on_main(lambda: ", ".join(sorted({self._patiently(url, start) for url in self._urls})))
+        self.identity = world.on_main(lambda: ", ".join(sorted({self._patiently(url, version) for url in self._urls})))
 
     @property
     def _file(self) -> Path:
-        """The file of weights, which the servers have to see under the same path."""
+        """Weights for grpo.transfer = file; the servers have to see them under the same path."""
         return self.folder / "weights.safetensors"
 
     def receive(self, weights: Weights) -> None:
@@ -82,14 +69,13 @@ class VllmSampler(TransformersSampler):
         super().receive(weights)
         self._label = self._world.from_main(secrets.token_hex(16))
         joined = self._world.gather_objects(list(self._groups))
-        for url in {url for others in joined[1:] for url in others}:  # to a rank that restored it (`_restore`)
+        for url in set[str]().union(*joined[1:]):  # these servers have joined the rank that restored them (`_restore`)
             self._groups.pop(url, None)
 
         def send() -> None:
             self._file.parent.mkdir(exist_ok=True)
             if self._section.transfer == "file":
-                own = {name: value.detach().cpu().contiguous() for name, value in self._whole(tied=False).items()}
-                save_file(own, self._file)
+                save_file({name: value.cpu() for name, value in self._whole(tied=False).items()}, self._file)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
 
@@ -111,7 +97,7 @@ class VllmSampler(TransformersSampler):
     def _broadcast(self, url: str) -> None:
         if url not in self._groups:
             self._initialise(url)
-        own = {name: value.detach().contiguous() for name, value in self._whole(tied=False).items()}
+        own = self._whole(tied=False)
         tensors = [(name, str(value.dtype).removeprefix("torch."), value.shape) for name, value in own.items()]
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(_call, url, "/update_weights", {"update_info": {"tensors": tensors}})
@@ -126,19 +112,16 @@ class VllmSampler(TransformersSampler):
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """Tensors in which any server computes with other weights, by their digests. A collective."""
         wrong: list[str] = []
-        adapted = any(".lora_" in name for name in expected)
-        if adapted:  # the copy has the trainer's factors, and the server computes with what they merge to
+        if any(".lora_" in name for name in expected):  # the copy has the trainer's factors, the server merged weights
             wrong = super().differing(weights, expected)
             expected = {name: digest(value) for name, value in self._whole().items()}
         self._proven = dict(expected)
-        found = self._world.on_main(
-            lambda: [self._patiently(url, _effective_hashes, self._send_again) for url in self._urls]
-        )
-        return wrong + [name for name, known in expected.items() if any(one.get(name) != known for one in found)]
+        found = self._world.on_main(lambda: [self._patiently(url, _hashes, self._send_again) for url in self._urls])
+        return wrong + [name for name, known in expected.items() if any(own.get(name) != known for own in found)]
 
     @torch.no_grad()
     def _whole(self, *, tied: bool = True) -> dict[str, torch.Tensor]:
-        """The copy's weights by the names of its base, with what an adapter adds. tied: under each of their names."""
+        """The copy's weights by the base model's names, an adapter merged. tied: a tied weight under all its names."""
         found: dict[str, torch.Tensor] = {}
         for name, value in self.model.named_parameters(remove_duplicate=not tied):
             layer, _, key = name.partition(".base_layer.")
@@ -146,7 +129,7 @@ class VllmSampler(TransformersSampler):
                 adapted: Any = self.model.get_submodule(layer)
                 value = (value.float() + adapted.get_delta_weight(NAME).float()).to(value.dtype)
             if ".lora_" not in name:
-                found[base_name(name)] = value
+                found[base_name(name)] = value.detach().contiguous()
         return found
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
@@ -161,10 +144,7 @@ class VllmSampler(TransformersSampler):
         return self._patiently(self._own, ask, self._restore)
 
     def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
-        """The answer of a server, which is asked again for as long as the run waits for it, after `recover` each time.
-
-        Raises UserError.
-        """
+        """The result of `act`, repeated after `recover` until the server answers. Raises UserError when time is up."""
         until, failed = time.monotonic() + self._section.server_seconds, False
         while True:
             try:
@@ -182,7 +162,7 @@ class VllmSampler(TransformersSampler):
                 time.sleep(1.0)
 
     def _initialise(self, url: str) -> None:
-        """Let a server that was started anew take weights."""
+        """Prepare a server that has just started to receive weights."""
         if self._section.transfer == "file":
             _call(url, "/init_weight_transfer_engine", {"init_info": {}})
             return
@@ -205,17 +185,16 @@ class VllmSampler(TransformersSampler):
         self._send(url)
 
     def _restore(self, url: str) -> None:
-        """Give a server the weights that were proven, one rank at a time, and prove them again."""
+        """Send a server the proven weights, one rank at a time, and prove them again."""
         with exclusive_lock(self._file.with_suffix(".lock"), wait_s=self._section.server_seconds):
             self._send_again(url)
-            held = _effective_hashes(url)
-            if any(held.get(name) != known for name, known in self._proven.items()):
+            if self._proven.items() - _hashes(url).items():
                 raise ServerError("it computes with other weights than those that were proven")
 
     def _answer(self, request: Request, version: str) -> Answer:
         section, seed = self._section, int(splitmix(request.key, 1, person=PERSON)[0] >> np.uint64(1))
-        sampling = {"max_tokens": section.max_new_tokens, "temperature": section.temperature, "seed": seed, **_SAMPLING}
-        sampling["stop_token_ids"] = self._ends
+        sampling = {**_SAMPLING, "max_tokens": section.max_new_tokens, "temperature": section.temperature, "seed": seed}
+        sampling |= {"stop_token_ids": self._ends, "logprobs": 0}  # 0: of the sampled token alone
         asked = {"token_ids": request.prompt.tolist(), "sampling_params": sampling, "cache_salt": version}
         (choice,) = _call(self._own, "/inference/v1/generate", asked)["choices"]
         labels = {span["version"] for span in choice.get("weight_versions") or [{"version": None}]}
@@ -228,22 +207,19 @@ class VllmSampler(TransformersSampler):
         return Answer(ids, log_probs, choice["finish_reason"] == "stop")
 
     def close(self) -> None:
-        """Remove the weights. The servers belong to the user."""
+        """Remove the file of weights. The servers belong to the user."""
         if self._world.is_main and self._label:
             self._file.unlink(missing_ok=True)
 
 
-def _effective_hashes(url: str) -> dict[str, str]:
-    """Digests of what the server's one worker computes with. Raises as `_call`."""
+def _hashes(url: str) -> dict[str, str]:
+    """Digests of the weights that the server's only worker computes with."""
     (found,) = _call(url, "/collective_rpc", {"method": "effective_hashes"})["results"]
     return dict(found)
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    """The server's answer: to a GET without a body, else to a POST.
-
-    Raises ServerError; UserError where the server is there and refuses what it is asked.
-    """
+    """The answer to a GET, or with a body to a POST. Raises ServerError; UserError for a request that is refused."""
     try:
         answer = _CLIENT.request("GET" if body is None else "POST", url + path, json=body)
         if answer.is_success:

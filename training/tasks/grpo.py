@@ -1,7 +1,4 @@
-"""Learning from rewards of the model's own answers (docs/rl.md): a sample is a prompt, and becomes a group of answers.
-
-training/rollouts/ turns the batches of prompts made here into batches of answers.
-"""
+"""Learning from rewards of the model's own answers (docs/rl.md), which training/rollouts/ samples to these prompts."""
 
 import numpy as np
 from transformers import PreTrainedModel
