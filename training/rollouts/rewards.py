@@ -40,11 +40,11 @@ class Rewards:
         self.weights = np.array(section.reward_weights or [1.0] * len(self.names))
         self.problems: Counter[str] = Counter()  # how often there was no reward, by reason
         self._workers = Workers(section.reward_workers, answering, self.names)
-        self.sources = {name: self._source(name) for name in self.names}  # SHA-256 of each function's file
+        self.sources = {name: self._source(name) for name in self.names}  # hash of each function's file and options
 
     def _source(self, name: str) -> str:
         try:
-            return str(self._workers.submit((name, None)).result())
+            return digest([self._workers.submit((name, None)).result(), self._section.reward_options])
         except (WorkerDied, RuntimeError) as problem:
             self.close()
             fix = "give module:function, or exact_match, regex, json_schema or length"

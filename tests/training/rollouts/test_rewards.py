@@ -62,7 +62,7 @@ def opened() -> Iterator[list[Rewards]]:
 
 def rewards_of(opened: list[Rewards], *names: str, **options: Any) -> Rewards:
     opened.append(Rewards(GrpoSection(rewards=names, **{"reward_seconds": 5.0, **options})))
-    return opened[0]
+    return opened[-1]
 
 
 def values_of(rewards: Rewards, groups: list[dict[str, Any]]) -> np.ndarray:
@@ -84,6 +84,8 @@ def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]
     assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
     assert rewards.total(found).tolist() == pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 3])
     assert not rewards.problems and len(rewards.sources[f"{own}:share"]) == 64
+    other = rewards_of(opened, f"{own}:share", reward_options={"letter": "b"})
+    assert other.sources[f"{own}:share"] != rewards.sources[f"{own}:share"]
 
 
 @pytest.mark.parametrize(
