@@ -65,7 +65,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
-    """What modules compute with besides weights: numbers, such as an adapter's scale, and the bit sums of buffers."""
+    """Numbers that modules compute with besides weights, such as an adapter's scale, and the bit sums of buffers."""
     numbers: dict[str, Any] = {}
     buffers: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
