@@ -36,7 +36,7 @@ from training.step import train_step
 GROUP, LONGEST = 2, 12
 TASK = (
     *("task=grpo", "model.loss=auto", "grpo.rewards=[tests.support.rows.prompts:divided]"),
-    *(f"grpo.group_size={GROUP}", f"grpo.max_new_tokens={LONGEST}", "grpo.reward_seconds=60"),
+    *(f"grpo.group_size={GROUP}", f"grpo.max_new_tokens={LONGEST}", "grpo.reward_seconds=60", "optimizer.eps=1e-6"),
 )
 CORRECTED = "grpo={correction: mask, beta: 0.2, temperature: 0.8, updates: 2}"
 
@@ -125,7 +125,7 @@ def oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[st
             total += float(share.detach())
         return {"loss": total, "tokens": sum(len(own) - 1 for own in tokens), "reward": sum(reward) / len(rows)}
 
-    return trained_plainly(model, recorded, backward)
+    return trained_plainly(model, recorded, backward, eps=config.optimizer.eps)
 
 
 def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> 
         tokens_of_all = int((found.prompt_lengths[:, None] + found.lengths - 1).sum())
         return {"loss": total, "tokens": tokens_of_all, "kl": kl}
 
-    return trained_plainly(model, recorded, backward)
+    return trained_plainly(model, recorded, backward, eps=config.optimizer.eps)
 
 
 def examples(world: World, *, folder: Path) -> list[str]:
