@@ -25,8 +25,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-import psutil
-
 from config.cli import REPOSITORY
 from config.command_line import parse
 from config.errors import UserError
@@ -391,7 +389,7 @@ class Job:
         """(rank, pid) of every rank on this machine. Children inherit RANK, so only the topmost process counts."""
         seen: set[int] = set()
         for pid in _descendants(os.getpid()):  # parents first
-            environment = _environment(pid)
+            environment = environment_of(pid)
             if "RANK" in environment and "LOCAL_RANK" in environment and int(environment["RANK"]) not in seen:
                 seen.add(int(environment["RANK"]))
                 yield int(environment["RANK"]), pid
@@ -448,7 +446,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _environment(pid: int) -> dict[str, str]:
-    with suppress(psutil.Error):
-        return psutil.Process(pid).environ()
-    return {}
+def environment_of(pid: int) -> dict[str, str]:
+    """A process's environment as it was started with; empty if it cannot be read."""
+    try:
+        text = os.fsdecode(Path(f"/proc/{pid}/environ").read_bytes())
+    except OSError:
+        return {}
+    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)

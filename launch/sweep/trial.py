@@ -18,14 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-import psutil
-
 from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED
 from config.errors import UserError
 from config.machine.processes import describe_exit, free_port
 from launch import job
 from launch.hosts import without_options
-from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, error_line, job_command, job_environment
+from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, environment_of, error_line, job_command, job_environment
 from launch.sweep.events import History
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
@@ -199,8 +197,8 @@ def end_leftover_processes(run_folder: Path) -> None:
 
 def _trial_processes(run_folder: Path) -> list[int]:
     """Pids of a trial's processes on this machine, except this one."""
-    others = (one for one in psutil.process_iter(["environ"]) if one.pid != os.getpid())
-    return [one.pid for one in others if (one.info["environ"] or {}).get(RUN_FOLDER_VARIABLE) == str(run_folder)]
+    pids = {int(path.name) for path in Path("/proc").glob("[0-9]*")} - {os.getpid()}
+    return [pid for pid in pids if environment_of(pid).get(RUN_FOLDER_VARIABLE) == str(run_folder)]
 
 
 def _end_with_sweep() -> None:
