@@ -172,7 +172,7 @@ class Signatures:
                     computed_as[0] = again(self._plan, call, None)
         own = None if self._slices.group is not None else own_code(self._plan, self._candidate, call)
         terms = terms_of(kind, call)
-        moved = self._moved(call, *computed_as[1:], terms) if kind == "attention" else {}
+        moved = self._moved(call, computed_as[1], computed_as[2], terms) if kind == "attention" else {}
         for part, found in parts_of(call).items():
             computed = [floats_of(tree.get(part)) for tree in computed_as]
             if floats_of(found) and not all(computed):
