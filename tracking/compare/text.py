@@ -137,7 +137,6 @@ def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
 
 def _rows_table(pair: Pair) -> Table:
     table = Table(("step", "run", "loss", "grad norm", "lr", "scale", "applied", "samples"))
-    places = {place for place in (pair.divergence.step, pair.divergence.beyond_tolerance) if place is not None}
     for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
         table.add(
             row["step"],
@@ -148,7 +147,7 @@ def _rows_table(pair: Pair) -> Table:
             scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             row["sample_ids_sha256"],
-            style="yellow" if row["step"] in places else "",
+            style="yellow" if row["step"] in pair.divergence.places else "",
         )
     return table
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import numpy as np
 
 from config import json_text
 from config.files import write_atomically
+from config.printable import tell
 from config.redact import redact
 from tracking.events import Event, describe_event
 from tracking.figures import HEADLINES, followed
@@ -156,7 +156,7 @@ def _attempt(path: Path, write: Callable[[], object]) -> bool:
     try:
         write()
     except OSError as error:
-        print(f"mantissa: {path} was not written: {error.strerror or error}", file=sys.stderr, flush=True)
+        tell(f"{path} was not written: {error.strerror or error}")
         return False
     return True
 

@@ -109,9 +109,7 @@ def live(watch: Watch, console: Console) -> None:
 def print_repeatedly(watch: Watch, console: Console) -> None:
     """Print a frame every 10 s until the run has ended, for terminals that cannot move the cursor."""
     while True:
-        while watch.read(_DUMB_REFRESH_S):
-            pass
-        console.print(watch.frame(console.width, _ONCE_HEIGHT, keys=False))
+        once(watch, console)
         if run_status(watch.run.folder).over:
             return
         time.sleep(_DUMB_REFRESH_S)
