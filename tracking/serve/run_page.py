@@ -17,7 +17,7 @@ from config.redact import redact
 from config.schema import Config
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
-from tracking.events import describe_event
+from tracking.events import computes_in, describe_event
 from tracking.figures import FIGURES, followed
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
@@ -68,10 +68,7 @@ def state(entry: Entry, *, now: float) -> dict[str, Any]:
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
         ("memory", mib(last.get("memory_bytes"))),
-        (
-            "computes in",
-            "+".join(sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute", ""))]),
-        ),
+        ("computes in", "+".join(computes_in(start))),
         ("ZeRO", f"stage {start['zero_stage']}" if start else ""),
         ("ranks", str(start["world_size"]) if start else ""),
         ("parameters", human(start["parameters"]) if start else ""),
