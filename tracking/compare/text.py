@@ -89,10 +89,8 @@ def sort_key(value: Any) -> tuple[int, float, str]:
 
 def comparable(comparison: Comparison) -> str:
     """One sentence for runs without caveats, naming the compared settings."""
-    items = [
-        f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}"
-        for item in compared_settings(comparison.differences)
-    ]
+    compared = compared_settings(comparison.differences)
+    items = [f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}" for item in compared]
     more = f" and {len(items) - _MOST_COMPARED} more settings" if len(items) > _MOST_COMPARED else ""
     what = "the learning rate is what is compared" if rates_are_compared(comparison.differences) else "what is compared"
     return f"{COMPARABLE}{f'; {what}: ' if items else ''}{', '.join(items[:_MOST_COMPARED])}{more}"

@@ -291,12 +291,11 @@ def _facts(rows: list[tuple[str, str]]) -> Table:
 
 def _observed(event: dict[str, Any]) -> str:
     """Dtypes observed inside modules; empty for a run without observations."""
-    counted = {
-        what: [f"{dtype} ({count:,})" for dtype, count in dtypes.items()] for what, dtypes in computed(event).items()
-    }
-    rows = [*((what, "; ".join(dtypes)) for what, dtypes in counted.items()), *unobserved(event)]
+    found = computed(event).items()
+    rows = [(what, "; ".join(f"{dtype} ({count:,})" for dtype, count in dtypes.items())) for what, dtypes in found]
+    rows += unobserved(event)
     if not rows:
         return ""
     seen = Table(("observed", "computed in (modules)"), [tuple(map(escaped, row)) for row in rows])
-    lower = [f"**{escaped(found)}**" for found in lower_than_promised(event)]
+    lower = [f"**{escaped(wrong)}**" for wrong in lower_than_promised(event)]
     return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)

@@ -249,9 +249,8 @@ def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, st
     speed, seconds = _recent(run, "tokens_per_second"), _recent(run, "step_seconds")
     saved, validated, observed = (rare.get(kind, [{}])[-1] for kind in ("checkpoint", "eval", "precision"))
     broken = int(np.count_nonzero(~np.isfinite(columns.loss)))
-    causes = Counter(
-        "loss" if event["tensor"] == "loss" else line(event["module"]) for event in rare.get("nonfinite", [])
-    )
+    tensors = rare.get("nonfinite", [])
+    causes = Counter("loss" if event["tensor"] == "loss" else line(event["module"]) for event in tensors)
     worst = next((what for what, _ in causes.most_common(1)), "")
     shares = (observed.get("flop_share") or {}).items()
     memory, warnings = run.peak_memory_bytes, run.verdict.warnings
