@@ -31,9 +31,7 @@ def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> Ru
 
 
 _SECTIONS = dict.fromkeys(("run", "model", "data", "batch", "precision", "tracking", "checkpoint"), dict)
-_DICTS = ("data", "versions", "git", "accelerator", "cpu")
-_FACTS = {**dict.fromkeys(_DICTS, dict), "ledger": list, "command_line": list}
-_LEDGER = {"what", "dtype", "bytes"}
+_FACTS = dict.fromkeys(("data", "versions", "git", "accelerator", "cpu"), dict) | {"ledger": list, "command_line": list}
 
 
 def read_inputs(run_dir: RunDir) -> dict[str, Any]:
@@ -61,6 +59,8 @@ def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     for name, kind in kinds.items():
         if content.get(name) is not None and not isinstance(content[name], kind):
             raise UserError(f"{path}: {name} is not a {kind.__name__}, as written; restore or remove the file")
-    if not all(isinstance(row, dict) and row.keys() >= _LEDGER for row in content.get("ledger") or ()):
+    if not all(
+        isinstance(row, dict) and row.keys() >= {"what", "dtype", "bytes"} for row in content.get("ledger") or ()
+    ):
         raise UserError(f"{path}: ledger is not as written; restore or remove the file")
     return content
