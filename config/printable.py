@@ -7,6 +7,7 @@ sequence in a name is shown as `\\x1b[31m` and changes no colour.
 from __future__ import annotations
 
 import re
+import sys
 
 from config.redact import Redactor
 
@@ -30,6 +31,11 @@ def line(text: str) -> str:
 def shown(value: object) -> str:
     """Any value as one line of text for a terminal, a page or a log, without secrets or active control characters."""
     return line(Redactor().text(str(value)))
+
+
+def tell(text: object) -> None:
+    """Print one line for the user, `shown`, to standard error."""
+    print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
 
 
 def _escaped(found: re.Match[str]) -> str:

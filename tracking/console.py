@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from config.printable import line
-from tracking.events import Event, describe_event
+from tracking.events import Event, computes_in, describe_event
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, mib, number, rate, scale
 from tracking.observed_dtypes import computed, lower_than_promised
@@ -115,7 +115,7 @@ class ConsoleSink:
             atexit.unregister(self.close)
 
     def _on_run_start(self, event: Event) -> None:
-        computes = sorted(set((event.get("regions") or {}).values())) or [event["compute"]]
+        computes = computes_in(event)
         self._fp16 = "fp16" in computes
         resumed = f", resumed from {event['resumed_from']}" if event["resumed_from"] else ""
         trained, whole = event.get("trained_parameters"), event["parameters"]

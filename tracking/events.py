@@ -121,6 +121,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
+def computes_in(start: Event) -> list[str]:
+    """Dtypes in which a run computes, from its `run_start`: those of its manifest's regions, or the single one."""
+    return sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute") or "")]
+
+
 def describe_event(event: Event) -> str:
     """One event in one line of printable text, without its step."""
     return line(_describe(event))

@@ -34,7 +34,7 @@ class LiveRun:
         self._file = Follower(folder / "events.jsonl")
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
-        self._inputs: tuple[Any, ...] = ({}, {}, {})
+        self._inputs: dict[str, Any] = {}
         self._inputs_seen: tuple[int, ...] = ()
         self._reset()
 
@@ -94,10 +94,7 @@ class LiveRun:
         seen = tuple(path.stat().st_mtime_ns if path.exists() else 0 for path in files)
         if seen != self._inputs_seen:
             self._inputs, self._inputs_seen = read_inputs(run_dir), seen
-        config, deepspeed, environment = self._inputs
-        return replace(
-            self.events(), config=config, deepspeed=deepspeed, environment=environment, checked=run_status(self.folder)
-        )
+        return replace(self.events(), **self._inputs, checked=run_status(self.folder))
 
     def known_facts(self) -> RunFacts:
         """The facts that can be read: those of the three files are left out if one is damaged or being written."""

@@ -4,12 +4,11 @@
 a failure to write `events.jsonl` itself is logged once, and writing is tried again with every later event.
 """
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Self
 
-from config.printable import shown
+from config.printable import tell
 from config.redact import Redactor
 from tracking.events import Event, check
 from tracking.jsonl import JsonlSink
@@ -69,7 +68,7 @@ class Record:
             try:
                 sink.close()
             except Exception as error:  # a sink must not turn a finished run into a failed one
-                _log(
+                tell(
                     f"{type(sink).__name__}: could not be closed cleanly ({_one_line(error)}); the run is not affected"
                 )
         self._sinks = []
@@ -86,7 +85,7 @@ class Record:
                 self._sinks.remove(sink)
                 broken.append(f"{type(sink).__name__} is switched off for the rest of this run: {_one_line(error)}")
         for text in broken:
-            _log(f"{text}; training continues and events.jsonl has every event")
+            tell(f"{text}; training continues and events.jsonl has every event")
             self.note(text)
 
     def _write_events_file(self, sink: JsonlSink, event: Event) -> None:
@@ -95,20 +94,16 @@ class Record:
             sink.write(event)
         except OSError as error:
             if self._lost_events == 0:
-                _log(f"{sink.path}: event not written ({_one_line(error)}); training continues, later events are tried")
+                tell(f"{sink.path}: event not written ({_one_line(error)}); training continues, later events are tried")
             self._lost_events += 1
             return
         if self._lost_events:
             lost, self._lost_events = self._lost_events, 0
             text = f"{lost} events before this one could not be written to {sink.path.name}"
-            _log(f"{sink.path}: writing works again; {lost} events were lost")
+            tell(f"{sink.path}: writing works again; {lost} events were lost")
             self.note(text)
 
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
-
-
-def _log(text: str) -> None:
-    print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ belongs to a job that is gone.
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from calendar import timegm
@@ -21,6 +20,7 @@ from typing import Any, Self
 from config.errors import UserError
 from config.machine import processes
 from config.machine.processes import machine, pid_namespace, runs, start_ticks
+from config.printable import tell
 from tracking.run_dir import RunDir
 
 LOCK = ".run_lock"
@@ -94,7 +94,7 @@ class RunLock:
                 )
             if not told:
                 told = True
-                _print(f"waiting for {_words(owner)}, which is still writing {folder}")
+                tell(f"waiting for {_words(owner)}, which is still writing {folder}")
             time.sleep(0.2)
 
     def is_of(self, folder: Path) -> bool:
@@ -151,7 +151,7 @@ def _is_of_here(owner: dict[str, Any]) -> bool:
 def _wait_for_silence(folder: Path, owner: dict[str, Any]) -> None:
     """Return once a holder on another machine has stopped touching its lock. Raises UserError if it does not stop."""
     path, seconds = folder / LOCK, f"{SILENT_SECONDS:.0f} s"
-    _print(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
+    tell(f"{_words(owner)} left {path}; it is passed over when that machine has not touched it for {seconds}")
     since = time.monotonic()
     ends, (_, touched) = since + 3 * SILENT_SECONDS, _read(path)
     while time.monotonic() - since < SILENT_SECONDS:
@@ -210,7 +210,3 @@ def _words(owner: dict[str, Any]) -> str:
     if not owner:
         return "another job"
     return f"a job (pid {owner.get('pid')} on {owner.get('host')}, since {owner.get('since')})"
-
-
-def _print(line: str) -> None:
-    print(f"mantissa: {line}", file=sys.stderr, flush=True)

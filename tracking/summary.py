@@ -26,26 +26,24 @@ def read_run_folder(run_dir: RunDir, label: str, now: float | None = None) -> Ru
 
     now: seconds since the epoch; None is the present. Raises UserError like `read_facts` and `read_inputs`.
     """
-    config, deepspeed, environment = read_inputs(run_dir)
-    facts = read_facts(run_dir.events, label)
-    checked = run_status(run_dir.path, now)
-    return replace(facts, config=config, deepspeed=deepspeed, environment=environment, checked=checked)
+    inputs = read_inputs(run_dir)
+    return replace(read_facts(run_dir.events, label), **inputs, checked=run_status(run_dir.path, now))
 
 
 _SECTIONS = dict.fromkeys(("run", "model", "data", "batch", "precision", "tracking", "checkpoint"), dict)
-_DICTS = ("data", "versions", "git", "accelerator", "cpu")
-_FACTS = {**dict.fromkeys(_DICTS, dict), "ledger": list, "command_line": list}
-_LEDGER = {"what", "dtype", "bytes"}
+_FACTS = dict.fromkeys(("data", "versions", "git", "accelerator", "cpu"), dict) | {"ledger": list, "command_line": list}
 
 
-def read_inputs(run_dir: RunDir) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """(resolved config, DeepSpeed JSON, environment) of the run; an absent file gives an empty dict.
+def read_inputs(run_dir: RunDir) -> dict[str, Any]:
+    """The resolved `config`, the `deepspeed` JSON and the `environment` of a run; an absent file gives an empty dict.
 
     Raises UserError for a file that cannot be read or whose values have unexpected types.
     """
-    config = _load(run_dir.config, yaml_text.parse, _SECTIONS)
-    deepspeed = _load(run_dir.deepspeed_config, json_text.parse, {"zero_optimization": dict})
-    return config, deepspeed, _load(run_dir.environment, json_text.parse, _FACTS)
+    return {
+        "config": _load(run_dir.config, yaml_text.parse, _SECTIONS),
+        "deepspeed": _load(run_dir.deepspeed_config, json_text.parse, {"zero_optimization": dict}),
+        "environment": _load(run_dir.environment, json_text.parse, _FACTS),
+    }
 
 
 def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
@@ -61,6 +59,8 @@ def _load(path: Path, parse: Any, kinds: Mapping[str, type]) -> dict[str, Any]:
     for name, kind in kinds.items():
         if content.get(name) is not None and not isinstance(content[name], kind):
             raise UserError(f"{path}: {name} is not a {kind.__name__}, as written; restore or remove the file")
-    if not all(isinstance(row, dict) and row.keys() >= _LEDGER for row in content.get("ledger") or ()):
+    if not all(
+        isinstance(row, dict) and row.keys() >= {"what", "dtype", "bytes"} for row in content.get("ledger") or ()
+    ):
         raise UserError(f"{path}: ledger is not as written; restore or remove the file")
     return content

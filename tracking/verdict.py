@@ -448,13 +448,8 @@ def _anew(
     rate, name = setting(config, "optimizer.learning_rate"), setting(config, "run.name")
     if not isinstance(rate, int | float) or not name:
         return ""
-    start = "never" if checkpoint is None else str(checkpoint)
-    changes = {
-        "run.resume": start,
-        "run.name": f"{name}-again",
-        "optimizer.learning_rate": number(max(least, rate * factor), 3),
-    }
-    return _changed(command, changes)
+    start, rate = "never" if checkpoint is None else str(checkpoint), number(max(least, rate * factor), 3)
+    return _changed(command, {"run.resume": start, "run.name": f"{name}-again", "optimizer.learning_rate": rate})
 
 
 def _changed(command: str, changes: Mapping[str, str]) -> str:

@@ -240,7 +240,7 @@ def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
 
 
 def _conditions(chosen: Plan, run: Run) -> dict[str, Any]:
-    config, deepspeed, environment = read_inputs(run.folder)
+    config, deepspeed, environment = read_inputs(run.folder).values()
     start, resolved, program = run.facts.start, chosen.resolved, ("python", "-m", "tools.parity")
     compute = resolved.config.precision.manifest or resolved.compute
     return {

@@ -239,7 +239,7 @@ def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
     ends = [event for event in read_events(folder.events) if event["event"] in ("run_end", "checkpoint")]
     there = all(Path(folder.checkpoints / f"step-{event['step']}").exists() for event in ends[:-1])
     finished = bool(ends) and ends[-1].get("exit_code") == 0
-    return same and finished and there and read_inputs(folder)[2].get("git") == git
+    return same and finished and there and read_inputs(folder)["environment"].get("git") == git
 
 
 def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Callable[[], object]:

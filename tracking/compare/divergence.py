@@ -49,8 +49,9 @@ class Divergence:
     first_differences: column of COMPARED to the first step at which it differs, for columns that do. step: the earliest
     of these steps, None for identical runs. identical_to: last common step before `step`, None if there is none.
     beyond_tolerance: first step whose losses differ by more than the tolerance, or are finite in one run only.
+    places: `step` and `beyond_tolerance`, where there are such.
     largest_gap: the largest |a - b| of losses in nats, at largest_gap_step; nan if there is none.
-    rows: the compared numbers around `step` and `beyond_tolerance`; events: what both runs recorded there, as
+    rows: the compared numbers around these places; events: what both runs recorded there, as
     (label, event).
     """
 
@@ -64,6 +65,7 @@ class Divergence:
     step: int | None
     identical_to: int | None
     beyond_tolerance: int | None
+    places: list[int]
     largest_gap: float
     largest_gap_step: int | None
     rows: list[dict[str, Any]]
@@ -96,6 +98,7 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
         step=step,
         identical_to=int(before[-1]) if before.size else None,
         beyond_tolerance=beyond,
+        places=places,
         largest_gap=float(gap[largest]) if largest is not None else float("nan"),
         largest_gap_step=int(steps[largest]) if largest is not None else None,
         rows=_deduplicated(row for place in places for row in _rows(baseline, run, place)),

@@ -12,7 +12,7 @@ import numpy as np
 from tracking.compare.curves import band, curve, gaps, marks, means, plain_list, validation
 from tracking.compare.differences import SETTINGS_FIRST, format_value
 from tracking.compare.measures import Measure, format_measure, relative_change
-from tracking.compare.result import Comparison, Pair
+from tracking.compare.result import Comparison
 from tracking.compare.text import COLUMN_TITLES, SIDE_BY_SIDE, comparable, event_line, means_table, runs_by_value
 from tracking.compare.winners import MAIN_MEASURES
 from tracking.figures import FIGURES
@@ -43,7 +43,6 @@ def page(comparison: Comparison) -> str:
         heat=differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0]),
         heat_title=f"Layers of {labels[1]} against {labels[0]}" if len(labels) > 1 else "Layers over time",
         max_events=_MAX_EVENTS,
-        places=_places,
         sort_key=_sort_key,
         relative_change=_change,
         format_measure=format_measure,
@@ -126,12 +125,6 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         "headline": min(run.headline for run in runs),
         "figures": [figure._asdict() | {"names": names} for figure in FIGURES if (names := figure.of(metrics))],
     }
-
-
-def _places(pair: Pair) -> list[int]:
-    """The steps at which the pair diverges: bit by bit, and beyond the tolerance."""
-    steps = (pair.divergence.step, pair.divergence.beyond_tolerance)
-    return list(dict.fromkeys(step for step in steps if step is not None))
 
 
 def _sort_key(row: Measure, index: int) -> str:

@@ -47,9 +47,8 @@ class Comparison:
     @property
     def within_tolerance(self) -> bool:
         """Whether every run stays within the tolerance of the baseline, over the steps both have."""
-        return all(
-            pair.divergence.beyond_tolerance is None and pair.divergence.first_step is not None for pair in self.pairs
-        )
+        found = (pair.divergence for pair in self.pairs)
+        return all(item.beyond_tolerance is None and item.first_step is not None for item in found)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; non-finite floats are kept."""

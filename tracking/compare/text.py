@@ -89,10 +89,8 @@ def sort_key(value: Any) -> tuple[int, float, str]:
 
 def comparable(comparison: Comparison) -> str:
     """One sentence for runs without caveats, naming the compared settings."""
-    items = [
-        f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}"
-        for item in compared_settings(comparison.differences)
-    ]
+    compared = compared_settings(comparison.differences)
+    items = [f"{item.key} {_short(side_by_side(item.values), _MAX_VALUE)}" for item in compared]
     more = f" and {len(items) - _MOST_COMPARED} more settings" if len(items) > _MOST_COMPARED else ""
     what = "the learning rate is what is compared" if rates_are_compared(comparison.differences) else "what is compared"
     return f"{COMPARABLE}{f'; {what}: ' if items else ''}{', '.join(items[:_MOST_COMPARED])}{more}"
@@ -137,7 +135,6 @@ def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
 
 def _rows_table(pair: Pair) -> Table:
     table = Table(("step", "run", "loss", "grad norm", "lr", "scale", "applied", "samples"))
-    places = {place for place in (pair.divergence.step, pair.divergence.beyond_tolerance) if place is not None}
     for row in sorted(pair.divergence.rows, key=lambda row: row["step"]):
         table.add(
             row["step"],
@@ -148,7 +145,7 @@ def _rows_table(pair: Pair) -> Table:
             scale(row["loss_scale"]),
             "yes" if row["applied"] else "skipped",
             row["sample_ids_sha256"],
-            style="yellow" if row["step"] in places else "",
+            style="yellow" if row["step"] in pair.divergence.places else "",
         )
     return table
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from config.errors import UserError, one_line
 from tracking.events import Event
+from tracking.run_dir import setting
 from tracking.run_facts import Collector, RunFacts
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -34,28 +35,25 @@ def read_wandb(path: str, label: str) -> RunFacts:
         collector.add(event)
     if state in ("finished", "crashed", "failed", "killed", "preempted"):
         collector.add(collector.last | {"event": "run_end", "status": "done" if state == "finished" else state})
-    facts = collector.facts(label, f"wandb:{path}", None)
-    run, deepspeed, environment = _sections(config)
-    return replace(facts, config=run, deepspeed=deepspeed, environment=environment)
+    return replace(collector.facts(label, f"wandb:{path}", None), **_sections(config))
 
 
 _BESIDE = ("ds_config", "environment", "manifest", "session", "_wandb")
 
 
-def _sections(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Run config, DeepSpeed JSON and environment of a wandb run; before 0.2 the run config was stored under `run`."""
-    environment = config.get("environment") or {}
+def _sections(config: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a wandb run, as by `read_inputs`; before 0.2 the run config was stored under `run`."""
+    run, deepspeed = config.get("run"), config.get("deepspeed")
     if "ds_config" in config:
-        run = {name: value for name, value in config.items() if name not in _BESIDE}
-        return run, config["ds_config"] or {}, environment
-    return config.get("run") or {}, config.get("deepspeed") or {}, environment
+        run, deepspeed = {name: config[name] for name in config if name not in _BESIDE}, config["ds_config"]
+    return {"config": run or {}, "deepspeed": deepspeed or {}, "environment": config.get("environment") or {}}
 
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
     """Reconstruct the events behind wandb's history rows, `run_start` first."""
-    run, _, environment = _sections(config)
-    first = {"event": "run_start", "resumed_from": None, "world_size": environment.get("world_size") or 1}
-    compute = (run.get("precision") or {}).get("compute")
+    inputs = _sections(config)
+    first = {"event": "run_start", "resumed_from": None, "world_size": inputs["environment"].get("world_size") or 1}
+    compute = setting(inputs["config"], "precision.compute")
     last: dict[str, Any] = {"step": 0, "tokens": 0, "time": 0.0}
     for row in rows:
         where = {"step": row.get("step"), "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}

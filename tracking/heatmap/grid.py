@@ -256,7 +256,8 @@ class HeatCollector:
 
     def heat(self) -> Heat:
         """The heat maps collected so far; more events may be added afterwards."""
-        names = self._ordered()
+        known = (name for name in [*self._forward, *self._rows] if name in self._rows)  # in forward order
+        names = tuple(dict.fromkeys([*known, *(module for _, module, _ in self._nonfinite)]))
         order = np.array([self._rows[name] for name in names if name in self._rows], int)
         edges = self._edges()
         count = len(edges) - 1
@@ -278,12 +279,6 @@ class HeatCollector:
         computes = tuple(DTYPES[int(code)] for code in used if code)
         measured = sum(column.measured for column in self._columns)
         return Heat(names, edges, panels, computes, measured, tuple(self._nonfinite), self._drift)
-
-    def _ordered(self) -> tuple[str, ...]:
-        """Row names in forward order; modules without measurements come last."""
-        known = dict.fromkeys(name for name in [*self._forward, *self._rows] if name in self._rows)
-        unmeasured = (module for _, module, _ in self._nonfinite)
-        return tuple(dict.fromkeys([*known, *unmeasured]))
 
     def _edges(self) -> np.ndarray:
         steps = [column.step for column in self._columns]

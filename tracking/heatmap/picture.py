@@ -90,13 +90,10 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
 
 def row_labels(rows: tuple[str, ...]) -> tuple[list[float], list[str], list[int]]:
     """(centre and label of each stretch of rows of one kind that has room for a label; borders between stretches)."""
-    starts = [
-        index
-        for index, name in enumerate(rows)
-        if index == 0 or folded_name(name, "kinds") != folded_name(rows[index - 1], "kinds")
-    ]
+    kinds = [folded_name(name, "kinds") for name in rows]
+    starts = [index for index, kind in enumerate(kinds) if index == 0 or kind != kinds[index - 1]]
     ends = [*starts[1:], len(rows)]
     room = len(rows) / (1.5 * _MOST_LABELS)  # rows that a label takes up
     stretches = [(start, end) for start, end in zip(starts, ends, strict=True) if end - start >= room]
-    labels = [short_name(folded_name(rows[start], "kinds"), 26) for start, _ in stretches]
+    labels = [short_name(kinds[start], 26) for start, _ in stretches]
     return [(start + end) / 2 for start, end in stretches], labels, starts[1:]

@@ -47,14 +47,11 @@ def _grouped(heat: Heat, found: list) -> list[list]:
     for item in sorted(found, key=lambda item: (item[3], -item[1])):
         alike = groups.setdefault(in_words([heat.rows[item[0]]]).rpartition(" ")[2], [])
         near = (group for group in alike if max(item[1], group[0][1]) <= _ALIKE * min(item[1], group[0][1]))
-        group = next(near, None)
-        if group is None:
-            group = []
-            alike.append(group)
+        if (group := next(near, None)) is None:
+            alike.append(group := [])
         group.append(item)
-    return sorted(
-        (group for alike in groups.values() for group in alike), key=lambda group: (group[0][3], -group[0][1])
-    )
+    every = [group for alike in groups.values() for group in alike]
+    return sorted(every, key=lambda group: (group[0][3], -group[0][1]))
 
 
 def _endangered(heat: Heat) -> list[list]:

@@ -59,17 +59,9 @@ def matmul_of(event: Event) -> Matmul | None:
     dims, types = event.dims, event.dtypes
     if len(dims) <= second or len(types) <= second or len(dims[first]) < 2 or len(dims[second]) < 2:
         return None
-    left, right = dims[first], dims[second]
-    batch = left[0] if len(left) == 3 else 1
-    return Matmul(
-        event=event,
-        dtype=NAMES.get(types[first], types[first]),
-        batch=batch,
-        m=left[-2],
-        n=right[-1],
-        k=left[-1],
-        seconds=(event.end - event.start) / 1e6,
-    )
+    left, right, dtype = dims[first], dims[second], NAMES.get(types[first], types[first])
+    batch, seconds = left[0] if len(left) == 3 else 1, (event.end - event.start) / 1e6
+    return Matmul(event, dtype, batch, m=left[-2], n=right[-1], k=left[-1], seconds=seconds)
 
 
 def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
@@ -104,9 +96,7 @@ def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> 
     Checks M, N and K but not the batch of a batched matmul; for fused attention only whether the head size is a
     multiple of 8. FP32 matmuls are included, since they may run in 16 bits later.
     """
-    sized = [
-        ((found.event.module, size), found) for found in matmuls for size in {found.m, found.n, found.k} if size % BEST
-    ]
+    sized = [((m.event.module, size), m) for m in matmuls for size in {m.m, m.n, m.k} if size % BEST]
     for event in attention:
         if event.name == "aten::scaled_dot_product_attention" and event.dims and event.dims[0][-1] % GOOD:
             size, seconds = event.dims[0][-1], (event.end - event.start) / 1e6
@@ -138,8 +128,4 @@ def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:
 
 
 def _totals(group: list[Matmul]) -> dict[str, Any]:
-    return {
-        "count": len(group),
-        "seconds": sum(found.seconds for found in group),
-        "flops": sum(found.flops for found in group),
-    }
+    return {"count": len(group), "seconds": sum(m.seconds for m in group), "flops": sum(m.flops for m in group)}

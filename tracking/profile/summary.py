@@ -46,16 +46,11 @@ def summarise(timeline: Timeline, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_summary(trace: Path, facts: dict[str, Any]) -> str:
-    """Write .json, .md and .html next to the trace; returns the headline. Raises ValueError without a step in it."""
+    """Write .json, .md and .html next to the trace; returns what took longest. Raises ValueError without a step."""
     summary = summarise(build_timeline(read_trace(trace)), facts)
     stem = trace.parent / trace.name.partition(".")[0]
     stem.with_suffix(".json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     write_document(stem.with_suffix(".md"), profile_page(summary, trace.name))
-    return headline(summary)
-
-
-def headline(summary: dict[str, Any]) -> str:
-    """Steps, rank and the three largest categories, on one line."""
     return f"profiled {which_steps(summary['steps'])} of rank {summary['rank']}: {largest_parts(summary)}"
 
 

@@ -7,7 +7,6 @@ A real Prometheus scrape takes milliseconds and is the least affected.
 
 import gzip
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,6 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+
+from config.printable import tell
 
 PATH = "/metrics"
 MOST_CONNECTIONS = 8
@@ -82,8 +83,7 @@ class MetricsServer(ThreadingMixIn, TCPServer):
         except OSError as error:
             if not self._complained:
                 self._complained = True
-                text = f"metrics for Prometheus are not available ({error.strerror or error}); training continues"
-                print(f"mantissa: {text}", file=sys.stderr, flush=True)
+                tell(f"metrics for Prometheus are not available ({error.strerror or error}); training continues")
             time.sleep(_RETRY_S)
             raise
 

@@ -20,7 +20,6 @@ from tracking.run_facts import WIDE, RunFacts
 GOOD_ENDINGS = frozenset({"healthy", "finished with warnings", "stopped"})
 """Verdicts of runs that ended as they should: all steps done, or stopped on request with the state saved."""
 
-_MILLION = 1_000_000
 _FEWEST_NORMS = 20
 
 
@@ -203,7 +202,7 @@ def _hours_a_token(run: RunFacts) -> float:
 def _amount(run: RunFacts) -> tuple[int, str]:
     """Tokens for which time and cost are given, and their name: an epoch if recorded, else a million tokens."""
     tokens = (run.environment.get("data") or {}).get("train_tokens")
-    return (tokens, "an epoch") if tokens else (_MILLION, "a million tokens")
+    return (tokens, "an epoch") if tokens else (1_000_000, "a million tokens")
 
 
 def _device(run: RunFacts) -> str:

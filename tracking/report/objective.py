@@ -20,9 +20,8 @@ def task_in_words(config: dict[str, Any]) -> str:
             what = "words" if own.get("whole_word") else "tokens"
             return f"mlm, {percent(own.get('probability', 0))} of the {what} chosen"
         case "dpo":
-            further = (
-                f", {number(own['sft_weight'])} x cross-entropy of the chosen answer" if own.get("sft_weight") else ""
-            )
+            weight = own.get("sft_weight")
+            further = f", {number(weight)} x cross-entropy of the chosen answer" if weight else ""
             held = str(own.get("reference")).replace("_", " ")
             return f"dpo, {own.get('loss')} with beta {own.get('beta')}, reference {held}{further}"
         case "distill":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ import numpy as np
 
 from config import json_text
 from config.files import write_atomically
+from config.printable import tell
 from config.redact import redact
 from tracking.events import Event, describe_event
 from tracking.figures import HEADLINES, followed
@@ -156,7 +156,7 @@ def _attempt(path: Path, write: Callable[[], object]) -> bool:
     try:
         write()
     except OSError as error:
-        print(f"mantissa: {path} was not written: {error.strerror or error}", file=sys.stderr, flush=True)
+        tell(f"{path} was not written: {error.strerror or error}")
         return False
     return True
 
@@ -291,12 +291,11 @@ def _facts(rows: list[tuple[str, str]]) -> Table:
 
 def _observed(event: dict[str, Any]) -> str:
     """Dtypes observed inside modules; empty for a run without observations."""
-    counted = {
-        what: [f"{dtype} ({count:,})" for dtype, count in dtypes.items()] for what, dtypes in computed(event).items()
-    }
-    rows = [*((what, "; ".join(dtypes)) for what, dtypes in counted.items()), *unobserved(event)]
+    found = computed(event).items()
+    rows = [(what, "; ".join(f"{dtype} ({count:,})" for dtype, count in dtypes.items())) for what, dtypes in found]
+    rows += unobserved(event)
     if not rows:
         return ""
     seen = Table(("observed", "computed in (modules)"), [tuple(map(escaped, row)) for row in rows])
-    lower = [f"**{escaped(found)}**" for found in lower_than_promised(event)]
+    lower = [f"**{escaped(wrong)}**" for wrong in lower_than_promised(event)]
     return page("### Inside the modules", f"Seen in step {event['step']}:", seen, lower)

@@ -48,11 +48,6 @@ class Tally:
         """Number of events that are not good."""
         return self.count - self.good
 
-    def add(self, good: int, count: int) -> None:
-        """Add `count` events, `good` of them good."""
-        self.good += good
-        self.count += count
-
     def __str__(self) -> str:
         return f"{self.good:,} of {self.count:,}"
 
@@ -207,9 +202,9 @@ def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
     }
     week = datetime.fromtimestamp(ended, UTC).strftime("%G-W%V")
     for level in levels:
-        if counted[level.key][1]:
-            level.total.add(*counted[level.key])
-            level.weeks[week].add(*counted[level.key])
+        for tally in (level.total, level.weeks[week]) if counted[level.key][1] else ():
+            tally.good += counted[level.key][0]
+            tally.count += counted[level.key][1]
     lines = [] if good else [run.verdict.text]
     if good and diverged:
         lines = [f"stopped on numerics in an earlier session: {aborted or 'no reason recorded'}"]

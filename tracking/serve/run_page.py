@@ -6,6 +6,7 @@
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from config.redact import redact
 from config.schema import Config
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
-from tracking.events import describe_event
+from tracking.events import computes_in, describe_event
 from tracking.figures import FIGURES, followed
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
@@ -68,10 +69,7 @@ def state(entry: Entry, *, now: float) -> dict[str, Any]:
         ("loss scale", scale_text(float(last.get("loss_scale") or math.nan))),
         ("tokens", human(last["tokens"]) if last else ""),
         ("memory", mib(last.get("memory_bytes"))),
-        (
-            "computes in",
-            "+".join(sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute", ""))]),
-        ),
+        ("computes in", "+".join(computes_in(start))),
         ("ZeRO", f"stage {start['zero_stage']}" if start else ""),
         ("ranks", str(start["world_size"]) if start else ""),
         ("parameters", human(start["parameters"]) if start else ""),
@@ -146,13 +144,11 @@ def curves(run: RunFacts) -> dict[str, Any]:
 
 def incidents(run: RunFacts) -> list[dict[str, Any]]:
     """Everything that a verdict counts as a warning, newest first; incidents with the step's non-finite tensors."""
-    found = []
-    causes: dict[int, list[str]] = {}
+    found, causes = [], defaultdict[int, list[str]](list)
     for event in run.rare_events.get("nonfinite", []):
-        causes.setdefault(event["step"], []).append(describe_event(event))
-    events = [
-        event for kind in ("incident", "warning", "corruption", "note") for event in run.rare_events.get(kind, [])
-    ]
+        causes[event["step"]].append(describe_event(event))
+    kinds = ("incident", "warning", "corruption", "note")
+    events = [event for kind in kinds for event in run.rare_events.get(kind, [])]
     counted = [event for event in events if event["event"] != "note" or event.get("failed") == "checkpoint"]
     for event in sorted(counted, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
         incident = event["event"] == "incident"
@@ -163,7 +159,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
                 "tone": "" if incident else "warned",
                 "what": f"{what}:" if reason else what,
                 "reason": reason,
-                "causes": causes.get(event["step"], [])[:5] if incident else [],
+                "causes": causes[event["step"]][:5] if incident else [],
                 "replay": event.get("replay") or "",
             }
         )

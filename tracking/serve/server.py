@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from config.errors import UserError
-from config.printable import shown
+from config.printable import shown, tell
 from tracking.serve.library import Library
 from tracking.serve.notes import MOST_BYTES
 from tracking.serve.pages import NotFound, Pages, Reply
@@ -66,7 +66,7 @@ class PageServer(ThreadingHTTPServer):
         """Ignore clients that disconnect in the middle of an answer; print one line for any other error."""
         error = sys.exception()
         if not isinstance(error, OSError):
-            print(shown(f"mantissa: a request failed: {type(error).__name__}: {error}"), file=sys.stderr, flush=True)
+            tell(f"a request failed: {type(error).__name__}: {error}")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (ValueError, UserError, OSError) as problem:
             reply = Reply(json.dumps({"error": shown(problem)}).encode(), "application/json", status=400)
         except Exception as problem:  # a failing page must not look like a dead server
-            print(shown(f"mantissa: {self.path}: {type(problem).__name__}: {problem}"), file=sys.stderr, flush=True)
+            tell(f"{self.path}: {type(problem).__name__}: {problem}")
             self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR)
             return
         self._send(reply)

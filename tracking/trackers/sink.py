@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from config.machine.binding import unbind
-from config.printable import shown
+from config.printable import shown, tell
 from config.redact import redact
 from tracking.events import Event
 from tracking.run_dir import RunDir
@@ -109,7 +109,7 @@ class ClientSink:
         for line in (process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(": ")
             if kind == "log":
-                print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+                tell(text)
             elif kind in ("sent", "wrote"):
                 self.done = f"{kind} {shown(text)}"
             else:

@@ -23,11 +23,8 @@ _SHORT = 12  # characters of a hash
 
 def checkpoint_facts(event: Event, config: dict[str, Any]) -> dict[str, Any]:
     """Facts to record about the checkpoint of a `checkpoint` event; its hash is None if the manifest is unreadable."""
-    return _checkpoint(event["path"], event["step"], config) | {
-        "tokens": event["tokens"],
-        "bytes": event["bytes"],
-        "verified": event["verified"],
-    }
+    own = {name: event[name] for name in ("tokens", "bytes", "verified")}
+    return _checkpoint(event["path"], event["step"], config) | own
 
 
 def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[str, Any] | None) -> dict[str, Any]:
@@ -35,8 +32,7 @@ def named_checkpoint_facts(folder: Path, config: dict[str, Any], parity: dict[st
     step = re.fullmatch(r"step-(\d+)", folder.resolve().name)
     if step is None or not (folder / "manifest.json").is_file():
         raise UserError(f"--checkpoint {folder}: is not a complete checkpoint; give a checkpoints/step-N folder")
-    facts = _checkpoint(str(folder.resolve()), int(step[1]), config)
-    return facts | {"parity": parity}
+    return _checkpoint(str(folder.resolve()), int(step[1]), config) | {"parity": parity}
 
 
 def _checkpoint(path: str, step: int, config: dict[str, Any]) -> dict[str, Any]:

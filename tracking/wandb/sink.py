@@ -3,14 +3,13 @@
 import os
 import re
 import shlex
-import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from config.files import why_not_writable, write_atomically
-from config.printable import printable, shown
+from config.printable import printable, shown, tell
 from config.redact import redact
 from tracking.run_dir import RunDir
 from tracking.trackers.sink import ClientSink, described
@@ -90,7 +89,7 @@ def run_id(run_dir: RunDir) -> str:
     if path.exists() and not _ID.fullmatch(path.read_bytes()):
         path.rename(path.with_name("wandb_run_id.damaged"))
         (run_dir.path / "wandb_delivered").unlink(missing_ok=True)
-        print(f"mantissa: {path} was damaged: a new wandb run gets all of the events", file=sys.stderr, flush=True)
+        tell(f"{path} was damaged: a new wandb run gets all of the events")
     if not path.exists():
         # Under `wandb agent`, wandb accepts only the agent's id.
         named = os.environ.get("WANDB_RUN_ID") if os.environ.get("WANDB_SWEEP_ID") else None

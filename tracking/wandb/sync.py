@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parity and not options.checkpoint:
             raise UserError("--parity: needs a --checkpoint; an export has its own verdict")
         run_dir = RunDir(options.run)
-        config = dict(zip(("run", "deepspeed", "environment"), read_inputs(run_dir), strict=True))
+        inputs = read_inputs(run_dir)
+        config = {"run": inputs.pop("config"), **inputs}
         models = [named_checkpoint_facts(path, config, parity) for path in options.checkpoint]
         models += [export_facts(path) for path in options.export]
         done = deliver(run_dir, config, online=options.online, models=models)

@@ -17,7 +17,6 @@ MIN_FREE_BYTES = 4 << 20
 """Free disk space below which nothing more is logged to an offline run: wandb fails silently on a full disk, and the
 remaining space is for the events."""
 
-_PREEMPTED = "preempted"
 SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
 """Fields of `run_end` that go into the summary of the wandb run."""
 MAX_ROWS = 2000
@@ -67,16 +66,12 @@ class WandbDelivery(Delivery):
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
-        elif kind == "checkpoint":
-            self._try("a checkpoint", lambda: self._artifact(event))
+        elif kind == "checkpoint" and ("://" in event["path"] or Path(event["path"]).is_dir()):  # not deleted yet
+            self._try("a checkpoint", lambda: log_artifact(self._run, checkpoint_facts(event, self._config)))
         elif kind == "incident" and not self._run.offline:
             arguments = self._alerts.alert(event, self._run.name, time.time())
             if arguments is not None:
                 self._try("an alert", lambda: self._run.alert(**arguments))
-
-    def _artifact(self, event: Event) -> None:
-        if "://" in event["path"] or Path(event["path"]).is_dir():  # else it was deleted to make room
-            log_artifact(self._run, checkpoint_facts(event, self._config))
 
     def flush(self) -> None:
         """Log the changed tables if due. Raises NoSpaceLeft."""
@@ -110,7 +105,7 @@ class WandbDelivery(Delivery):
         if self.end is not None and self.end.get("verdict"):
             fields = {name: self.end.get(name) for name in SUMMARY}
             self._try("the verdict", lambda: self._run.summary.update(fields))
-        if self.end is not None and self.end["status"] == _PREEMPTED:
+        if self.end is not None and self.end["status"] == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)
         self.flush()

@@ -25,7 +25,6 @@ from tracking.heatmap.panels import PANELS
 from tracking.heatmap.still import still_sentence, warmup_of
 from tracking.live import LiveRun
 from tracking.run_dir import RunDir
-from tracking.run_facts import RunFacts
 from tracking.status import run_status
 from tracking.watch.screen import View, frame
 
@@ -44,7 +43,7 @@ class Watch:
         self.panel = ""
         """Heat map to show; empty shows the curves."""
         self._read = 1.0
-        self._still = (0, "")  # (number of telemetry events, sentence based on them)
+        self._still = (0, "")  # (number of telemetry events, warning based on them that the run hardly moves)
 
     def read(self, seconds: float) -> bool:
         """Read new events for at most `seconds`; returns whether there is more to read."""
@@ -54,6 +53,8 @@ class Watch:
     def frame(self, width: int, height: int, *, keys: bool) -> RenderableType:
         """The current screen for a terminal of this size. keys: whether key presses are read."""
         run = self.run.known_facts()
+        if run.counts["telemetry"] != self._still[0]:
+            self._still = run.counts["telemetry"], still_sentence(self.run.heat(), after=warmup_of(run.config))
         view = View(
             width=width,
             height=height,
@@ -65,16 +66,9 @@ class Watch:
             keys=keys,
             panel=self.panel,
             heat=self.run.heat() if self.panel else None,
-            alert=self._alert(run),
+            alert=self._still[1],
         )
         return frame(run, view)
-
-    def _alert(self, run: RunFacts) -> str:
-        """Warning if the run hardly moves, recomputed after each telemetry event."""
-        measured = run.counts["telemetry"]
-        if measured != self._still[0]:
-            self._still = measured, still_sentence(self.run.heat(), after=warmup_of(run.config))
-        return self._still[1]
 
     def next_panel(self) -> None:
         """Switch to the next heat map that is worth drawing; after the last, back to the curves."""
@@ -109,9 +103,7 @@ def live(watch: Watch, console: Console) -> None:
 def print_repeatedly(watch: Watch, console: Console) -> None:
     """Print a frame every 10 s until the run has ended, for terminals that cannot move the cursor."""
     while True:
-        while watch.read(_DUMB_REFRESH_S):
-            pass
-        console.print(watch.frame(console.width, _ONCE_HEIGHT, keys=False))
+        once(watch, console)
         if run_status(watch.run.folder).over:
             return
         time.sleep(_DUMB_REFRESH_S)

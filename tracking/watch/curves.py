@@ -91,9 +91,7 @@ def _range(known: np.ndarray) -> tuple[float, float]:
 class _Canvas:
     """A grid of dots within characters; each character has the style of what was drawn there last."""
 
-    def __init__(
-        self, columns: int, rows: int, axes: Axes, *, first: int, span: tuple[float, float], log: bool
-    ) -> None:
+    def __init__(self, columns: int, rows: int, axes: Axes, first: int, span: tuple[float, float], log: bool) -> None:
         self._columns, self._rows, self._axes, self._first = columns, rows, axes, first
         self._low, self._high, self._log = *span, log
         self._bits = [[0] * columns for _ in range(rows)]

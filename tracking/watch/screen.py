@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from config.printable import line, shown
-from tracking.events import Event, spread
+from tracking.events import Event, computes_in, spread
 from tracking.figures import HEADLINES, followed
 from tracking.heatmap.blocks import draw_blocks, legend
 from tracking.heatmap.grid import Heat
@@ -146,7 +146,7 @@ def _narrow(run: RunFacts, status: Status, view: View, room: int) -> list[Render
 
 
 def _scaled(run: RunFacts) -> bool:
-    return "fp16" in (run.start["compute"], *(run.start.get("regions") or {}).values())
+    return "fp16" in (run.start["compute"], *computes_in(run.start))
 
 
 def _panel(content: RenderableType, title: str, view: View, *, width: int | None = None, style: str = "dim") -> Panel:
@@ -194,9 +194,9 @@ def _head(run: RunFacts, status: Status, view: View) -> Text:
     overflow: Any = "crop" if view.ascii else "ellipsis"
     head = Text.assemble((shown(run.label), "bold"), "  ", (shown(said), style), no_wrap=True, overflow=overflow)
     if start := run.start:
-        computes = sorted(set((start.get("regions") or {}).values())) or [start["compute"]]
+        computes = "+".join(computes_in(start))
         ranks = f"{start['world_size']} rank{'' if start['world_size'] == 1 else 's'}"
-        what = f"{human(start['parameters'])} parameters, {'+'.join(computes)}, ZeRO-{start['zero_stage']}, {ranks}"
+        what = f"{human(start['parameters'])} parameters, {computes}, ZeRO-{start['zero_stage']}, {ranks}"
         head.append(shown(f"  {what}"), style="dim")
     return head
 
@@ -249,9 +249,8 @@ def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, st
     speed, seconds = _recent(run, "tokens_per_second"), _recent(run, "step_seconds")
     saved, validated, observed = (rare.get(kind, [{}])[-1] for kind in ("checkpoint", "eval", "precision"))
     broken = int(np.count_nonzero(~np.isfinite(columns.loss)))
-    causes = Counter(
-        "loss" if event["tensor"] == "loss" else line(event["module"]) for event in rare.get("nonfinite", [])
-    )
+    tensors = rare.get("nonfinite", [])
+    causes = Counter("loss" if event["tensor"] == "loss" else line(event["module"]) for event in tensors)
     worst = next((what for what, _ in causes.most_common(1)), "")
     shares = (observed.get("flop_share") or {}).items()
     memory, warnings = run.peak_memory_bytes, run.verdict.warnings

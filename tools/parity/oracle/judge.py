@@ -101,7 +101,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     events = surviving(read_run_events(run_dir.events))
     first, later, notes = _recorded(run, events, steps, points)
     corpus = prepare(config, progress=True)
-    environment = read_inputs(run_dir)[2]
+    environment = read_inputs(run_dir)["environment"]
     used = environment.get("data", {}).get("fingerprint")
     if used != corpus.fingerprint:
         raise UserError(f"{run}: its data are gone; what its config names now is {corpus.fingerprint}, and was {used}")
