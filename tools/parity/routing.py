@@ -25,7 +25,7 @@ class Choice(NamedTuple):
     given: torch.Tensor
     """Values to choose from; of a ReLU its choice."""
     indices: torch.Tensor
-    """Those of the experts; of a ReLU where its input is positive."""
+    """Indices of the chosen experts; of a ReLU, where its input is positive."""
 
 
 Choices = dict[str, list[Choice]]
