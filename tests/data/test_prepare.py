@@ -378,9 +378,7 @@ def batches(damaged_section: DataSection, monkeypatch: pytest.MonkeyPatch) -> in
     return len(list(data.text.prepare._batches(data.text.prepare.open_source(damaged_section).documents(Counter()))))
 
 
-def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(
-    damaged_section, tmp_path, monkeypatch
-) -> None:
+def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(damaged_section, tmp_path, monkeypatch):
     alone = prepare(damaged_section, progress=False)
     killed = replace(damaged_section, cache_dir=str(tmp_path / "killed"))
     process = start(program(killed, tmp_path))
