@@ -1,4 +1,4 @@
-"""Preparation: exact content, done once, whatever the workers, killed or not; its folder and progress lines."""
+"""Preparation: exact content and holdout, done once, whatever the workers, killed or not; its folder, its progress."""
 
 import itertools
 import os
@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from data.text import batch_results
 from data.text.batch_results import kept_folder, result_path
 from data.text.cache_folder import cache_folder
 from data.text.encode import is_validation
+from data.text.holdout import TAIL
 from data.text.preparation_progress import Display, ProgressFile, read_progress
 from data.text.prepare import corpus_fingerprint, prepare
 from data.text.tokenizer import load_tokenizer
@@ -377,9 +379,7 @@ def batches(damaged_section: DataSection, monkeypatch: pytest.MonkeyPatch) -> in
     return len(list(data.text.prepare._batches(data.text.prepare.open_source(damaged_section).documents(Counter()))))
 
 
-def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(
-    damaged_section, tmp_path, monkeypatch
-) -> None:
+def test_a_killed_preparation_goes_on_and_damaged_results_are_computed_again(damaged_section, tmp_path, monkeypatch):
     alone = prepare(damaged_section, progress=False)
     killed = replace(damaged_section, cache_dir=str(tmp_path / "killed"))
     process = start(program(killed, tmp_path))
@@ -432,9 +432,108 @@ def test_rows_from_workers_are_those_of_this_process(tmp_path: Path, monkeypatch
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "tokenizer": "bpe:300", "on_bad_row": "skip"}
     given |= {"sequence_length": 64, "validation_fraction": 0.2, "workers": 2, "cache_dir": str(tmp_path / "here")}
-    damaged_section = DataSection(**given)  # type: ignore[arg-type]
-    fingerprint = prepare_rows.prepare_rows(damaged_section, progress=False).fingerprint
+    section = DataSection(**given)  # type: ignore[arg-type]
+    fingerprint = prepare_rows.prepare_rows(section, progress=False).fingerprint
     monkeypatch.setattr(row_preparation, "BATCH_ROWS", 8)
     monkeypatch.setattr(prepare_rows, "_BATCHES_HERE", 2)
-    prepare_rows.prepare_rows(replace(damaged_section, cache_dir=str(tmp_path / "workers")), progress=False)
+    prepare_rows.prepare_rows(replace(section, cache_dir=str(tmp_path / "workers")), progress=False)
     assert files(tmp_path / "workers", fingerprint) == files(tmp_path / "here", fingerprint)
+
+
+LENGTH = 64
+
+
+def text_of(size: int, seed: int, *, held_out: bool = False, fraction: float = 0.02) -> str:
+    """A document of that size that the hash draws for validation, or does not."""
+    generator = random.Random(seed)
+    while True:
+        text = "".join(generator.choice("abcdefgh \n") for _ in range(size))
+        if is_validation(text, fraction) is held_out:
+            return text
+
+
+@pytest.fixture
+def section_of(tmp_path: Path) -> Any:
+    """section_of(texts) is a DataSection of them, one file each."""
+
+    def section_of(*texts: str, **changes: Any) -> DataSection:
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_text(text)
+        given = {"source": "text", "path": str(folder), "cache_dir": str(tmp_path / "cache"), "workers": 1}
+        given |= {"tokenizer": "bytes", "validation_fraction": 0.02, "sequence_length": LENGTH}
+        return DataSection(**{**given, **changes})
+
+    return section_of
+
+
+def tokens_of(corpus: Corpus, split: str) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype=np.uint16), *[shard.array for shard in getattr(corpus, split).shards]])
+
+
+def test_the_end_of_a_single_text_is_held_out(section_of):
+    data = section_of(text_of(20_000, 0))
+    corpus = prepare(data, progress=False)
+    whole = prepare(replace(data, hold_out="documents"), progress=False)
+    assert whole.validation.tokens == 0 and whole.fingerprint + TAIL == corpus.fingerprint
+    assert whole.folder == corpus.folder  # nothing is prepared again
+    train, validation = tokens_of(corpus, "train"), tokens_of(corpus, "validation")
+    assert np.array_equal(np.concatenate([train, validation]), tokens_of(whole, "train"))
+    # 2% of 20,001 tokens_of are 6 sequences; training ends on the border of one
+    assert corpus.validation.sequences(LENGTH) == 6 and corpus.tail_tokens == len(validation) < 7 * LENGTH + 2
+    assert (len(train) - 1) % LENGTH == 0
+    assert corpus.train.sequences(LENGTH) == (len(train) - 1) // LENGTH
+    again = prepare(data, progress=False)
+    assert np.array_equal(tokens_of(again, "validation"), validation) and again.fingerprint == corpus.fingerprint
+
+
+def test_of_several_texts_the_longest_is_cut_also_where_it_is_in_two_shards(section_of, monkeypatch):
+    monkeypatch.setattr(data.text.prepare, "SHARD_TOKENS", 9_000)
+    texts = [text_of(size, seed) for seed, size in enumerate((1000, 8_100, 2000))]
+    corpus = prepare(section_of(*texts, validation_fraction=0.02, sequence_length=16), progress=False)
+    end = sum(len(text) + 1 for text in texts[:2])
+    whole = section_again(corpus, validation_fraction=0.02, hold_out="documents")
+    everything = np.concatenate([tokens_of(prepare(whole, progress=False), "train")])
+    cut = end - corpus.tail_tokens
+    assert len(corpus.train.shards) == 2 and len(corpus.validation.shards) == 2  # 9,000 is inside the tail
+    assert cut < 9_000 < end
+    assert np.array_equal(tokens_of(corpus, "validation"), everything[cut:end])
+    assert np.array_equal(tokens_of(corpus, "train"), np.concatenate([everything[:cut], everything[end:]]))
+    windows = corpus.train.read(np.arange(corpus.train.sequences(16)), 16)
+    held = {bytes(window) for window in corpus.validation.read(np.arange(corpus.validation.sequences(16)), 16)}
+    assert not held & {bytes(window) for window in windows}
+
+
+def section_again(corpus: Corpus, **changes: Any) -> DataSection:
+    """The texts of a corpus, prepared otherwise."""
+    folders = {"path": str(corpus.folder.parent.parent / "texts"), "cache_dir": str(corpus.folder.parent)}
+    return DataSection(source="text", **{**folders, "tokenizer": "bytes", **changes})
+
+
+def test_a_single_text_that_was_drawn_for_validation_is_trained_on(section_of):
+    data = section_of(text_of(20_000, 0, held_out=True))
+    corpus = prepare(data, progress=False)
+    assert corpus.train.sequences(LENGTH) > 100 and corpus.validation.sequences(LENGTH) == 6
+    with pytest.raises(UserError, match="all 1 documents of .* were drawn for validation"):
+        prepare(replace(data, hold_out="documents", cache_dir=f"{data.cache_dir}/other"), progress=False)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe:300"])
+def test_where_a_document_is_held_out_nothing_changes(section_of, tokenizer):
+    texts = [text_of(5_000, seed) for seed in range(3)] + [text_of(300, 9, held_out=True)]
+    corpus = prepare(section_of(*texts, tokenizer=tokenizer), progress=False)
+    assert corpus.validation_documents == 1 and corpus.tail_tokens == 0
+    assert corpus.fingerprint == corpus.folder.name
+    without = section_again(corpus, tokenizer=tokenizer, validation_fraction=0.0)
+    assert prepare(without, progress=False).tail_tokens == 0
+
+
+def test_a_text_too_short_to_cut_is_left_whole(section_of):
+    corpus = prepare(section_of(text_of(2 * LENGTH, 0)), progress=False)
+    assert corpus.validation.tokens == 0 and corpus.tail_tokens == 0 and corpus.train.sequences(LENGTH) == 2
+
+
+def test_a_fraction_never_takes_more_than_half(section_of):
+    corpus = prepare(section_of(text_of(10_000, 3, fraction=0.9), validation_fraction=0.9), progress=False)
+    assert corpus.validation.tokens <= 5_000 + LENGTH < corpus.train.tokens + 2 * LENGTH

@@ -15,10 +15,9 @@ from rich.text import Text
 
 from config.printable import line
 from tests.support.page import Page
-from tests.support.runs.compare_runs import write_run
+from tests.support.runs.compare_runs import start_fields, step_fields, write_run
 from tests.support.runs.hostile import HOSTILE, OBEYED
 from tests.support.runs.report_runs import session, simple_run
-from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking.compare.command import main as compare
 from tracking.compare.divergence import Tolerance
 from tracking.compare.html import data

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.refusals import refused
-from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
+from tests.support.runs.compare_runs import start_fields, step_fields, ticking_clock
 from tracking import jsonl
 from tracking.compare.surviving import read_events, surviving
 from tracking.events import COMMON_FIELDS, REQUIRED_FIELDS, Event

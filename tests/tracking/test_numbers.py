@@ -16,8 +16,8 @@ import pytest
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import on_a_terminal
 from tests.support.refusals import refused
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import start_fields, step_fields
 from tracking import numbers
 from tracking.compare.differences import format_value
 from tracking.console import ConsoleSink, sparkline
@@ -315,7 +315,7 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
 PLAYED = """
 import math, sys; sys.path[:0] = sys.argv[1:]
 from tests.support.jobs.launches import on_a_terminal
-from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tests.tracking.test_numbers import BROKEN, INCIDENT
 from tracking.console import ConsoleSink; from tracking.record import Record
 console = ConsoleSink(30, log_every_steps=10); record = Record([console])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.runs.compare_runs import TELEMETRY, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tests.support.runs.report_runs import SessionWriter, report_of, session
-from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
 from tracking.numbers import loss

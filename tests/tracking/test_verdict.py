@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tests.support.runs.report_runs import report_of
-from tests.support.runs.synthetic_events import start_fields, step_fields
 from tests.support.servers.serving import served
 from tracking.compare.command import main as compare
 from tracking.compare.surviving import read_events

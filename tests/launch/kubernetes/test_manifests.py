@@ -27,8 +27,17 @@ from launch.kubernetes import alive, retryable
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN
 from tests.support.machines import kubernetes_image as image
-from tests.support.machines.kubernetes_checks import Manifests, Pod, arguments, pods, problems
-from tests.support.machines.kubernetes_manifests import API_VERSIONS, Document, all_documents, check_schema
+from tests.support.machines.kubernetes_checks import (
+    API_VERSIONS,
+    Document,
+    Manifests,
+    Pod,
+    all_documents,
+    arguments,
+    check_schema,
+    pods,
+    problems,
+)
 from tracking.prometheus.sink import PrometheusSink
 
 

@@ -27,7 +27,7 @@ from launch.plan.speed import ring_bandwidth, speed
 from launch.plan.timed import LIGER, LOSS_KERNEL, SOFTMAX_BYTES, kernels_of, levers, loss_operations, time_of
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from tests.launch.plan import plan_cases
-from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tracking.jsonl import encode
 
 RECIPES = REPOSITORY / "config/recipes"

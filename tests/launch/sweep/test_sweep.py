@@ -25,7 +25,7 @@ from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN, children, events
 from tests.support.refusals import refused
-from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tracking.jsonl import encode
 
 EXAMPLES = sorted((REPOSITORY / "launch/sweeps").glob("*.yaml"))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
+from tests.support.runs.compare_runs import SCALE, TOKENS_PER_STEP, start_fields, step_fields, ticking_clock
 from tracking.jsonl import JsonlSink
 from tracking.record import Record, Sink
 from tracking.report.context import MeasureContext

@@ -14,7 +14,7 @@ from lab.detection.planted import MODULE
 from launch.job import launch
 from tests.support.jobs import launches
 from tests.support.jobs.forked_launcher import forked_launcher
-from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP, step_fields
+from tests.support.runs.compare_runs import SCALE, TOKENS_PER_STEP, step_fields
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
 from tools.parity.gate import main

@@ -387,7 +387,7 @@ def test_what_a_layer_does_otherwise_is_found_and_named(pair, wrong):
 def test_a_planted_defect_is_found_beside_fp8(pair, defect):
     """The defects of the table, at bounds that FP8's own error has widened."""
     given = {"stage": 2, "compute": "fp32", "steps": 3, "overrides": FP8, "defect": defect}
-    for steps in pair.run(step_cases.measured_fp8_steps, **given):
+    for steps in pair.run(step_cases.measured_steps, **given):
         checks = judged(steps)
         assert failed(checks)
         if module_of(defect):

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.refusals import refused
-from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
-from tests.support.runs.synthetic_events import SCALE, TOKENS_PER_STEP
+from tests.support.runs.compare_runs import CONFIG, SCALE, TOKENS_PER_STEP, RunWriter, write_run
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, find_divergence
 from tracking.compare.html import page

@@ -19,9 +19,8 @@ from config.cli import REPOSITORY
 from tests.support.page import Page
 from tests.support.refusals import refused
 from tests.support.runs.compare_runs import CONFIG as PLAIN_CONFIG
-from tests.support.runs.compare_runs import ENVIRONMENT, RunWriter, merged, write_run
+from tests.support.runs.compare_runs import ENVIRONMENT, RunWriter, merged, step_fields, write_run
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import step_fields
 from tests.support.servers import wandb_files
 from tests.support.servers.browser import Tab
 from tests.support.servers.wandb_server import StandIn, stand_in

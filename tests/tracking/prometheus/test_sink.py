@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.jobs.launches import wait_until
+from tests.support.runs.compare_runs import start_fields, step_fields, ticking_clock
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import start_fields, step_fields, ticking_clock
 from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
 from tracking.prometheus import server as server_file

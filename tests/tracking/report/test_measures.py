@@ -11,8 +11,8 @@ import pytest
 
 from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
+from tests.support.runs.compare_runs import TELEMETRY, TOKENS_PER_STEP
 from tests.support.runs.report_runs import CONFIG, ENVIRONMENT, report_of, session, simple_run
-from tests.support.runs.synthetic_events import TELEMETRY, TOKENS_PER_STEP
 from tracking.compare.surviving import read_events
 from tracking.report.command import limits_from
 from tracking.report.context import LIMITS, Finding, MeasureContext

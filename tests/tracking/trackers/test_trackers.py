@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.runs.compare_runs import step_fields
 from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import step_fields
 from tracking.run_dir import RunDir
 from tracking.trackers.sink import TrackerSink
 

@@ -15,9 +15,9 @@ import pytest
 from config import yaml_text
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import wait_until
+from tests.support.runs.compare_runs import SCALE, step_fields
 from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import SCALE, step_fields
 from tests.support.servers.wandb_files import config as stored_config
 from tests.support.servers.wandb_files import records, rows, sessions
 from tracking.run_dir import RunDir

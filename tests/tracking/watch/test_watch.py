@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.text import Text
 
 from config.cli import REPOSITORY
+from tests.support.runs.compare_runs import TOKENS_PER_STEP, start_fields, step_fields
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.report_runs import session
-from tests.support.runs.synthetic_events import TOKENS_PER_STEP, start_fields, step_fields
 from tracking.events import Event, spread
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir

@@ -17,7 +17,7 @@ from launch.canary.command import main as canary
 from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.jobs.launches import SMALL, command, finish
 from tests.support.jobs.sharing_jobs import MIXTURE
-from tests.support.runs.synthetic_events import start_fields, step_fields
+from tests.support.runs.compare_runs import start_fields, step_fields
 from tools.analyze.command import main as analyze
 from tools.parity.gate import gate
 from tools.parity.jobs import plan
