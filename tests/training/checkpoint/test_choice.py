@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 
+from config.json_text import sealed
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint.choice import candidates
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.retention import Retention
-from training.checkpoint.seal import sealed
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from config.json_text import sealed, unsealed
 from tests.training.checkpoint import checkpoint_cases, many_ranks_cases
 from tests.training.checkpoint.test_tool import tool
 from training.checkpoint.manifest import MANIFEST, shares_of
-from training.checkpoint.seal import sealed, unsealed
 
 
 @pytest.mark.parametrize("stage", [2, 3])
