@@ -40,6 +40,9 @@ from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
 
+_TRACING = "training.tracing.spans"
+"""Loaded by runs that send spans."""
+
 
 def build(opened: Session) -> tuple[Parts, Progress]:
     """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`. A
@@ -69,10 +72,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     if (config.guard.self_check_every or config.guard.gradient_checks) and world.tensor is None:
         self_check = SelfCheck(engine, resolved, opened.model_config, opened.corpus)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
-    if config.tracking.otlp_endpoint:  # other runs do not load the module
-        tracing = import_module("training.tracing.spans").open_tracing(
-            resolved, world, checkpoints=checkpoints, **watched
-        )
+    if config.tracking.otlp_endpoint:
+        tracing = import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
     parts, progress = assemble(
         resolved,
         engine,

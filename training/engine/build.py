@@ -33,6 +33,9 @@ from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
 from training.engine.weights import hold_fp32, start_masters
 
+_FAULTS = "training.engine.faults"
+"""Loaded by runs that have some."""
+
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World, drawn: bool = True) -> Engine:
     """This rank's engine for the resolved config. drawn: False leaves a new model's weights at 0 and the engine without
@@ -76,8 +79,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     apply_activation_checkpointing(model, recomputation, reentrant=config.model.checkpointing_reentrant, every=every)
     engine = engine_on(model, resolved, world, teacher, attention)
     engine.start = engine.start if drawn else None
-    if config.faults:  # other runs do not load the module
-        import_module("training.engine.faults").attach_faults(engine, config.faults)
+    if config.faults:
+        import_module(_FAULTS).attach_faults(engine, config.faults)
     engine.notes += notes + choose_fp8_kernel(engine.regions, world)
     engine.model.eval()
     if config.keeps_documents_apart:
