@@ -1,7 +1,8 @@
-"""JSON from files that may be damaged or written by hand."""
+"""JSON of files that may be damaged or written by hand, and JSON sealed with its own hash to detect changes."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -37,3 +38,22 @@ def read_object(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path}: holds {json.dumps(found)[:80]} where a JSON object is expected")
     return found
+
+
+def sealed(content: dict[str, Any]) -> str:
+    """The text of a sealed file: `content` and, last, the SHA-256 of its canonical JSON."""
+    return json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n"
+
+
+def unsealed(text: bytes) -> tuple[dict[str, Any], bool]:
+    """The content of a sealed file, and whether the seal matches. Raises ValueError for other files."""
+    try:
+        content = parse(text)
+        seal = content.pop("sha256")
+        return content, bool(seal == _seal(content))
+    except (KeyError, AttributeError, TypeError, RecursionError):
+        raise ValueError("is no sealed JSON object") from None
+
+
+def _seal(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

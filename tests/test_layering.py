@@ -131,7 +131,6 @@ NOT_OF_A_RUN = {
     "training.checkpoint.tool": "what it does",
     "training.profile.__main__": "python -m training.profile, of what a run imports",
     **{f"training.tasks.{task}": "imported by its name" for task in get_args(get_type_hints(Config)["task"])},
-    "training.tasks.noise": "of task sft",
     "training.tasks.cached_teacher": "of task distill",
     "training.references": "of task dpo, imported by its name",
     **dict.fromkeys(ROLLOUTS, "of a task that samples answers, imported by its name"),

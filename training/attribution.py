@@ -22,10 +22,8 @@ _MAX_PARAMETERS = 5
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
-    """(rank, finding), first causes first. A collective between backward and step; discard the gradients afterwards.
-
-    When no rank finds a cause (the values overflowed in the reduction) the parameters with a non-finite reduced
-    gradient are named, under rank 0.
+    """(rank, finding), first causes first; without any, as after an overflow in the reduction, the parameters with a
+    non-finite reduced gradient, under rank 0. A collective between backward and step; discard the gradients afterwards.
     """
     reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
     engine.discard_gradients()
@@ -57,10 +55,8 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
 def _without_consequences(
     found: list[tuple[int, Finding]], model: nn.Module, *, ranks: int
 ) -> list[tuple[int, Finding]]:
-    """Drop findings that reached a rank from the other `ranks` that share sequences, matrices or experts.
-
-    In each group and micro-batch the rank with the earliest finding is kept: passes have the same order on all ranks.
-    """
+    """Drop findings that reached a rank from the other `ranks` of its group: in each micro-batch, passes having the
+    same order on all ranks, only those of the rank with the earliest finding stay."""
     ended, begun = {name: at for at, name in enumerate(_ends(model, ""))}, dict(model.named_modules())
     last = len(ended)
     first_in_backward = {name: last - at for at, name in enumerate(begun)}

@@ -45,10 +45,8 @@ _TRACING = "training.tracing.spans"
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
-    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`.
-
-    A collective. Raises UserError for an unusable store or a checkpoint of another run.
-    """
+    """Build all parts of a run, restore them from a checkpoint if `run.resume` finds one, and record `run_start`. A
+    collective. Raises UserError for an unusable store or a checkpoint of another run."""
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
     checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
@@ -57,7 +55,6 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
-    said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}"]
     if config.run.epochs is not None:
         size = resolved.batch.global_size
         record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
@@ -65,14 +62,18 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
         of_data.append(f"data: no document was drawn for validation: {tail}")
-    said += of_data
-    said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
     if world.is_main:
+        said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}", *of_data]
+        said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
     for line in filter(None, [*of_data, opened.left_out, *engine.notes]):
         record.note(line)
-    self_checked = config.guard.self_check_every or config.guard.gradient_checks
+    self_check = tracing = None
+    if (config.guard.self_check_every or config.guard.gradient_checks) and world.tensor is None:
+        self_check = SelfCheck(engine, resolved, opened.model_config, opened.corpus)
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
+    if config.tracking.otlp_endpoint:
+        tracing = import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
     parts, progress = assemble(
         resolved,
         engine,
@@ -86,15 +87,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         examples=opened.answers.take_examples if opened.answers is not None else str,
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
-        self_check=SelfCheck(engine, resolved, opened.model_config, opened.corpus)
-        if self_checked and world.tensor is None
-        else None,
+        self_check=self_check,
         telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
-        tracing=(
-            import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
-            if config.tracking.otlp_endpoint
-            else None
-        ),
+        tracing=tracing,
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)
@@ -104,10 +99,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
 
 def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
-    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer.
-
-    A collective.
-    """
+    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer. A collective."""
     generate, tokenizer, problem = resolved.config.generate, None, None
     if not generate.tokens or resolved.config.task in ENCODER_TASKS:
         return ""
@@ -147,10 +139,8 @@ def assemble(
     state: dict[str, Any] | None = None,
     **further: Any,
 ) -> tuple[Parts, Progress]:
-    """The parts of a run, and its progress: the only place that assembles them.
-
-    state: from a checkpoint that was loaded into the engine; None for a new run. further: other fields of Parts.
-    """
+    """The parts of a run, and its progress. state: from a checkpoint that was loaded into the engine; None for a new
+    run. further: other fields of Parts."""
     progress = Progress.from_state_dict(state["progress"]) if state else START
     section, regions = resolved.config.optimizer, engine.regions
     warnings = EarlyWarnings(

@@ -1,7 +1,5 @@
-"""Rank, world size, device and process group, and the collectives on plain values.
-
-Accelerate's own state is not used: under `accelerate launch` on a machine without a GPU it is process 0 on every rank.
-"""
+"""Rank, world size, device and process group, and the collectives on plain values. Accelerate's own state is not used:
+under `accelerate launch` on a machine without a GPU it is process 0 on every rank."""
 
 import ctypes
 import importlib
@@ -50,10 +48,8 @@ class SliceGroup:
         return rows
 
     def exchange(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ...
-
-        A collective of the group.
-        """
+        """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ... A
+        collective of the group."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(result, rows.contiguous(), received, sent, group=self.group)
         return result
@@ -119,10 +115,8 @@ class World:
         return box[0]
 
     def on_main(self, act: Callable[[], T], catch: tuple[type[Exception], ...] = (UserError,)) -> T:
-        """The result of `act` on the main process, on every rank. A collective.
-
-        catch: exceptions of `act` that every rank raises as a UserError with the same text.
-        """
+        """The result of `act` on the main process, on every rank. catch: exceptions of `act`, which every rank raises
+        as a UserError with their text. A collective."""
         value, problem = None, None
         if self.is_main:
             try:
@@ -227,21 +221,16 @@ class World:
         return groups[self.rank // ranks]
 
     def on_own_group(self) -> Self:
-        """This world on a new gloo group, whose collectives may run in a thread at the same time as training's.
-
-        Its time-out is a day: a rank with more to write may reach a collective hours after the others. A collective.
-        """
-        return replace(
-            self, device=torch.device("cpu"), group=dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        )
+        """This world on a new gloo group, whose collectives may run in a thread beside training's, and wait for a day:
+        a rank with more to write may reach one hours after the others. A collective."""
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        return replace(self, device=torch.device("cpu"), group=group)
 
 
 def build_no_shared_memory_op() -> None:
-    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses.
-
-    It would be built at the first start on a machine, in about a minute with g++, which fails if the path to torch has
-    a space, and would leave 66 MiB in /dev/shm for each rank. Call this before the process group starts.
-    """
+    """Keep DeepSpeed from building its all-reduce on a CPU, which only tensor-parallel inference uses: a minute with
+    g++ at a machine's first start, which fails if the path to torch has a space, and 66 MiB in /dev/shm for each rank.
+    Call this before the process group starts."""
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     communication.build_shm_op = lambda: None
 
@@ -273,11 +262,8 @@ def start(
     deterministic: bool = False,
     job: str = "",
 ) -> World:
-    """Join the process group, select this rank's device, and use its share of the machine's cores.
-
-    bind_cores, deterministic: as in `run`. job: names this job and no other, for ranks that find another one at
-    MASTER_PORT. Raises UserError like `open_store`.
-    """
+    """Join the process group, select this rank's device, and use its share of the machine's cores. bind_cores,
+    deterministic: as in `run`. job: names this job and no other. Raises UserError like `open_store`."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if world_size > 1 and "MASTER_PORT" not in os.environ:
         raise RuntimeError("MASTER_PORT is not set: start several processes with a launcher")
@@ -321,21 +307,17 @@ def start(
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc keep the memory that a step frees for the next one, unless the user has tuned it.
-
-    By default it maps and unmaps large tensors each time, and the kernel has to zero all their pages again.
-    """
-    tune: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    if tune is not None and not any(name.startswith("MALLOC_") for name in os.environ):
+    """Let glibc keep the memory that a step frees for the next one, unless the user has tuned it: by default it maps
+    and unmaps large tensors each time, and the kernel zeroes their pages again."""
+    if not any(name.startswith("MALLOC_") for name in os.environ):
+        tune = ctypes.CDLL(None).mallopt
         tune(_M_MMAP_MAX, 0)
         tune(_M_TRIM_THRESHOLD, -1)
 
 
 def _use_one_order(*, strictly: bool) -> None:
-    """Make kernels sum in the same order each time; by default the backward pass of x[index] has no fixed order.
-
-    strictly: collectives too, and an operator without a fixed order raises a RuntimeError that names it.
-    """
+    """Make kernels sum in the same order each time, as the backward pass of x[index] does not by default. strictly:
+    collectives too, and an operator without a fixed order raises a RuntimeError that names it."""
     torch.set_deterministic_debug_mode("warn")
     if strictly:  # CUDA, NCCL and transformers read their variables when they start
         os.environ.update(CUBLAS_WORKSPACE_CONFIG=":4096:8", NCCL_ALGO="Ring", FLASH_ATTENTION_DETERMINISTIC="1")

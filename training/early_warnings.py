@@ -7,9 +7,9 @@ gives one warning; the next one follows only after REARM consecutive in-range me
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -30,60 +30,49 @@ _ANSWERS_WINDOW = 8  # steps: a single one has the answers to few prompts
 _LARGEST = float(torch.finfo(torch.float16).max)
 _SMALL = 0.004  # share of FP16's range below which an activation's growth is not tracked
 
-# Signal to its name in a message, and the advice.
-_WORDS: dict[str, tuple[str, str]] = {
-    "attention_logit": (
-        "largest attention logit",
-        "softmax saturates: lower the learning rate, or use a model that normalises queries and keys",
-    ),
-    "attention_entropy": (
-        "normalized attention entropy",
-        "attention collapses onto single keys: lower the learning rate or lengthen the warm-up",
-    ),
+_NAMES = {
+    "attention_logit": "largest attention logit",
+    "attention_entropy": "normalized attention entropy",
+    "adam_rms": "RMS of the gradient over the root of Adam's second moment",
+    "gradient_jump": "gradient norm relative to Adam's second moment",
+    "signal_share": "share of signal in the gradients",
+    "embedding_share": "the embedding's share of the squared gradient norm",
+    "kurtosis_growth": "growth of the channels' kurtosis",
+    "update_growth": "growth of the update-to-weight ratio",
+    "overflow_steps": "steps until an activation overflows FP16",
+    "router_entropy": "normalized entropy of the expert load",
+    "answer_entropy": "answer entropy in nats per token",
+    "no_signal": "share of prompts whose answers all have the same reward",
+    "truncated": "share of answers cut off at grpo.max_new_tokens",
+    "router_z": "z-loss of the routers",
+}
+"""Signal to its name in a message."""
+_ADVICE = {
+    "attention_logit": "softmax saturates: lower the learning rate, or use a model that normalises queries and keys",
+    "attention_entropy": "attention collapses onto single keys: lower the learning rate or lengthen the warm-up",
     "adam_rms": (
-        "RMS of the gradient over the root of Adam's second moment",
-        "the next steps are too large: lower optimizer.betas[1], use optimizer.name=stable_adamw, or cut the rate",
+        "the next steps are too large: lower optimizer.betas[1], use optimizer.name=stable_adamw, or cut the rate"
     ),
     "gradient_jump": (
-        "gradient norm relative to Adam's second moment",
-        "the next steps are too large: lower optimizer.betas[1] or use optimizer.name=stable_adamw; look at the batch",
+        "the next steps are too large: lower optimizer.betas[1] or use optimizer.name=stable_adamw; look at the batch"
     ),
-    "signal_share": (
-        "share of signal in the gradients",
-        "updates add up in one direction, as before a divergence: lower the learning rate",
-    ),
-    "embedding_share": (
-        "the embedding's share of the squared gradient norm",
-        "clipping now starves the other modules: lower the learning rate, or scale embeddings up",
-    ),
+    "signal_share": "updates add up in one direction, as before a divergence: lower the learning rate",
+    "embedding_share": "clipping now starves the other modules: lower the learning rate, or scale embeddings up",
     "kurtosis_growth": (
-        "growth of the channels' kurtosis",
-        "single channels take over: 16-bit and FP8 formats lose the others; look at the heat map of activations",
+        "single channels take over: 16-bit and FP8 formats lose the others; look at the heat map of activations"
     ),
-    "update_growth": (
-        "growth of the update-to-weight ratio",
-        "the learning rate is higher than before in this run: cut it, or set guard.max_update_ratio",
-    ),
+    "update_growth": "the learning rate is higher than before in this run: cut it, or set guard.max_update_ratio",
     "overflow_steps": (
-        "steps until an activation overflows FP16",
-        "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it",
+        "compute this module in bf16 or fp32 by a rule of the manifest, or let guard.reactions promote it"
     ),
-    "router_entropy": ("normalized entropy of the expert load", "few experts do the work: raise model.balance_loss"),
+    "router_entropy": "few experts do the work: raise model.balance_loss",
     "answer_entropy": (
-        "answer entropy in nats per token",
-        "the policy has collapsed onto single answers: lower the learning rate, raise grpo.beta or grpo.clip_high",
+        "the policy has collapsed onto single answers: lower the learning rate, raise grpo.beta or grpo.clip_high"
     ),
-    "no_signal": (
-        "share of prompts whose answers all have the same reward",
-        "nothing is learned from them: they are solved, too hard, or the reward does not tell answers apart",
-    ),
-    "truncated": (
-        "share of answers cut off at grpo.max_new_tokens",
-        "rewards judge halves of answers: raise it, or reward shorter ones (grpo.rewards=[..., length])",
-    ),
+    "no_signal": "nothing is learned from them: they are solved, too hard, or the reward does not tell answers apart",
+    "truncated": "rewards judge halves of answers: raise it, or reward shorter ones (grpo.rewards=[..., length])",
     "router_z": (
-        "z-loss of the routers",
-        "router logits would be too large for 16 bits: set or raise model.router_z_loss, and leave routers in FP32",
+        "router logits would be too large for 16 bits: set or raise model.router_z_loss, and leave routers in FP32"
     ),
 }
 _METRICS = {
@@ -113,41 +102,29 @@ class EarlyWarning:
     """The human-readable reason: what, where, its bound and what to do."""
 
 
+@dataclass(frozen=True)
 class SecondMomentMemory:
-    """The global gradient norm that Adam's second moment (an average by beta2) remembers, and its mean age.
+    """The squared global gradient norm that Adam's second moment, an average by beta2, remembers."""
 
-    A gradient's norm over the root of the memory, that gradient included, is its RMS_t (engine/adam_signals.py).
-    """
+    squares: float = 0.0
+    aged: float = 0.0
+    """[updates] `squares`, each weighted by its age."""
+    count: int = 0
 
-    def __init__(self, beta2: float) -> None:
-        self._beta2 = beta2
-        self._squares = self._aged = 0.0
-        self._count = 0
-
-    def jump(self, norm: float) -> float:
-        """Jump of a new gradient: its norm over the root of the memory, itself included; 1 for the first."""
-        squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
-        corrected = squares / (1 - self._beta2 ** (self._count + 1))
+    def jump(self, norm: float, beta2: float) -> float:
+        """A new gradient's norm over the root of the memory with itself included: RMS_t (engine/adam_signals.py)."""
+        corrected = self.after(norm, beta2).squares / (1 - beta2 ** (self.count + 1))
         return norm / math.sqrt(corrected) if corrected > 0 else 1.0
 
     @property
     def age(self) -> float:
         """[updates] Mean age of the memory."""
-        return self._aged / self._squares if self._squares else 0.0
+        return self.aged / self.squares if self.squares else 0.0
 
-    def push(self, norm: float) -> None:
-        """Add a gradient that was applied."""
-        self._aged = self._beta2 * (self._aged + self._squares)
-        self._squares = self._beta2 * self._squares + (1 - self._beta2) * norm**2
-        self._count += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next warnings depend on, as plain types."""
-        return {"squares": self._squares, "aged": self._aged, "count": self._count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
-        self._squares, self._aged, self._count = float(state["squares"]), float(state["aged"]), int(state["count"])
+    def after(self, norm: float, beta2: float) -> Self:
+        """The memory once a gradient was applied."""
+        squares, aged = beta2 * self.squares + (1 - beta2) * norm**2, beta2 * (self.aged + self.squares)
+        return type(self)(squares, aged, self.count + 1)
 
 
 class EarlyWarnings:
@@ -158,10 +135,8 @@ class EarlyWarnings:
     ) -> None:
         """beta2: that of the optimizer's second moment; None if it has none. clipping: gradient norm at which it
         begins; 0: never. in_fp16: whether a module computes in FP16 now."""
-        self._section = section
-        self._memory = SecondMomentMemory(beta2) if beta2 is not None else None
-        self._clipping = clipping
-        self._in_fp16 = in_fp16
+        self._section, self._beta2, self._clipping, self._in_fp16 = section, beta2, clipping, in_fp16
+        self._memory = SecondMomentMemory()
         self._active: dict[str, int] = {}  # signals that have warned, and how often in a row they were in range since
         self._kurtosis: dict[str, RobustWindow] = {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
@@ -171,17 +146,16 @@ class EarlyWarnings:
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
         """The warning about the gradient before it is applied, `gradient_jump`, or none."""
-        if self._memory is None or not health.finite or self._solved():
+        if self._beta2 is None or not health.finite or self._solved():
             return []
-        jump = self._memory.jump(self._clipped(health.grad_norm))
-        further = f", {self._memory.age:.3g} updates old"
-        return list(self._judge("gradient_jump", {"": jump}, further))
+        jump = self._memory.jump(self._clipped(health.grad_norm), self._beta2)
+        return list(self._judge("gradient_jump", {"": jump}, f", {self._memory.age:.3g} updates old"))
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
         """Judge balanced routers and sampled answers. applied: whether the weights changed. warm: whether the warm-up
         is over, before which routers, gradients and channels have not settled even in healthy runs."""
-        if applied and self._memory is not None:
-            self._memory.push(self._clipped(health.grad_norm))
+        if applied and self._beta2 is not None:
+            self._memory = self._memory.after(self._clipped(health.grad_norm), self._beta2)
         found: list[EarlyWarning] = []
         metrics = health.metrics
         if "reward/mean" in metrics:
@@ -212,7 +186,7 @@ class EarlyWarnings:
     @property
     def memory_age(self) -> float | None:
         """[updates] Mean age of what the second moment remembers; None if there is no second moment."""
-        return self._memory.age if self._memory is not None else None
+        return self._memory.age if self._beta2 is not None else None
 
     def after_telemetry(self, step: int, fields: Mapping[str, Any], *, warm: bool) -> list[EarlyWarning]:
         """The warnings of a measured step. fields: those of its `telemetry` event. warm: as in `after_step`."""
@@ -273,17 +247,16 @@ class EarlyWarnings:
             return
         order = sorted(broken, key=lambda module: sign * broken[module], reverse=True)
         worst = order[0]
-        what, advice = _WORDS[signal]
         where = f"{worst}: " if worst else ""
         healthy = f"{'at least' if signal in _AT_LEAST else 'at most'} {bound:g} is healthy, warnings.{signal}"
         more = f"; and {len(order) - 1} more module{'s' * (len(order) > 2)}" if len(order) > 1 else ""
-        reason = f"{where}{what} {broken[worst]:.3g}{further} ({healthy}){more}; {advice}"
+        reason = f"{where}{_NAMES[signal]} {broken[worst]:.3g}{further} ({healthy}){more}; {_ADVICE[signal]}"
         yield EarlyWarning(signal, worst, float(f"{broken[worst]:.6g}"), float(bound), tuple(order), reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next judgements depend on, as plain types."""
         return {
-            "memory": self._memory.state_dict() if self._memory is not None else None,
+            "memory": asdict(self._memory) if self._beta2 is not None else None,
             "active": dict(self._active),
             "kurtosis": {module: window.state_dict() for module, window in self._kurtosis.items()},
             "updates": self._updates.state_dict(),
@@ -293,20 +266,14 @@ class EarlyWarnings:
         }
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """The inverse of `state_dict`; None, from an older checkpoint, starts afresh."""
-        self._active, self._kurtosis, self._growing = {}, {}, {}
+        """The inverse of `state_dict`; what an older checkpoint lacks starts afresh."""
+        state = state or {}
+        self._memory = SecondMomentMemory(**state.get("memory") or {})
+        self._active = dict(state.get("active", {}))
+        self._kurtosis = {module: RobustWindow(_KURTOSIS_WINDOW) for module in state.get("kurtosis", {})}
+        for module, window in self._kurtosis.items():
+            window.load_state_dict(state["kurtosis"][module])
         self._updates = RobustWindow(_UPDATES_WINDOW)
-        self._first_reward, self._answers = (state or {}).get("first_reward"), (state or {}).get("answers", [])
-        if state is None:
-            return
-        if self._memory is not None and state["memory"] is not None:
-            self._memory.load_state_dict(state["memory"])
-        self._active = {signal: int(looks) for signal, looks in state["active"].items()}
-        for module, window in state["kurtosis"].items():
-            self._kurtosis[module] = RobustWindow(_KURTOSIS_WINDOW)
-            self._kurtosis[module].load_state_dict(window)
-        if "updates" in state:  # not in an older checkpoint
-            self._updates.load_state_dict(state["updates"])
-        self._growing = {
-            module: [(int(at), float(value)) for at, value in points] for module, points in state["growing"].items()
-        }
+        self._updates.load_state_dict(state.get("updates", {"values": []}))
+        self._growing = {module: [*map(tuple, points)] for module, points in state.get("growing", {}).items()}
+        self._first_reward, self._answers = state.get("first_reward"), state.get("answers", [])

@@ -28,13 +28,8 @@ def finish(parts: Parts, ending: Ending) -> None:
     sample = parts.sample() if ending.exit_code == DONE else ""
     parts.batches.close()
     parts.stop_watching()
-    end: dict[str, Any] = {
-        "step": ending.progress.step,
-        "tokens": ending.progress.tokens,
-        "status": _STATUS[ending.exit_code],
-        "exit_code": ending.exit_code,
-        "reason": ending.reason,
-    }
+    end: dict[str, Any] = {"step": ending.progress.step, "tokens": ending.progress.tokens}
+    end |= {"status": _STATUS[ending.exit_code], "exit_code": ending.exit_code, "reason": ending.reason}
     verdict = None
     if parts.engine.world.is_main:
         verdict, further = _judge(parts, end)
@@ -47,9 +42,8 @@ def finish(parts: Parts, ending: Ending) -> None:
 
 def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str, Any]]:
     """The verdict on a run that is about to record `end`, and more fields for it; none if events are damaged."""
-    run_dir = run_dir_of(parts.resolved)
     try:
-        facts = read_run(run_dir.path)
+        facts = read_run(run_dir_of(parts.resolved).path)
         lost = still_of_run(facts)
     except UserError:
         return None, {}

@@ -22,11 +22,9 @@ class Ending:
 
 
 def train(parts: Parts, progress: Progress) -> Ending:
-    """Train from `progress` until the planned steps are done, the guard aborts, or a stop is requested.
-
-    The last state is saved as a checkpoint, unless no step ran, all steps are done with `checkpoint.at_end` off, or the
-    save fails, which the ending reports.
-    """
+    """Train from `progress` until the planned steps are done, the guard aborts, or a stop is requested, and save the
+    last state, unless no step ran or all are done with `checkpoint.at_end` off. The ending reports a save that
+    failed."""
     config, saves = parts.resolved.config, parts.checkpoints
     saving, evaluating = config.checkpoint, config.evaluate
     problem: SaveFailed | None = None

@@ -1,12 +1,12 @@
 """The loss scaler that DeepSpeed gets: one of Mantissa's policies, with two upstream bugs worked around.
 
-DeepSpeed 0.19.8 calls `update_scale` in the middle of the step, between the gradient norm and the unscaling of the
-gradients. On a step where the scale grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an
-unclipped update sees half its gradient (and ZeRO-3 also reports half the norm). Here a change of the scale takes
-effect after the step. Also, an overflow at the minimum is left to the guard instead of raising a bare Exception.
+DeepSpeed 0.19.8 calls `update_scale` between the gradient norm and the unscaling of the gradients. When the scale
+grows, ZeRO-1, 2 and 3 then divide the gradients by the new scale, so that an unclipped update sees half its gradient
+(and ZeRO-3 reports half the norm). Here a change takes effect after the step, and an overflow at the minimum is left to
+the guard instead of raising a bare Exception.
 
 `precision/loss_scale.py` decides how the scale changes. The class is a `DynamicLossScaler` only so that DeepSpeed
-accepts it, and pickles it into its checkpoints; of the parent's state nothing but `cur_scale` is used.
+accepts it, and pickles it into its checkpoints; of the parent's state only `cur_scale` is used.
 """
 
 from collections.abc import Iterator
@@ -51,21 +51,16 @@ class LossScaler(DynamicLossScaler):
 
     def update_scale(self, overflow: bool) -> None:
         """Called by DeepSpeed inside its step. Raises RuntimeError if it applies a step that was to be discarded."""
-        if self._discarding:
-            if not overflow:
-                raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
-            self._reason = None
-            return
-        self.policy.update(bool(overflow))
-        self._reason = self.policy.reason
+        if self._discarding and not overflow:
+            raise RuntimeError("DeepSpeed applies a step that was to be discarded: its overflow path was not taken")
+        if not self._discarding:
+            self.policy.update(bool(overflow))
+        self._reason = None if self._discarding else self.policy.reason
 
     @contextmanager
     def ignoring_overflow(self) -> Iterator[None]:
-        """Context in which the policy neither sees nor counts the overflow of DeepSpeed's step.
-
-        A step is discarded by reporting an overflow to DeepSpeed, which says nothing about the scale. Not for a step
-        that really overflowed: the scale would never decrease.
-        """
+        """Context in which the policy does not see the overflow that DeepSpeed is told of to discard a step. Not for a
+        step that really overflowed: the scale would never decrease."""
         self._discarding = True
         try:
             yield

@@ -1,7 +1,7 @@
 """The parts of a run: their state in a checkpoint, and those that observe its steps."""
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,16 +71,13 @@ class Parts:
         self.promotions.load_state_dict(reactions["promotions"], self.engine.adjustable)
         self.warnings.load_state_dict(reactions.get("warnings"))
         self.batches.restore(progress.position)
-        if self.checks is not None:
-            self.checks.forget()
-        if self.self_check is not None:
-            self.self_check.forget()
+        for check in (self.checks, self.self_check):
+            if check is not None:
+                check.forget()
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:
         """Context of spans and profiler, if configured, for one attempted step. progress: before the step."""
-        if self.tracing is None and self.profiling is None:
-            return nullcontext()
         stack = ExitStack()
         if self.profiling is not None:
             stack.enter_context(self.profiling.step(progress.step + 1))
@@ -90,7 +87,6 @@ class Parts:
 
     def stop_watching(self) -> None:
         """Write the profile as far as it got and send the last spans, for at most a few seconds."""
-        if self.profiling is not None:
-            self.profiling.close()
-        if self.tracing is not None:
-            self.tracing.close()
+        for observer in (self.profiling, self.tracing):
+            if observer is not None:
+                observer.close()

@@ -10,10 +10,8 @@ class Preemption:
     """SIGTERM, SIGUSR1 and a time limit as a flag. The ranks agree on it in each step's health gather."""
 
     def __init__(self, max_minutes: float | None = None, *, signals: bool = True) -> None:
-        """max_minutes: from now; None is no limit. A rank whose clock runs out first stops all of them.
-
-        signals: handle SIGTERM and SIGUSR1; else they end the process, as they should in a tool that saves nothing.
-        """
+        """max_minutes: from now; None is no limit. signals: handle SIGTERM and SIGUSR1; else they end the process, as
+        they should in a tool that saves nothing."""
         self._signalled = False
         self._ends = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
         for number in (signal.SIGTERM, signal.SIGUSR1) if signals else ():

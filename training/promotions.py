@@ -32,10 +32,8 @@ class Promotions:
 
 
 def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[list[str], str]:
-    """The regions of the causes that are narrower than `to`, and the dtype to promote them to.
-
-    FP8 regions go to BF16 first, alone. Without causes, as for an overflow that no rank could trace: the suspects.
-    """
+    """The regions of the causes that are narrower than `to`, and the dtype to promote them to: BF16 for those in FP8,
+    which go first. Without causes, as for an overflow that no rank could trace: the suspects."""
     if regions is None:
         return [], to
     dtypes = regions.dtypes

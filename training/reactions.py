@@ -1,8 +1,7 @@
 """Act on the guard's verdict. The step itself has already been discarded: masters and moments are unchanged.
 
-SKIP and CUT_LR need nothing more (the guard holds the factor on the learning rate). PROMOTE moves the modules that
-caused it to a wider dtype and CORRECT masks tokens, both on probation. ROLLBACK loads the last good checkpoint and
-skips the batches since, twice as many each time, so that it cannot repeat forever.
+SKIP and CUT_LR need nothing more. PROMOTE moves the modules that caused it to a wider dtype and CORRECT masks tokens,
+both on probation. ROLLBACK loads the last good checkpoint and skips the batches since, twice as many each time.
 """
 
 from dataclasses import replace
@@ -16,10 +15,8 @@ from training.record import record_incident
 
 
 def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
-    """Load the last good checkpoint and skip the batches that broke the run; returns new progress and the path.
-
-    repeat: the batches were not at fault, so none is skipped.
-    """
+    """Load the last good checkpoint and skip the batches since, unless they are to `repeat`, not having been at fault;
+    returns new progress and the path."""
     path = parts.checkpoints.find("auto")
     assert path is not None, "the guard asks first"
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)

@@ -33,18 +33,13 @@ def record_step(
     seconds: float,
     waited: float,
 ) -> None:
-    """The `step` event, and a `scale` event when the loss scale or its hysteresis changed.
-
-    progress: after the step. faults: the config's. seconds: the whole step's, including the wait for data. waited:
-    seconds for the batch. A scale event's momentum norm is a collective; every rank has the same change.
-    """
+    """The `step` event, and a `scale` event, a collective, when the loss scale or its hysteresis changed. progress:
+    after the step. seconds: the whole step's. waited: [s] for the batch."""
     where = {"step": progress.step, "tokens": progress.tokens}
     for fault in faults:
         if fault.step == batch.position + 1:
             record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
-    further: dict[str, Any] = {}
-    if health.metrics:
-        further["metrics"] = health.metrics
+    further: dict[str, Any] = {"metrics": health.metrics} if health.metrics else {}
     if batch.source_names:
         known = batch.labels_by_source
         further["labels_by_source"] = health.counts_by_source if known is None else known
@@ -68,12 +63,12 @@ def record_step(
         position=batch.position,
         **further,
     )
-    if update.scale_change is not None:
+    if (change := update.scale_change) is not None:
         record.scale(
             **where,
-            previous=update.scale_change.old,
-            new=update.scale_change.new,
-            reason=update.scale_change.reason,
+            previous=change.old,
+            new=change.new,
+            reason=change.reason,
             consecutive_overflows=progress.consecutive_skips,
             lr=update.lr,
             momentum_norm=momentum_norm(engine),
@@ -98,12 +93,7 @@ def record_causes(record: Record, progress: Progress, causes: Causes, *, sequenc
 
 
 def record_incident(
-    record: Record,
-    resolved: Resolved,
-    progress: Progress,
-    judgement: Judgement,
-    modules: list[str],
-    further: dict[str, Any],
+    record: Record, resolved: Resolved, progress: Progress, judgement: Judgement, modules: list[str], further: Any
 ) -> None:
     """The `incident` event. progress: after the refused step. further: fields of the reaction."""
     run = resolved.config.run
@@ -120,12 +110,7 @@ def record_incident(
 
 
 def record_evaluation(
-    record: Record,
-    progress: Progress,
-    whole: Evaluation,
-    by_source: dict[str, Evaluation] | None = None,
-    *,
-    sample: str = "",
+    record: Record, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation], *, sample: str
 ) -> None:
     """The `eval` event. whole: on the validation set; by_source: on each named part. sample: text sampled then."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}

@@ -4,11 +4,11 @@ The engine computes them before the first step, in its compute dtype and in micr
 training, so the first step's margins are exactly 0. They are kept in FP32, in a file beside the prepared data.
 """
 
-import dataclasses
 import hashlib
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
@@ -28,14 +28,17 @@ from modeling.objectives.preference import log_probs
 from training.engine import Engine
 
 SECONDS_BETWEEN_LINES = 30.0
+_NOT_DECIDING = {
+    *("activation_checkpointing", "checkpointing_every", "checkpointing_reentrant", "activation_memory_gib"),
+    *("loss", "loss_chunk_tokens"),
+}
+"""Keys of `model` that do not change the numbers."""
 
 
 def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: str | None) -> list[str]:
-    """Give every split of the corpus its column REFERENCE, from the file or computed now; returns notes to record.
-
-    The engine must have its initial weights. base: their identity, None for weights drawn from the seed. A collective.
-    Raises UserError for a log-probability that is not finite.
-    """
+    """Give every split of the corpus its column REFERENCE, from the file or computed now with the engine's initial
+    weights; returns notes to record. base: the weights' identity; None if they are drawn from the seed. A collective.
+    Raises UserError for a log-probability that is not finite."""
     world, lengths, started = engine.world, lengths_of_corpus(corpus), time.perf_counter()
     splits = {"train": cast(RowShards, corpus.train), "validation": cast(RowShards, corpus.validation)}
     pairs = f"{sum(len(shards.longest) for shards in splits.values()):,} pairs"
@@ -54,7 +57,7 @@ def add_references(corpus: Corpus, engine: Engine, resolved: Resolved, *, base: 
         _require_finite(tables, splits, lengths, engine.compute)
         seconds = time.perf_counter() - started
         notes = [f"reference: log-probabilities of {pairs} under the start weights took {seconds:.1f} s"]
-        notes += world.from_main(_write(path, identity, tables) if world.is_main else None)
+        notes += world.on_main(lambda: _write(path, identity, tables))
     for name, shards in splits.items():
         shards.columns[REFERENCE] = tables[name]
     first = 0
@@ -99,9 +102,8 @@ def _told(batches: Iterator[Batch], count: int, length: int) -> Iterator[Batch]:
 
 def _identity(corpus: Corpus, resolved: Resolved, base: str | None, lengths: tuple[int, ...], device: str) -> str:
     """Everything that decides the numbers, as JSON."""
-    config = resolved.config
-    manifest = config.precision.manifest
-    model = {key: value for key, value in dataclasses.asdict(config.model).items() if key not in _NOT_DECIDING}
+    config, manifest = resolved.config, resolved.config.precision.manifest
+    model = {key: value for key, value in asdict(config.model).items() if key not in _NOT_DECIDING}
     parts = {
         "data": corpus.fingerprint,
         "start weights": base or f"seed {config.run.seed}",
@@ -114,12 +116,6 @@ def _identity(corpus: Corpus, resolved: Resolved, base: str | None, lengths: tup
         "versions": [torch.__version__, transformers.__version__],
     }
     return json.dumps(parts, sort_keys=True)
-
-
-_NOT_DECIDING = {
-    *("activation_checkpointing", "checkpointing_every", "checkpointing_reentrant", "activation_memory_gib"),
-    *("loss", "loss_chunk_tokens"),
-}
 
 
 def _read(path: Path, identity: str, splits: dict[str, RowShards], lengths: tuple[int, ...]) -> Arrays | None:

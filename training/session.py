@@ -1,11 +1,10 @@
 """Data, process group, model, engine and batches of a config, built the same way for `train.py` and all tools."""
 
-import dataclasses
 import json
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import PretrainedConfig
 from config.batch import refuse_sharing
 from config.errors import UserError
 from config.resolved import Resolved
-from config.schema import SAMPLING_TASKS, AdapterSection, Config
+from config.schema import SAMPLING_TASKS
 from config.task import ENCODER_TASKS
 from data.batches.loader import Batch, Batches, next_tokens, validation_batches
 from data.batches.sequence_slices import sliced
@@ -95,6 +94,9 @@ class Session:
         """Everything that two runs must share for one to resume from the other's checkpoint."""
         config = self.resolved.config
         padded = isinstance(self.corpus.train, RowShards) and not config.keeps_documents_apart
+        adapter, labels = asdict(config.adapter), config.classify if config.task == "classify" else config.mlm
+        if config.adapter.base == "compute":  # as in checkpoints from before other bases existed
+            del adapter["base"], adapter["double_quant"]
         return {
             **({"grouping of rows by length": "within an epoch"} if padded else {}),
             "model": self.model_config.model_type,
@@ -105,10 +107,10 @@ class Session:
             "data.document_masking": config.keeps_documents_apart,
             "batch.global_size": self.resolved.batch.global_size,
             "task": config.task,
-            "what is predicted": _predicted(config),
+            "what is predicted": json.dumps(asdict(labels)) if config.task in ENCODER_TASKS else None,
             "run.seed": config.run.seed,
             **({"answers": self.answers.identity} if self.answers is not None else {}),
-            "adapter": _adapter(config.adapter),
+            "adapter": json.dumps(adapter) if config.adapter.kind != "none" else None,
             "the base model": self.base,
             "the teacher": self.teacher,
             "world size": self.resolved.world_size,
@@ -137,9 +139,9 @@ def session(
 ) -> Iterator[Session]:
     """Join the process group, prepare the data, build model, engine and batches; close them afterwards. A collective.
 
-    corpus, world: existing ones to use; the process group then stays open. trains: the caller is `train.py`, so lost
-    ranks are watched for, and the run folder is opened before anything is built. shares: those of `parallel.sequence`,
-    `tensor` and `expert` that the caller is verified with; `train.py` is verified with all. Raises UserError.
+    corpus, world: existing ones to use; the process group then stays open. trains: the caller is `train.py`: lost ranks
+    are watched for, and the run folder is opened first. shares: those of `parallel.sequence`, `tensor` and `expert`
+    that the caller is verified with; `train.py` is with all. Raises UserError.
     """
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
@@ -193,15 +195,13 @@ def session(
             ends.callback(engine.close)
         # ranks that share matrices need equal dropout masks, or their replicated parameters would diverge
         seed_everything(config.run.seed + world.zero_rank)
-        needed = config.model.name_or_path is not None and (config.adapter.kind != "none" or config.task == "dpo")
-        base = None
-        if needed:
-            name, commit = str(config.model.name_or_path), getattr(shape, "_commit_hash", None)
+        base, name = None, config.model.name_or_path
+        if name is not None and (config.adapter.kind != "none" or config.task == "dpo"):
+            commit = getattr(shape, "_commit_hash", None)
             base = world.from_main(weights_identity(name, commit) if world.is_main else None)
-        cut = batch_shape(resolved, corpus)
+        cut = batch_shape(resolved, corpus) | {"seed": config.run.seed, "mixture": corpus.mixture}
         if config.precomputes_reference:
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
-        cut |= {"seed": config.run.seed, "mixture": corpus.mixture}
         sampled = None
         if config.task in SAMPLING_TASKS:
             sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, trains=trains, **cut)
@@ -211,11 +211,8 @@ def session(
 
 
 def start_counts(resolved: Resolved) -> bool:
-    """Whether the weights that the model starts with are used: not where a checkpoint will replace all of them.
-
-    An adapter's base is in no checkpoint, references are computed with the start weights, and passes at the start
-    compare logits or count activations.
-    """
+    """Whether the weights that the model starts with are used: not if a checkpoint will replace all of them, unless
+    references are computed with them, or passes at the start compare logits or count activations."""
     config = resolved.config
     passes = config.keeps_documents_apart or config.parallel.sequence > 1 or config.model.activation_memory_gib
     if passes or config.adapter.kind != "none" or config.task in ("dpo", *SAMPLING_TASKS):
@@ -229,23 +226,6 @@ def refuse_unordered(kind: Any, problem: BaseException | None, traceback: Any) -
     operator, found, _ = str(problem).partition(" does not have a deterministic implementation")
     if isinstance(problem, RuntimeError) and found:
         raise UserError(f"run.deterministic = true: {operator} has no deterministic form; set it to false") from problem
-
-
-def _adapter(section: AdapterSection) -> str | None:
-    """The adapter's settings, without an unquantised base, as in checkpoints from before other bases existed."""
-    if section.kind == "none":
-        return None
-    own = dataclasses.asdict(section)
-    if section.base == "compute":
-        del own["base"], own["double_quant"]
-    return json.dumps(own)
-
-
-def _predicted(config: Config) -> str | None:
-    """The settings that decide an encoder's labels; None for other tasks."""
-    if config.task not in ENCODER_TASKS:
-        return None
-    return json.dumps(dataclasses.asdict(config.classify if config.task == "classify" else config.mlm))
 
 
 def check_validation(resolved: Resolved, corpus: Corpus) -> None:

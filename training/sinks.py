@@ -61,11 +61,8 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
             "which shows its numerics and not its speed"
         )
     for entry in ledger:
-        console.print_line(
-            f"  {entry.what:<28} {entry.dtype:<10} {entry.bytes / 1e6:>10,.1f} MB"
-            if entry.bytes
-            else f"  {entry.what:<28} {entry.dtype}"
-        )
+        size = f" {entry.bytes / 1e6:>10,.1f} MB" if entry.bytes else ""
+        console.print_line(f"  {entry.what:<28} {entry.dtype:<10}{size}".rstrip())
     known = {"run": to_dict(config), "deepspeed": resolved.deepspeed, "environment": facts}
     sinks: list[Sink] = [JsonlSink(run_dir.events), console]
     for tracker in dict.fromkeys(config.tracking.sinks):

@@ -15,7 +15,7 @@ from precision.inner_dtypes import over_ranks, promises
 from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
-from training.corruption.checks import Examined
+from training.corruption.checks import Events
 from training.corruption.self_check import SelfCheck
 from training.early_warnings import EarlyWarning
 from training.engine.health import Outcome
@@ -53,12 +53,13 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         save_ended_here=parts.checkpoints.save_ended,
         data_seconds=waited,
     )
+    events: Events = []
     if checks is None:
-        found = Examined(outcome, measure(outcome))
+        health = measure(outcome)
     else:  # values that differ are repaired, and a suspicious step is repeated
         health = measure(outcome, checks=checks.numbers(progress.step + 1), repeats=checks.reexecutes)
-        found = checks.examine(batch, outcome, health, again=partial(measure, repeats=True), suspicion=guard.suspicion)
-    outcome, health = found.outcome, found.health
+        again = partial(measure, repeats=True)
+        outcome, health, events = checks.examine(batch, outcome, health, again=again, suspicion=guard.suspicion)
     causes = _find_causes(parts, health, batch, outcome)
     health = health.with_causes([finding for _, finding in causes]) if causes else health
     warnings = parts.warnings.before_step(health)
@@ -96,7 +97,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     record_step(record, engine, progress, batch, health, update, faults=config.faults, **times)
     plan = parts.resolved.batch
     record_causes(record, progress, causes, sequence=plan.sequence, tensor=plan.tensor)
-    for event, fields in found.events:
+    for event, fields in events:
         record.event(event, step=progress.step, tokens=progress.tokens, **fields)
     warnings += parts.warnings.after_step(health, applied=update.applied, warm=warm)
     if watch is not None:
@@ -128,10 +129,8 @@ def _due_watch(parts: Parts, progress: Progress) -> Observation | None:
 
 
 def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> AbstractContextManager[object]:
-    """Context around the passes of a step, observed or not. A collective.
-
-    Compiled blocks run other code under an observer, so they are observed in a separate forward pass here.
-    """
+    """Context around the passes of a step, observed or not; compiled blocks, which run other code under an observer,
+    are observed in a separate forward pass here. A collective."""
     if watch is None or not parts.resolved.config.model.compile:
         return watch or nullcontext()
     with watch:
@@ -150,11 +149,9 @@ def _due_self_check(parts: Parts, progress: Progress) -> SelfCheck | None:
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:
-    """Compare the observed dtypes with the manifest, and record them. A collective.
-
-    Raises PrecisionMismatch, which names the module. Sums inside a module in a lower dtype than the reference path's
-    are only recorded: a model may intend them, and the parity gate judges them.
-    """
+    """Compare the observed dtypes with the manifest, and record them. A collective. Raises PrecisionMismatch, which
+    names the module. Sums inside a module in a low dtype are only recorded: a model may intend them, the parity gate
+    judges."""
     regions = parts.engine.regions
     report = watch.inner.report(**promises(parts.resolved.config, parts.engine.compute, regions))
     inner = over_ranks(parts.engine.world.gather_objects(report))
@@ -166,10 +163,7 @@ def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> N
 
 def _find_causes(parts: Parts, health: Health, batch: Batch, outcome: Outcome) -> Causes:
     """The rank, module and tensor that made the step non-finite; none if the machine is at fault."""
-    if (
-        health.finite
-        or health.corruption is not None
-        or (health.routine_overflow and not parts.resolved.config.guard.attribute_overflows)
-    ):
+    ignored = health.routine_overflow and not parts.resolved.config.guard.attribute_overflows
+    if health.finite or health.corruption is not None or ignored:
         return []
     return attribute(parts.engine, batch, outcome, step=batch.position + 1)

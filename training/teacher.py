@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +31,8 @@ _VERSION = 1
 
 
 def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabulary: int) -> tuple[Corpus, str]:
-    """The corpus, with the teacher's answers if they are cached, and the teacher's identity.
-
-    vocabulary: rows of the student's embedding. A collective. Raises UserError if the teacher has other tokens, or
-    cannot be loaded.
-    """
+    """The corpus, with the teacher's answers if they are cached, and the teacher's identity. vocabulary: rows of the
+    student's embedding. A collective. Raises UserError if the teacher has other tokens, or cannot be loaded."""
     section = resolved.config.distill
     identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
     if section.top_k:
@@ -46,27 +44,19 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
 
 def _identified(name: str, corpus: Corpus) -> str:
     """The teacher's identity. Raises UserError if it has other tokens than the corpus, or cannot be loaded."""
-    _require_same_tokens(name, corpus)
+    ours = theirs = load_tokenizer(corpus.tokenizer_folder).get_vocab()
+    with suppress(Exception):  # the teacher's folder has no tokenizer: only its number of tokens is compared
+        theirs = AutoTokenizer.from_pretrained(name).get_vocab()
+    if theirs != ours:
+        token, _ = min(dict.items(ours) ^ dict.items(theirs))
+        raise UserError(
+            f"distill.teacher = {name}: its tokenizer is not that of the data: {token!r} is {theirs.get(token)} there "
+            f"and {ours.get(token)} here; set data.tokenizer={name}"
+        )
     try:
         return weights_identity(name)
     except OSError as error:  # the hub lacks it, or does not answer
         raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
-
-
-def _require_same_tokens(name: str, corpus: Corpus) -> None:
-    """Raises UserError if the teacher's token ids do not mean the same as the corpus's."""
-    try:
-        theirs = AutoTokenizer.from_pretrained(name).get_vocab()
-    except Exception:  # the teacher's folder has no tokenizer: only its number of tokens is compared
-        return
-    ours = load_tokenizer(corpus.tokenizer_folder).get_vocab()
-    if theirs == ours:
-        return
-    token = next(iter(sorted(dict.items(ours) ^ dict.items(theirs))))[0]
-    raise UserError(
-        f"distill.teacher = {name}: its tokenizer is not that of the data: {token!r} is {theirs.get(token)} there and "
-        f"{ours.get(token)} here; set data.tokenizer={name}"
-    )
 
 
 def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
@@ -127,10 +117,9 @@ def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], pa
     length, k = resolved.config.data.sequence_length, resolved.config.distill.top_k
     total = 0
     for split, shards in splits.items():
-        count = shards.sequences(length)
         for path, dtype, width in zip(files_of(partial, split), (np.int32, np.float32), (k, k + 1), strict=True):
-            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(count, length, width))
-            total += array.nbytes
+            shape = shards.sequences(length), length, width
+            total += np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape).nbytes
     print(f"teacher: writing its {k} likeliest tokens at every position, {total / 2**30:.2f} GiB, to {partial.parent}")
 
 
@@ -161,5 +150,5 @@ def _ask(
             for row, sample in zip(rows, mine[0], strict=True):
                 if sample != NO_SAMPLE:
                     place[sample, :places] = row
-    for array in (ids, log_probs):
-        array.flush()
+    ids.flush()
+    log_probs.flush()

@@ -6,8 +6,8 @@ reruns the step's micro-batches in FP32 from the masters, and gathers whole grad
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import groupby
 from typing import Any, Literal, get_args
 
@@ -18,38 +18,16 @@ from config.errors import UserError
 from data.batches.loader import Batch
 from modeling.activation_checkpointing import blocks_of
 from modeling.compiling import CompiledBlock
+from precision import sampling
 from precision.activation_signals import AttentionMeter, ChannelMeter, channel_figures
 from precision.dtypes import DTYPES
 from precision.fp8 import FORMATS, FlushMeter, rounded
-from precision.sampling import (
-    EXPONENTS,
-    bins_below,
-    counts_in_bins,
-    distances,
-    exponent_counts,
-    largest,
-    largest_of,
-    sampled,
-    sums_of_squares,
-)
 from precision.statistics import ActivationMeter, Agreement, compare_gradients, to_plain
-from training.engine import Engine
+from training.engine import Engine, tensors
 from training.engine.adam_signals import COLUMNS as ADAM_COLUMNS
 from training.engine.adam_signals import adam_figures, adam_sums
 from training.engine.rng import generators, restore_generators
 from training.engine.tensor_slices import counts_here
-from training.engine.tensors import (
-    Shard,
-    local_gradient,
-    local_weight,
-    shape_of,
-    shard_of,
-    trainable_parameters,
-    whole_gradient,
-    whole_master,
-    whole_shape_of,
-    whole_weight,
-)
 
 Figure = Literal["attention", "channels", "adam"]
 FIGURES: tuple[Figure, ...] = get_args(Figure)
@@ -67,19 +45,15 @@ class Telemetry:
     """Measures a step: `watching` its passes (a collective with the probe), `measure`, then `finish` (a collective)."""
 
     def __init__(self, engine: Engine, *, probe: bool, figures: Collection[Figure] = FIGURES) -> None:
-        """figures: those of FIGURES to measure; events leave out the others.
-
-        Raises UserError for a probe on the cast path at ZeRO-3, where no rank has whole masters to run.
-        """
+        """figures: those of FIGURES to measure; events leave out the others. Raises UserError for a probe on the cast
+        path at ZeRO-3, where no rank has whole masters to run."""
         if probe and engine.regions is None and engine.stage == 3:
             raise UserError(
                 "telemetry.probe = true: at ZeRO-3 the FP32 pass needs precision.path = manifest, whose parameters are "
                 "the masters; use it, or ZeRO-2, or telemetry.probe=false"
             )
-        self._engine = engine
-        self._probe = probe
-        self._figures = figures
-        self._parameters = trainable_parameters(engine)
+        self._engine, self._probe, self._figures = engine, probe, figures
+        self._parameters = tensors.trainable_parameters(engine)
         self._numbers = self._exponents = torch.zeros(0)
         self._scale = 1.0
         self._modules = [name.rpartition(".")[0] for name in self._parameters]
@@ -93,7 +67,7 @@ class Telemetry:
     def _forget(self) -> None:
         self._reference: dict[str, torch.Tensor] = {}
         self._agreement: dict[str, Agreement] = {}
-        self._masters: dict[int, tuple[Shard, torch.Tensor]] = {}
+        self._masters: dict[int, tuple[tensors.Shard, torch.Tensor]] = {}
         self._samples: dict[int, torch.Tensor] = {}
         self._meter: ActivationMeter | None = None
         self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
@@ -102,8 +76,11 @@ class Telemetry:
     @contextmanager
     def watching(self, batch: Batch) -> Iterator[None]:
         """Context for the measured step's forward and backward passes; the probe runs before them."""
+        regions, device = self._engine.regions, self._engine.world.device
         if self._probe:
-            self._reference = self._fp32_gradients(batch)
+            before = generators(device)
+            self._reference = self._through_masters(batch) if regions is None else self._through_regions(batch)
+            restore_generators(before, device)
         model, unhooked = self._engine.model, self._engine.loss_path.unhooked()
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())
         whole = self._engine.world.tensor is None  # figures are sums over ranks, which would have different heads
@@ -112,21 +89,14 @@ class Telemetry:
         self._channels = ChannelMeter(dict(self._blocks) if "channels" in self._figures else {})
         unmeasured = unhooked | {model} if self._engine.loss_path.chunked else unhooked
         self._meter = ActivationMeter(model, unmeasured)
-        with self._attention, self._channels, self._meter, self._counting_flushed():
+        with ExitStack() as stack:
+            if regions is not None and regions.uses("fp8"):
+                self._flushed = FlushMeter(regions.names_in("fp8"), device)
+                regions.fp8_count = self._flushed.of
+                stack.callback(setattr, regions, "fp8_count", None)
+            for meter in (self._attention, self._channels, self._meter):
+                stack.enter_context(meter)
             yield
-
-    @contextmanager
-    def _counting_flushed(self) -> Iterator[None]:
-        regions = self._engine.regions
-        if regions is None or not regions.uses("fp8"):
-            yield
-            return
-        self._flushed = FlushMeter(regions.names_in("fp8"), self._engine.world.device)
-        regions.fp8_count = self._flushed.of
-        try:
-            yield
-        finally:
-            regions.fp8_count = None
 
     @torch.no_grad()
     def measure(self) -> None:
@@ -135,25 +105,25 @@ class Telemetry:
         device, scale = engine.world.device, engine.loss_scale
         self._scale = scale  # the step may change it
         self._numbers = torch.zeros(len(self._parameters), _ADAM.stop, dtype=torch.float64, device=device)
-        self._exponents = torch.zeros(EXPONENTS - 1, dtype=torch.float64, device=device)
+        self._exponents = torch.zeros(sampling.EXPONENTS - 1, dtype=torch.float64, device=device)
         gradients: dict[int, torch.Tensor] = {}
         for row, parameter in enumerate(self._parameters.values()):
             shard = self._own_shard(parameter)
             if shard is None or not shard.length:
                 continue
-            self._masters[row] = (shard, sampled(shard.master()))
-            gradient = local_gradient(parameter, shard, engine.stage)
+            self._masters[row] = (shard, sampling.sampled(shard.master()))
+            gradient = tensors.local_gradient(parameter, shard, engine.stage)
             if gradient is not None:
                 gradients[row] = gradient
         if gradients:
             rows, found = torch.tensor(list(gradients), device=device), list(gradients.values())
-            self._numbers[rows, _SQUARES] = sums_of_squares(found).to(device) / scale**2
-            self._numbers[rows, _LARGEST] = largest(found).to(device) / scale
-            self._samples = {row: sampled(values).float() / scale for row, values in gradients.items()}
-            counts = exponent_counts(list(self._samples.values())).to(device)
+            self._numbers[rows, _SQUARES] = sampling.sums_of_squares(found).to(device) / scale**2
+            self._numbers[rows, _LARGEST] = sampling.largest(found).to(device) / scale
+            self._samples = {row: sampling.sampled(values).float() / scale for row, values in gradients.items()}
+            counts = sampling.exponent_counts(list(self._samples.values())).to(device)
             bins = torch.tensor([self._bins(self._modules[row]) for row in gradients], device=device)
-            self._numbers[rows, _SMALL : _NONZERO + 1] = counts_in_bins(counts, bins).double()
-            self._exponents = counts[:, 1:EXPONENTS].sum(0).double()
+            self._numbers[rows, _SMALL : _NONZERO + 1] = sampling.counts_in_bins(counts, bins).double()
+            self._exponents = counts[:, 1 : sampling.EXPONENTS].sum(0).double()
         if engine.compute != "fp32" and engine.stage > 0:
             self._measure_drift()
         if self._reference:
@@ -163,39 +133,39 @@ class Telemetry:
         """Numbers of `exponent_counts` bins for gradients below the dtype's normal numbers, flushed to zero, or any."""
         info = torch.finfo(self._dtype(module))
         normal = info.smallest_normal / self._scale
-        return bins_below(normal), bins_below(normal * info.eps / 2), EXPONENTS
+        return sampling.bins_below(normal), sampling.bins_below(normal * info.eps / 2), sampling.EXPONENTS
 
-    def _own_shard(self, parameter: nn.Parameter) -> Shard | None:
-        """The part of a parameter that this rank measures; at ZeRO-0, where every rank has all of it, an equal share.
-
-        Replicas on ranks that share matrices are measured by the first one.
-        """
+    def _own_shard(self, parameter: nn.Parameter) -> tensors.Shard | None:
+        """The part of a parameter that this rank measures: at ZeRO-0, where every rank has all of it, an equal share;
+        None of a replica that the first of the ranks that share matrices measures."""
         engine = self._engine
         if not counts_here(parameter, engine.world.tensor):
             return None
         if engine.stage > 0:
-            return shard_of(engine, parameter)
+            return tensors.shard_of(engine, parameter)
         rank, ranks, count = engine.world.zero_rank, engine.world.zero_ranks, parameter.numel()
         start, end = rank * count // ranks, (rank + 1) * count // ranks
-        return Shard(parameter, start, start, end - start)
+        return tensors.Shard(parameter, start, start, end - start)
 
     def _measure_drift(self) -> None:
         """Measure the distance of the 16-bit weights from this rank's masters; almost always 0."""
         stage, parameters = self._engine.stage, list(self._parameters.values())
         apart = []
         for row, (shard, _) in self._masters.items():
-            weight = local_weight(parameters[row], shard, stage)
-            apart.append(largest_of(weight - shard.master().to(weight.device, weight.dtype)))
+            weight = tensors.local_weight(parameters[row], shard, stage)
+            apart.append(sampling.largest_of(weight - shard.master().to(weight.device, weight.dtype)))
         far = torch.stack(apart).tolist() if apart else []
         for row in [row for row, distance in zip(self._masters, far, strict=True) if distance != 0]:  # true for nan
             shard = self._masters[row][0]
-            weight = local_weight(parameters[row], shard, stage)
-            self._numbers[row, _APART : _APART_SQUARES + 1] = distances(shard.master().to(weight.device), weight)
+            weight = tensors.local_weight(parameters[row], shard, stage)
+            self._numbers[row, _APART : _APART_SQUARES + 1] = sampling.distances(
+                shard.master().to(weight.device), weight
+            )
 
     def _measure_update(self) -> None:
         """Measure the step on samples of the masters: size of the change, how many changed, how many without effect."""
         for row, (shard, before) in self._masters.items():
-            after, module = sampled(shard.master()), self._modules[row]
+            after, module = sampling.sampled(shard.master()), self._modules[row]
             updated = after != before
             lost = updated & (self._rounded(after, module) == self._rounded(before, module))
             found = ((after - before).double().square(), before.double().square(), updated, lost)
@@ -205,7 +175,7 @@ class Telemetry:
     def _measure_averages(self, clip: float) -> None:
         parameters = list(self._parameters.values())
         for row, gradient in self._samples.items():
-            if len(shape_of(parameters[row])) < 2:
+            if len(tensors.shape_of(parameters[row])) < 2:
                 continue  # figures from a vector's few values jump even in a healthy run
             sums = adam_sums(self._engine, self._masters[row][0], gradient * clip)
             if sums is not None:
@@ -251,7 +221,7 @@ class Telemetry:
         }
         if self._flushed.modules:
             shares = self._flushed.shares(flushes.view_as(flushed))
-            fields["fp8_flushed"] = {name: {key: _short(v) for key, v in row.items()} for name, row in shares.items()}
+            fields["fp8_flushed"] = {name: _shortened(row) for name, row in shares.items()}
         self._forget()
         return fields
 
@@ -262,7 +232,7 @@ class Telemetry:
             shares, counts = next(sums).view(2, -1)
             heads = shares / counts  # nan for sequences of one token
             figures = {"logit": logit, "entropy": float(heads.mean()), "lowest_entropy": float(heads.min())}
-            attention[name] = {key: _short(value) for key, value in figures.items()}
+            attention[name] = _shortened(figures)
         for name in self._channels.squares:
             kurtosis, outliers = channel_figures(next(sums))
             channels[name] = {"kurtosis": _short(kurtosis), "outliers": outliers}
@@ -273,9 +243,8 @@ class Telemetry:
         found = {}
         for module, rows in self._rows.items():
             *sums, _ = total[rows, _ADAM].sum(0).tolist()
-            figures = adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())])
-            if figures:
-                found[module] = {key: _short(value) for key, value in figures.items()}
+            if figures := adam_figures(self._engine, [*sums, float(total[rows, _ADAM][:, -1].max())]):
+                found[module] = _shortened(figures)
         return found
 
     def _embedding_share(self, total: torch.Tensor) -> float | None:
@@ -287,7 +256,7 @@ class Telemetry:
 
     def _gradients(self, total: torch.Tensor) -> dict[str, dict[str, float]]:
         """Norm, RMS and largest value of each module, and the shares that are subnormal or lost in its dtype."""
-        shapes = [whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
+        shapes = [tensors.whole_shape_of(parameter).numel() for parameter in self._parameters.values()]
         found = {}
         for module, rows in self._rows.items():
             squares, values = float(total[rows, _SQUARES].sum()), sum(shapes[row] for row in rows)
@@ -299,14 +268,14 @@ class Telemetry:
                 "below_normal": small / max(nonzero, 1),
                 "flushed": flushed / max(nonzero, 1),
             }
-            found[module] = {name: _short(value) for name, value in measures.items()}
+            found[module] = _shortened(measures)
         return found
 
     def _drift(self, total: torch.Tensor) -> dict[str, Any] | None:
         """Largest and RMS relative distance of 16-bit parameters from their rounded masters; None in FP32."""
         if self._engine.compute == "fp32":
             return None
-        values = sum(whole_shape_of(parameter).numel() for parameter in self._parameters.values())
+        values = sum(tensors.whole_shape_of(parameter).numel() for parameter in self._parameters.values())
         modules = {module: float(total[rows, _APART].max()) for module, rows in self._rows.items()}
         return {
             "maximum": float(total[:, _APART].max()),
@@ -315,11 +284,8 @@ class Telemetry:
         }
 
     def _lost(self, total: torch.Tensor) -> dict[str, float]:
-        """Each module's share of changed masters whose change did not reach the weight that computes.
-
-        Such updates are smaller than half a unit in the last place, and show only once several have added up. Modules
-        in FP32, whose weights are the masters, are left out.
-        """
+        """Each module's share of changed masters whose change, less than half a unit in the last place, has not reached
+        the weight; none for modules in FP32, whose weights are the masters."""
         found = {}
         for module, rows in self._rows.items():
             updated, lost = float(total[rows, _UPDATED].sum()), float(total[rows, _LOST].sum())
@@ -334,9 +300,7 @@ class Telemetry:
     def _dtype(self, module: str) -> torch.dtype:
         """The dtype in which the gradients of the module's weights are computed."""
         compute, regions = self._computes(module), self._engine.regions
-        if compute == "fp8" and regions is not None:
-            compute = regions.ambient_of(module)
-        return DTYPES[compute]
+        return DTYPES[regions.ambient_of(module) if compute == "fp8" and regions is not None else compute]
 
     def _rounded(self, weights: torch.Tensor, module: str) -> torch.Tensor:
         """(n,) weights, a sample of the masters, rounded as the module computes with them."""
@@ -349,40 +313,34 @@ class Telemetry:
         engine = self._engine
         agreement: dict[str, Agreement] = {}
         for _, group in groupby(self._parameters.items(), key=lambda item: item[0].rpartition(".")[0]):
-            gradients = [(name, whole_gradient(engine, parameter)) for name, parameter in group]
+            gradients = [(name, tensors.whole_gradient(engine, parameter)) for name, parameter in group]
             whole = [(name, gradient) for name, gradient in gradients if gradient is not None]
             agreement |= compare_gradients(whole, [(name, self._reference[name]) for name, _ in whole])
         return agreement
 
-    def _fp32_gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Gradients of the step's mean loss in FP32, by name, averaged over ranks, with the step's random numbers."""
-        engine, device = self._engine, self._engine.world.device
-        before = generators(device)
-        found = self._through_regions(batch) if engine.regions is not None else self._through_masters(batch)
-        restore_generators(before, device)
-        return found
-
     def _through_regions(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """FP32 gradients on the manifest path: the same modules with every region in FP32."""
+        """FP32 gradients of the step's mean loss on the manifest path: the same modules with every region in FP32."""
         engine, regions = self._engine, self._engine.regions
         assert regions is not None
         before = dict(regions.dtypes)
         for name in before:
             regions.set(name, "fp32", "telemetry probe")
         engine.forward_backward(batch, step=0)
-        pairs = [(name, whole_gradient(engine, parameter)) for name, parameter in self._parameters.items()]
+        pairs = [(name, tensors.whole_gradient(engine, parameter)) for name, parameter in self._parameters.items()]
         engine.discard_gradients()
         for name, compute in before.items():
             regions.set(name, compute, "telemetry probe")
         return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """FP32 gradients on the cast path: the module called with the masters in place of its 16-bit parameters."""
+        """The same on the cast path: the module called with the masters in place of its 16-bit parameters."""
         engine, device = self._engine, self._engine.world.device
-        masters = {
-            name: whole_master(engine, parameter).requires_grad_() for name, parameter in self._parameters.items()
-        }
-        frozen = ((name, whole_weight(engine, p)) for name, p in engine.model.named_parameters() if not p.requires_grad)
+        masters = {name: tensors.whole_master(engine, p).requires_grad_() for name, p in self._parameters.items()}
+        frozen = (
+            (name, tensors.whole_weight(engine, p))
+            for name, p in engine.model.named_parameters()
+            if not p.requires_grad
+        )
         weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in frozen}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
 
@@ -397,6 +355,10 @@ class Telemetry:
 
 def _short(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
+
+
+def _shortened(figures: Mapping[str, float]) -> dict[str, float]:
+    return {name: _short(value) for name, value in figures.items()}
 
 
 def _ratio(change: torch.Tensor, size: torch.Tensor) -> float:

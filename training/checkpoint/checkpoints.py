@@ -14,18 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError
 from config.printable import shown
-from training.checkpoint import commit
-from training.checkpoint.choice import candidates, choice_remark, newest
-from training.checkpoint.contents import (
-    attention_difference,
-    identity_difference,
-    layout_difference,
-    manifest_of,
-    parameter_difference,
-    parameter_shapes,
-    save_state,
-)
-from training.checkpoint.lineage import Lineage
+from training.checkpoint import commit, contents
+from training.checkpoint.choice import Lineage, candidates, choice_remark, newest
 from training.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -86,25 +76,28 @@ class Checkpoints:
         self._verified: set[Path] = set()
 
     def start_save(self, engine: Engine, state: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Copy the state, then write, publish and prune in the background; `outcomes` has the result.
-
-        Waits first for a save in progress. state: plain types, returned by `load`; `progress` is one of them.
-        validation_loss: nats, of exactly these weights.
-        """
+        """Copy the state, after any save in progress, then write, publish and prune in the background; `outcomes` has
+        the result. state: plain types, returned by `load`, `progress` among them. validation_loss: [nats] of these
+        weights."""
         self._collect_outcome()
         progress = Progress.from_state_dict(state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
         final = self.folder / f"step-{progress.step}"
         partial = commit.partial_of(final)
+
+        def begin() -> None:
+            commit.begin(final)
+            self._lineage.begin_save()
+
         try:
-            on_main(self.world, lambda: self._begin(final), final)
+            on_main(self.world, begin, final)
         except SaveFailed as failure:
             self._note_outcome(failure)
             return
         self._verified.discard(final)
         files = Files(partial, rank=self.world.rank, reached=self.reached, copied=self.background, key=key)
-        save_state(files, partial, engine, {**state, "identity": self.identity})
+        contents.save_state(files, partial, engine, {**state, "identity": self.identity})
         if self._save_world is None:
             self._save_world = self.world.on_own_group()
         self._save = Save(
@@ -112,7 +105,7 @@ class Checkpoints:
             files,
             self._save_world,
             self.reached,
-            manifest=manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
+            manifest=contents.manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,
             remote=self._remote,
@@ -140,11 +133,9 @@ class Checkpoints:
         return lines
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `run.resume` asks for, or None to start from scratch. The same on every rank.
-
-        If `run.resume` leaves a choice, damaged checkpoints and those of other runs are passed over, with a line that
-        says why. Raises UserError when there are some and none is usable.
-        """
+        """The checkpoint that `run.resume` asks for, on every rank, or None to start from scratch. If it leaves a
+        choice, unusable ones are passed over, each with a line that says why. Raises UserError if all of them are
+        unusable."""
         self._collect_outcome()
         if resume == "never":
             if self._remote is not None:
@@ -181,22 +172,20 @@ class Checkpoints:
         if problem is not None:
             raise UserError(f"{path}: {problem}")
         state = self.world.from_main(read_state(path) if self.world.is_main else None)
-        difference = parameter_difference(state["parameters"], parameter_shapes(engine.model))
+        difference = contents.parameter_difference(state["parameters"], contents.parameter_shapes(engine.model))
         if difference is not None:
             raise UserError(f"{path}: {difference}")
         # one file per sequence: ranks that share matrices have equal generators
         rank, step = self.world.zero_rank, state["progress"]["step"]
         source = rank * int(state["identity"].get("parallel.tensor", 1))
         with read_lock(path):
-            change = layout_difference(state["identity"], self.identity)
-            opener = self._opener or Opener()
+            change, opener = contents.layout_difference(state["identity"], self.identity), self._opener or Opener()
             line = restore(engine, path, recorded=state.get("checksums"), change=change, opener=opener)
             generators = path / f"rng-rank-{source}.pt"
-            fallback_seed = f"{self.identity.get('run.seed')}/{step}/{rank}"
-            load_generators(
-                opener.read(generators) if generators.exists() else None, self.world.device, fallback_seed=fallback_seed
-            )
-        attention = attention_difference(state["identity"], self.identity)
+            saved = opener.read(generators) if generators.exists() else None
+            seed = f"{self.identity.get('run.seed')}/{step}/{rank}"
+            load_generators(saved, self.world.device, fallback_seed=seed)
+        attention = contents.attention_difference(state["identity"], self.identity)
         for text in (line, attention and f"checkpoint {path}: {attention}"):
             if text:
                 self._notes.append(self._log(text))
@@ -216,11 +205,9 @@ class Checkpoints:
         return True, candidates(given) or candidates(given / "checkpoints")
 
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
-        """Note that the run continues from `path`, and whether that goes back. A collective.
-
-        passed_over: the newer candidates if `path` was chosen; None if it was given. record: write it to the folder
-        too, in case the run ends before its next save. Raises UserError when that cannot be written.
-        """
+        """Note that the run continues from `path`, and whether that goes back. passed_over: the newer candidates; None
+        if `path` was given, not chosen. record: write it to the folder now, in case the run ends before its next save.
+        A collective. Raises UserError when that cannot be written."""
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 
         def continue_from() -> str | None:
@@ -232,13 +219,8 @@ class Checkpoints:
                 raise UserError(f"{self.folder}: {reason}") from error
             return remark
 
-        remark = self.world.on_main(continue_from)
-        if remark is not None:
+        if (remark := self.world.on_main(continue_from)) is not None:
             self._notes.append(self._log(remark))
-
-    def _begin(self, final: Path) -> None:
-        commit.begin(final)
-        self._lineage.begin_save()
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers usable ones."""
@@ -256,7 +238,7 @@ class Checkpoints:
             problem = next(filter(None, problems), None)
         if problem is not None:
             return str(problem), isinstance(problem, Damaged)
-        difference = identity_difference(found["identity"], self.identity)
+        difference = contents.identity_difference(found["identity"], self.identity)
         if difference is None:
             self._verified.add(path)
         return difference, False

@@ -1,14 +1,17 @@
-"""Choice of the newest checkpoint of a folder: by sealed manifests; LATEST is only a hint for people."""
+"""Choice of the newest checkpoint of a folder, by sealed manifests (LATEST is only a hint for people), and the run that
+a session's checkpoints belong to, which may have gone back to an older one."""
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
 from training.checkpoint.manifest import NAME, Unusable, is_whole, read_manifest
-from training.checkpoint.run_record import Order, Record, order_in, read_record
+from training.checkpoint.run_record import Order, Record, order_in, read_record, run_in
 
 LATEST = "LATEST"
 
@@ -19,10 +22,8 @@ def step_of(path: Path) -> int:
 
 
 def by_step(folder: Path) -> list[Path]:
-    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first.
-
-    Raises UserError when the folder exists but cannot be read: a run must not start from scratch because of that.
-    """
+    """Every published checkpoint in a checkpoints folder, complete or not, the highest step first. Raises UserError if
+    the folder cannot be read: a run must not start from scratch because of that."""
     try:
         names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -41,10 +42,8 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, record: Record | None) -> list[int]:
-    """The steps in the order to try them: by how often the run had gone back, then by step.
-
-    Steps that the run abandoned when it went back come last. If no manifest tells (older ones do not), the checkpoint
-    that LATEST names comes first, provided it was also written last.
+    """The steps in the order to try them: by how often the run had gone back, then by step; abandoned ones last. If all
+    manifests are older and do not tell, LATEST's checkpoint comes first, provided it was also written last.
 
     found: manifests by step; None for one that cannot be read. named: the step in LATEST. record: from RUN.
     """
@@ -103,3 +102,45 @@ def _manifest(path: Path) -> dict[str, Any] | None:
     with contextlib.suppress(Unusable, OSError):
         return read_manifest(path)
     return None
+
+
+class Lineage:
+    """The run's identity, which every manifest of a session seals, and the file RUN beside the checkpoints. For the
+    main process only."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """folder: the checkpoints folder, with or without RUN yet. name: the run's, for messages."""
+        self._folder = folder
+        self._run = Record(uuid.uuid4().hex[:16], name)
+        self._went_back = 0
+        self._in_folder = False
+
+    def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> None:
+        """Continue the run from `path`: checkpoints that counted as newer no longer do. in_store: those in the object
+        store. record: write it to RUN now, in case the run ends before its next save. Raises OSError."""
+        manifest, found = read_manifest(path), read_record(self._folder)
+        own = path.resolve().parent == self._folder.resolve()
+        order = order_in(manifest) if own else (0, -1)
+        run = run_in(manifest) if own else None
+        self._run = found or (Record(*run) if run else self._run)
+        others = [*orders_in(self._folder), *in_store]
+        ahead = [other for other in others if other > order and not self._run.left(other)]
+        goes_back = bool(ahead) or self._run.left(order)
+        before = max([order[0], self._run.went_back, *(other[0] for other in ahead)])
+        self._went_back = before + goes_back
+        if goes_back and record:
+            self._run = replace(self._run, went_back=self._went_back, back_to=order[1])
+            self._run.write(self._folder)
+
+    def begin_save(self) -> None:
+        """Write RUN before a checkpoint, so that none is published in a folder without it. Raises OSError."""
+        if not self._in_folder:
+            found = read_record(self._folder)
+            self._run = found or self._run
+            if found is None:
+                self._run.write(self._folder)
+            self._in_folder = True
+
+    def fields(self) -> dict[str, Any]:
+        """The fields for the manifest."""
+        return {"run": {"id": self._run.id, "name": self._run.name}, "went_back": self._went_back}

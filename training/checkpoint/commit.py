@@ -11,13 +11,14 @@ After a kill `recover` finishes or undoes what was in progress. Only the main pr
 import contextlib
 import shutil
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from config.files import file_sha256, flush, write_flushed
+from config.json_text import sealed
 from training.checkpoint.manifest import MANIFEST, Written, is_whole
 from training.checkpoint.retention import is_read_locked
-from training.checkpoint.seal import sealed
 
 Reached = Callable[[str], None]
 
@@ -47,12 +48,12 @@ def add_unlisted_files(partial: Path, files: dict[str, Written]) -> None:
 def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lambda phase: None) -> int:
     """Write the manifest of files already on disk, and flush the folders; returns the manifest's size in bytes."""
     reached("manifest")
-    text = sealed(manifest)
-    write_flushed(partial / MANIFEST, text.encode())
+    text = sealed(manifest).encode()
+    write_flushed(partial / MANIFEST, text)
     for folder in [*(path for path in partial.rglob("*") if path.is_dir()), partial]:
         flush(folder)
     reached("sealed")
-    return len(text.encode())
+    return len(text)
 
 
 def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -> None:
@@ -98,13 +99,10 @@ def drop(path: Path, reached: Reached = lambda phase: None) -> None:
 
 def rename_damaged(path: Path) -> Path | None:
     """Rename a damaged checkpoint so that it is never chosen again; returns its new path, or None on failure."""
-    for number in range(100):
-        target = path.with_name(f"{path.name}.damaged" + (f".{number}" if number else ""))
-        if not target.exists():
-            try:
-                return path.rename(target)
-            except OSError:
-                return None
+    targets = (path.with_name(f"{path.name}.damaged" + (f".{number}" if number else "")) for number in count())
+    target = next(target for target in targets if not target.exists())
+    with contextlib.suppress(OSError):
+        return path.rename(target)
     return None
 
 

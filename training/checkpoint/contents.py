@@ -38,7 +38,7 @@ def save_state(files: Files, folder: Path, engine: Engine, state: dict[str, Any]
 
 
 def manifest_of(engine: Engine, progress: Progress, validation_loss: float | None, key: Key | None) -> dict[str, Any]:
-    """The manifest without its files and without the run's identity (`training.checkpoint.lineage.Lineage`)."""
+    """The manifest without its files and without the run's identity (`training.checkpoint.choice.Lineage`)."""
     regions = dict(engine.regions.dtypes) if engine.regions is not None else None
     finite = validation_loss is None or math.isfinite(validation_loss)
     return {

@@ -63,8 +63,7 @@ class DecryptedFile(io.RawIOBase):
     """The plain bytes of an encrypted file, seekable; every chunk is authenticated before any of it is returned."""
 
     def __init__(self, path: Path, key: Key) -> None:
-        """Raises UserError when the file was encrypted with another key, Damaged when it was changed or truncated,
-        OSError when it cannot be read."""
+        """Raises UserError for another key, Damaged when the file was changed or truncated, OSError."""
         self.damage: Damaged | None = None
         """The error that a read raised; C readers may replace it with their own."""
         self._path, self._file = path, path.open("rb", buffering=0)
@@ -131,20 +130,18 @@ class DecryptedFile(io.RawIOBase):
 
 
 def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
-    """Open a file of a checkpoint for reading, decrypted if it is encrypted.
-
-    plain: with a key, also accept a file that is not encrypted. Otherwise it is refused, since anyone with write access
-    could have put anything there, code included. Raises UserError, and the errors of DecryptedFile.
-    """
-    if key is None:
-        if is_encrypted(path):
-            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")
-        return path.open("rb")
+    """Open a file of a checkpoint for reading, decrypted if it is encrypted. plain: with a key, accept a plain file,
+    too, into which anyone with write access could have put anything. Raises UserError, and the errors of
+    DecryptedFile."""
     if is_encrypted(path):
+        if key is None:
+            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")
         return cast(BinaryIO, DecryptedFile(path, key))
-    if plain:
-        return path.open("rb")
-    raise UserError(f"{path}: is not encrypted while checkpoint.encryption_key is set, so anyone may have written it")
+    if key is not None and not plain:
+        raise UserError(
+            f"{path}: is not encrypted while checkpoint.encryption_key is set, so anyone may have written it"
+        )
+    return path.open("rb")
 
 
 def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 from config import json_text
 from config.files import file_sha256
+from config.json_text import unsealed
 from training.checkpoint.run_record import read_record
-from training.checkpoint.seal import unsealed
 
 FORMAT = 3
 _READABLE = (2, FORMAT)
@@ -21,17 +21,8 @@ STATE = "state.json"
 
 NAME = re.compile(r"step-(0|[1-9][0-9]*)")
 """Folder name of a published checkpoint; the group is its step."""
-_FIELDS = {
-    "step": int,
-    "written": str,
-    "world_size": int,
-    "zero_stage": int,
-    "precision": dict,
-    "data": dict,
-    "versions": dict,
-    "files": dict,
-    "layouts": dict,
-}
+_FIELDS: dict[str, type] = {"written": str} | dict.fromkeys(("step", "world_size", "zero_stage"), int)
+_FIELDS |= dict.fromkeys(("precision", "data", "versions", "files", "layouts"), dict)
 _STATE_FIELDS = ("progress", "identity", "parameters", "reactions")
 
 # Tensor name to its dtype and shape.
@@ -71,8 +62,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes) -> dict[str, Any]:
-    """The content of a manifest, in format 3. Raises Damaged when its seal does not match, Unusable for other
-    formats."""
+    """The content of a manifest, in format 3. Raises Damaged for a wrong seal, Unusable for other formats."""
     try:
         manifest, intact = unsealed(text)
     except ValueError:
@@ -88,21 +78,15 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
         if not isinstance(manifest.get(field), kind):
             raise Damaged(f"{MANIFEST} has no {field} as docs/checkpoints.md describes it")
     for name, entry in manifest["files"].items():
-        if not _is_file_entry(name, entry):
+        path, fields = PurePosixPath(name), {"sha256": str, "bytes": int, "rank": int}.items()
+        inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+        if not (inside and isinstance(entry, dict) and all(isinstance(entry.get(key), kind) for key, kind in fields)):
             raise Damaged(f"{MANIFEST} has an entry {name!r} that is not a checkpoint file")
         if "layout" not in entry:
             tensors = entry.pop("tensors", {})
             entry["layout"] = layout_of(tensors)
             manifest["layouts"][entry["layout"]] = tensors
     return manifest
-
-
-def _is_file_entry(name: str, entry: Any) -> bool:
-    """Whether an entry names a file inside the checkpoint, with hash, size and rank."""
-    path = PurePosixPath(name)
-    inside = bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-    fields = {"sha256": str, "bytes": int, "rank": int}
-    return inside and isinstance(entry, dict) and all(isinstance(entry.get(key), fields[key]) for key in fields)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -158,10 +142,8 @@ def is_whole(path: Path) -> bool:
 def find_problem(
     path: Path, further: Callable[[dict[str, Any]], None] = lambda manifest: None, *, of_any_run: bool = False
 ) -> Unusable | None:
-    """Why the checkpoint at `path` is unusable, or None. `further` checks its manifest, and may raise Unusable.
-
-    of_any_run: accept checkpoints of other runs than the folder's.
-    """
+    """Why the checkpoint at `path` is unusable, or None. further: checks its manifest, may raise Unusable. of_any_run:
+    accept checkpoints of other runs than the folder's."""
 
     def check() -> None:
         manifest = read_manifest(path)

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,8 @@ class SavedModel:
 
 
 def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
-    """Open a `deepspeed/` folder of a checkpoint.
-
-    Parameters that ranks share (`parallel.tensor`) are joined. Raises UserError when a file is missing, damaged, in an
-    unknown layout, or names code that is not allowed.
-    """
+    """Open a `deepspeed/` folder of a checkpoint, joining what ranks share (`parallel.tensor`). Raises UserError when a
+    file is missing, damaged, in an unknown layout, or names code that is not allowed."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give a checkpoints/step-N folder of a run")
     matches = (_MODEL_FILE.fullmatch(path.name) for path in folder.iterdir())
@@ -125,11 +122,9 @@ def open_saved_model(folder: Path, opener: Opener = PLAIN) -> SavedModel:
 
 def _open_slices(folder: Path, opener: Opener, rank: int, *, of: int) -> SavedModel:
     """The part of the model on one of the ranks that share matrices; all of it if none do."""
-    shards = _optimizer_files(folder, rank)
-
-    def read(path: Path) -> dict[str, Any]:
-        return opener.read(path, mmap=True)
-
+    matches = filter(None, (_OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()))
+    found = {int(match[1]): folder / match[0] for match in matches if int(match[2]) == rank}
+    shards, read = [found[part] for part in sorted(found)], partial(opener.read, mmap=True)
     if not shards:
         return _open_stage_0(folder, read, rank)
     states = [read(path)["optimizer_state_dict"] for path in shards]
@@ -160,24 +155,24 @@ def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
     """A parameter joined from the slices of the ranks that share it."""
     shape = cut.whole(slices[0].shape)
 
-    def joined(stored: list[Stored]) -> Stored | None:
-        return Stored(shape, slices=stored, dimension=cut.dimension) if len(stored) == len(slices) else None
+    def joined(stored: list[Stored]) -> Stored:
+        return Stored(shape, slices=stored, dimension=cut.dimension)
 
     def read(reads: list[Read]) -> Read:
         return lambda: torch.cat([one() for one in reads], cut.dimension)
 
+    whole = SavedTensor(shape, read([tensor.read for tensor in slices]))
     seconds = [tensor.second_copy for tensor in slices if tensor.second_copy is not None]
-    states, state = [tensor.state for tensor in slices if tensor.state is not None], None
+    masters = [tensor.master for tensor in slices if tensor.master is not None]
+    states = [tensor.state for tensor in slices if tensor.state is not None]
+    if len(seconds) == len(slices):
+        whole = replace(whole, second_copy=read(seconds))
+    if len(masters) == len(slices):
+        whole = replace(whole, master=joined(masters))
     if len(states) == len(slices):
         tensors = {key: joined([one.tensors[key] for one in states]) for key in states[0].tensors}
-        state = OptimizerState({key: stored for key, stored in tensors.items() if stored}, states[0].updates)
-    return SavedTensor(
-        shape,
-        read([tensor.read for tensor in slices]),
-        read(seconds) if len(seconds) == len(slices) else None,
-        joined([tensor.master for tensor in slices if tensor.master is not None]),
-        state,
-    )
+        whole = replace(whole, state=OptimizerState(tensors, states[0].updates))
+    return whole
 
 
 def _join_experts(slices: list[SavedTensor], second_copy: Read | None) -> SavedTensor:
@@ -243,7 +238,7 @@ def _saved_tensor(
     folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor], kept: list[Any], places: list[slice]
 ) -> SavedTensor:
     """A parameter from the parts of its master. kept: optimizer states that have the same parts, at `places`."""
-    _require_size(folder, name, shape, sum(part.numel() for part in parts))
+    _require_size(folder, name, shape, parts)
     master = Stored(shape, parts)
     return SavedTensor(shape, master.read, None, master, _joined_state(folder, name, kept, places, shape))
 
@@ -255,8 +250,8 @@ def _open_stage_3(
     files = [folder / f"zero_pp_rank_{part}_{_model_file(rank)}" for part in range(len(states))]
     models, groups = [read(path) for path in files], states[0].get("ds_zero_partition_groups")
     upstream = upstream and groups is None
-    unread = "none: DeepSpeed's zero_to_fp32 reads no encrypted files, and no slices"
-    second = "DeepSpeed's zero_to_fp32" if upstream else unread
+    reader = "DeepSpeed's zero_to_fp32"
+    second = reader if upstream else f"none: {reader} reads no encrypted files, and no slices"
     saved = SavedModel(stage=3, ranks=len(states), second_source=second)
     _set_buffers(saved, models[0])
     whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
@@ -270,15 +265,9 @@ def _open_stage_3(
             length = math.ceil(shape.numel() / partitions)
             where = slice(start, start + length)
             start += length
+            parts, places = [flat[where] for flat in flats], [where] * partitions
             slices = [
-                _saved_tensor(
-                    folder,
-                    name,
-                    shape,
-                    [flat[where] for flat in flats[first::sharing]],
-                    kept[first::sharing],
-                    [where] * partitions,
-                )
+                _saved_tensor(folder, name, shape, parts[first::sharing], kept[first::sharing], places)
                 for first in range(sharing)
             ]
             saved.tensors[name] = _join_experts(slices, _read_by_deepspeed(whole, name))
@@ -286,7 +275,7 @@ def _open_stage_3(
             raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another one")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
-        _require_size(folder, name, shape, sum(part.numel() for part in parts))
+        _require_size(folder, name, shape, parts)
         saved.frozen.add(name)
         saved.tensors[name] = SavedTensor(shape, Stored(shape, parts).read, _read_by_deepspeed(whole, name))
     return saved
@@ -309,7 +298,7 @@ def _joined_state(
     (keys, updates), tensors = found.pop(), {}
     for key in keys:
         parts = [state[key].view(-1)[where] for state, where in zip(states, places, strict=True)]
-        _require_size(folder, name, shape, sum(part.numel() for part in parts))
+        _require_size(folder, name, shape, parts)
         tensors[key] = Stored(shape, parts)
     return OptimizerState(tensors, updates)
 
@@ -333,7 +322,8 @@ def _set_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
     saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
 
 
-def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> None:
+def _require_size(folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor]) -> None:
+    found = sum(part.numel() for part in parts)
     if found < shape.numel():
         raise UserError(
             f"{folder}: the partitions hold {found} of the {shape.numel()} values of {name}; masters that were "
@@ -344,13 +334,3 @@ def _require_size(folder: Path, name: str, shape: torch.Size, found: int) -> Non
 def _model_file(rank: int) -> str:
     """Name of a model file. rank: number of one of the ranks that share matrices; 0 if none do."""
     return f"mp_rank_{rank:02d}_model_states.pt"
-
-
-def _optimizer_files(folder: Path, slice_of: int) -> list[Path]:
-    """The optimizer files of the ZeRO ranks that have this slice of matrices, one per rank, in rank order."""
-    found = {}
-    for path in folder.iterdir():
-        match = _OPTIMIZER_FILE.fullmatch(path.name)
-        if match and int(match[2]) == slice_of:
-            found[int(match[1])] = path
-    return [found[rank] for rank in sorted(found)]

@@ -13,7 +13,7 @@ from deepspeed.runtime.fp16 import loss_scaler as deepspeed_scaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.schema import CheckpointSection
 from precision.loss_scale import POLICIES
 from training.checkpoint import encryption
@@ -46,10 +46,8 @@ class Opener:
         return cls(key, section.accept_plain)
 
     def read(self, path: Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
-        """The content of a file. mmap: memory-map its tensors if there is no key.
-
-        Raises UserError when the file is missing, damaged, has another key, or refers to code that is not allowed.
-        """
+        """The content of a file. mmap: memory-map its tensors if there is no key. Raises UserError when it is missing,
+        damaged, has another key, or refers to code that is not allowed."""
         try:
             with torch.serialization.safe_globals(ALLOWED):
                 if mmap and not encryption.is_encrypted(path) and self.key is None:
@@ -61,11 +59,9 @@ class Opener:
         except Damaged as error:
             raise UserError(f"{path.parent}: {error}; use another checkpoint") from error
         except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            global_name = re.search(r"GLOBAL ([\w.]+)", str(error))
-            if global_name:
+            reason = f"cannot be read ({one_line(error, 120)}); use another checkpoint"
+            if global_name := re.search(r"GLOBAL ([\w.]+)", str(error)):
                 reason = f"refers to code that is not allowed in a checkpoint ({global_name[1]}); do not load it"
-            else:
-                reason = f"cannot be read ({' '.join(str(error).split())[:120]}); use another checkpoint"
             raise UserError(f"{path}: {reason}") from error
 
 

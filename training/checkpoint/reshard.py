@@ -40,11 +40,10 @@ class Restored:
 def restore(
     engine: Engine, path: Path, *, recorded: tensors.Checksums | None, change: str | None, opener: Opener
 ) -> str | None:
-    """Restore a checkpoint of the engine's layout or another one, and compare every checksum.
+    """Restore a checkpoint and compare every checksum with the `recorded` ones; returns a line about a changed layout.
 
-    recorded: the checkpoint's checksums. change: how the layout differs; None: it does not, and DeepSpeed loads its own
-    files, bit for bit, unless the optimizer's groups differ. Returns a line about the change, for the log. A
-    collective. Raises UserError like `load_resharded`.
+    change: how the layout differs; None if it does not: DeepSpeed then loads its own files, bit for bit, unless the
+    optimizer's groups differ. A collective. Raises UserError like `load_resharded`.
     """
     kept = {kind: texts for kind, texts in (recorded or {}).items() if kind != "master"}
     parameters = tensors.trainable_parameters(engine) if kept else {}  # before the first update there is no state

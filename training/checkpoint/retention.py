@@ -30,10 +30,8 @@ class Retention:
         return [paths[step] for step in expired]
 
     def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Steps to delete among `steps` up to `final`. loss_of: called only if `best` is set.
-
-        Later steps are from before a rollback and are replaced when the run reaches them again.
-        """
+        """Steps to delete among `steps` up to `final`; later ones, from before a rollback, are replaced when the run
+        reaches them again. loss_of: called only if `best` is set."""
         steps_until = sorted((step for step in steps if step <= final), reverse=True)
         kept = {final, *steps_until[: self.newest]}
         if self.every:

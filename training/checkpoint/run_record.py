@@ -1,8 +1,5 @@
-"""The run that a checkpoints folder belongs to, and how often it went back to an older checkpoint: the file RUN.
-
-Every manifest seals the id, the name, the step and that number too. A step that was saved after the run went back is
-newer than a higher step from before, whatever the clocks and LATEST say.
-"""
+"""The file RUN: the run that a checkpoints folder belongs to, and how often it went back to an older checkpoint. Every
+manifest seals these as well: a step saved after the run went back is newer than a higher step from before."""
 
 import contextlib
 import re
@@ -11,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from config.files import write_atomically
-from training.checkpoint.seal import sealed, unsealed
+from config.json_text import sealed, unsealed
 
 RUN = "RUN"
 _ID = re.compile(r"[0-9a-f]{16}")

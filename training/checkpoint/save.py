@@ -38,8 +38,8 @@ class Save:
         remote: Remote | None,
         started: float,
     ) -> None:
-        """world: with a process group of its own. reached: called with each phase on each rank. manifest: without
-        `files`. started: time.perf_counter() at the call."""
+        """world: with a process group of its own. reached: called with each phase. manifest: without `files`. started:
+        time.perf_counter() at the call."""
         self.stall_seconds = 0.0
         """[s] How long the save has blocked the training thread so far."""
         self.published = threading.Event()
@@ -123,16 +123,19 @@ class Save:
         problem = problem_of(lambda: check_hashes(final, {"files": mine}, mine), final)
         problem = next(filter(None, self._world.gather_objects(problem)), None)
         if problem is not None:
-            on_main(self._world, lambda: _rename_damaged(final), final)
+            on_main(self._world, self._rename_damaged, final)
             raise SaveFailed(f"checkpoint {final} differs from what was written and is set aside: {problem}")
+
+    def _rename_damaged(self) -> None:
+        commit.rename_damaged(self._final)
+        if (previous := newest(self._final.parent)) is not None:
+            commit.name_latest(previous)
 
 
 def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, Written], dict[str, Tensors]]:
-    """The files and layouts of all ranks on rank 0, of this rank elsewhere. A collective.
-
-    Ranks have the same few layouts; the first rank with one that rank 0 lacks sends it. Raises SaveFailed on every rank
-    if any could not write, NotFinite if its state is not finite.
-    """
+    """The files and layouts of all ranks on rank 0, to which the first rank sends a layout that it lacks; elsewhere
+    this rank's. A collective. Raises SaveFailed on every rank if any could not write, NotFinite if its state is not
+    finite."""
     layouts = files.layouts
     everyone = world.to_main((files.written, files.error, files.finite))
 
@@ -148,10 +151,3 @@ def agree_on_files(world: World, files: Files, final: Path) -> tuple[dict[str, W
     for layout, rank in unknown.items():
         layouts[layout] = world.main_receives(layouts.get(layout, {}), rank)
     return {name: file for written, *_ in everyone for name, file in sorted(written.items())} or files.written, layouts
-
-
-def _rename_damaged(path: Path) -> None:
-    commit.rename_damaged(path)
-    previous = newest(path.parent)
-    if previous is not None:
-        commit.name_latest(previous)

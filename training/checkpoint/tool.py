@@ -197,12 +197,11 @@ def _check_everything(path: Path, manifest: dict[str, Any], key: Key | None) -> 
     for name in manifest["files"]:
         if not name.endswith(".pt"):
             continue
-        recorded = _recorded(manifest, name)
-        found = tensors_in(path / name, key if encrypted else None)
+        recorded, found = _recorded(manifest, name), tensors_in(path / name, key if encrypted else None)
         for tensor in [*recorded, *found]:
-            if recorded.get(tensor) != found.get(tensor):
-                text = f"holds {found.get(tensor)}; the manifest says {recorded.get(tensor)}"
-                raise Damaged(f"{name}: {tensor} {text}")
+            here, there = found.get(tensor), recorded.get(tensor)
+            if here != there:
+                raise Damaged(f"{name}: {tensor} holds {here}; the manifest says {there}")
 
 
 def _recorded(manifest: dict[str, Any], name: str) -> Tensors:
@@ -237,8 +236,7 @@ class _Placeholder:
     def __init__(self, *arguments: Any) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    __setstate__ = __init__
 
 
 def _is_checkpoint(path: Path) -> bool:

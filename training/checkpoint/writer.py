@@ -29,15 +29,12 @@ _PARALLEL_FROM = 1 << 20
 
 class HashedFile(io.RawIOBase):
     """A new file whose SHA-256 is that of the bytes in memory, so that it also exposes a disk that wrote others.
-
-    torch's archive writer cannot handle an exception, so an error is kept until `finish` and later writes do nothing.
-    """
+    torch's archive writer cannot handle an exception, so an error is kept until `finish` and later writes do
+    nothing."""
 
     def __init__(self, path: Path, reached: Callable[[str], None], *, private: bool = False) -> None:
         """reached: called with "write" before every write, "flush" after the last. private: only this user may read it.
-
-        Raises OSError.
-        """
+        Raises OSError."""
         self._file = open(path, "wb", buffering=0, opener=owner_only if private else None)  # noqa: SIM115
         self._digest = hashlib.sha256()
         self._hasher = ThreadPoolExecutor(max_workers=1)
@@ -73,8 +70,7 @@ class HashedFile(io.RawIOBase):
                 raise self.error
             self._reached("flush")
             os.fsync(self._file.fileno())
-            if hasattr(os, "posix_fadvise"):  # so that reading back comes from the disk, not the page cache
-                os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that reading back reads the disk
         finally:
             self._file.close()
             self._hasher.shutdown()
@@ -131,10 +127,9 @@ class Files(TorchCheckpointEngine):
     def _write(self, path: Path, write: Callable[[Any], Any], state: Any) -> None:
         if self.error is not None:
             return
-        bad = _first_bad(state)
-        if bad is not None:
-            where = path.relative_to(self._folder).as_posix()
-            self.error, self.finite = f"rank {self._rank}: {bad} of {where} is not finite", False
+        name = path.relative_to(self._folder).as_posix()
+        if (bad := _first_bad(state)) is not None:
+            self.error, self.finite = f"rank {self._rank}: {bad} of {name} is not finite", False
             return
         try:
             file = HashedFile(path, self._reached, private=self._key is not None)
@@ -148,10 +143,10 @@ class Files(TorchCheckpointEngine):
         except OSError as error:
             self._note(path, error)
             return
-        name, tensors = path.relative_to(self._folder).as_posix(), tensors_of(state)
-        self.written[name] = Written(digest, file.size, self._rank, layout_of(tensors))
-        if tensors:
-            self.layouts[layout_of(tensors)] = tensors
+        tensors = tensors_of(state)
+        layout = layout_of(tensors)
+        self.written[name] = Written(digest, file.size, self._rank, layout)
+        self.layouts |= {layout: tensors} if tensors else {}
 
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)
@@ -169,11 +164,8 @@ def _first_bad(state: Any) -> str | None:
 
 
 def host_copy(state: Any) -> Any:
-    """A copy of `state` with its tensors in host memory. Tensors that shared a storage still do, as in torch.save.
-
-    state: nested dictionaries, lists and tuples. Tensors inside other objects are copied on their own device. The copy
-    has the same classes as `state`, and torch.save writes the same bytes for it.
-    """
+    """A copy of nested dictionaries, lists and tuples, for which torch.save writes the same bytes, with its tensors in
+    host memory; those inside other objects are copied on their own device."""
     storages: dict[int, torch.UntypedStorage] = {}
     memo: dict[int, Any] = {id(tensor): _on_host(tensor, storages) for _, tensor in leaves(state)}
     copied = copy.deepcopy(state, memo)

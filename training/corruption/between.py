@@ -1,10 +1,8 @@
-"""Comparison of what blocks get in a run with what the model's own code passes to modules without effect.
+"""Check of the code between blocks: masks, positions and hidden states as the model's own forward passes them on.
 
-Masks and positions are computed again for the first sample. Where that pass forwards the output of a block, a norm or
-the embedding unchanged, the run must do so as well, which is checked on some rows.
+That forward runs again on the first sample, with stand-ins for the blocks that return their input. Where it hands the
+output of a block, a norm or the embedding straight to the next, the run must too, which is compared on some rows.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from modeling.embedding_noise import has_noise
 from training.corruption.plain import is_random, plain, weights_of
@@ -24,7 +22,7 @@ _ROWS = 16
 
 
 class Between:
-    """Comparison of one forward pass: run it within `watching`, then call `compared`."""
+    """Checks one forward pass: run it inside `watching`, then call `compared`."""
 
     def __init__(self, engine: Engine, stations: Mapping[str, nn.Module], attention: str) -> None:
         """stations: the model's blocks, and the norms and the output embedding after them."""
@@ -40,7 +38,7 @@ class Between:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager around a pass, of which the first micro-batch is recorded."""
+        """Context that records the first micro-batch of the passes inside it."""
         with ExitStack() as stack:
             stack.callback(self._engine.model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             for name, module in self._stations.items():
@@ -51,10 +49,8 @@ class Between:
 
     @torch.no_grad()
     def compared(self) -> list[str]:
-        """Names of modules whose inputs differ from those that the model's own code passes. A collective at ZeRO-3.
-
-        Raises an exception for a model whose blocks are more than functions of hidden states.
-        """
+        """Names of the modules with other inputs than the model's own forward gives them. A collective at ZeRO-3.
+        Raises an exception if the model's blocks exchange more than hidden states."""
         model: Any = self._engine.model
         weights = weights_of(self._engine, model, leaving=self._inside)
         copied, kept = plain(model, weights, None, self._attention), dict[str, Any]()
@@ -80,7 +76,7 @@ class Between:
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         if self._given is None:
-            self._given = tree_map(_first, (args, kwargs))
+            self._given = tree_map_only(torch.Tensor, _first, (args, kwargs))
 
     def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         if name not in self._handed:
@@ -94,12 +90,12 @@ class Between:
 
 
 class _Handing(nn.Module):
-    """Records its inputs and returns the first one unchanged."""
+    """Stand-in for a module that records its inputs and returns the first one unchanged."""
 
     def __init__(self, module: nn.Module, keep: Any) -> None:
         super().__init__()
         self._keep = keep
-        for name, value in vars(module).items():  # as a block's kind of attention
+        for name, value in vars(module).items():  # such as a block's kind of attention
             if not name.startswith("_") and name not in ("training", "forward"):
                 setattr(self, name, value)
 
@@ -108,8 +104,8 @@ class _Handing(nn.Module):
         return hidden
 
 
-def _first(value: Any) -> Any:
-    return value[:1] if torch.is_tensor(value) and value.dim() > 1 else value
+def _first(value: torch.Tensor) -> torch.Tensor:
+    return value[:1] if value.dim() > 1 else value
 
 
 def _tensors(tree: Any) -> dict[str, torch.Tensor]:
@@ -123,8 +119,8 @@ def _some(values: torch.Tensor) -> torch.Tensor:
 
 
 def _alike(run: torch.Tensor, plan: torch.Tensor) -> bool:
-    """Whether values agree up to their last bits."""
+    """Whether values agree to within four units in the last place."""
     if not run.is_floating_point() or run.shape != plan.shape:
         return torch.equal(run, plan)
-    u = 4 * torch.finfo(run.dtype).eps
-    return torch.allclose(run.double(), plan.double(), rtol=u, atol=u)
+    tolerance = 4 * torch.finfo(run.dtype).eps
+    return torch.allclose(run.double(), plan.double(), rtol=tolerance, atol=tolerance)

@@ -1,11 +1,11 @@
-"""The checks for silent corruption as a step calls them: numbers for its gather, and what to do when they are wrong."""
+"""The checks for silent corruption of one run: their numbers for each step's gather, and the reaction to bad ones."""
 
 import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -21,18 +21,12 @@ from training.engine import Engine
 from training.engine.health import Outcome, Update
 
 _DRAIN_AFTER = 3
-"""Transient faults of one rank in a session after which its host is worth draining."""
+"""Transient faults of one rank in a session after which draining its host is advised."""
 _MOST_PARAMETERS = 5
 
 
-@dataclass(frozen=True)
-class Examined:
-    """A step after its checks."""
-
-    outcome: Outcome
-    health: Health
-    events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    """(event, its fields), for the record."""
+Events = list[tuple[str, dict[str, Any]]]
+"""(event, its fields), for the record."""
 
 
 class Checks:
@@ -48,13 +42,13 @@ class Checks:
         if guard.update_checks:
             self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
         self.reexecutes = guard.reexecute != "never"
-        words = guard.reexecute.split()
-        self._every = int(words[1]) if words[0] == "every" else 0
+        kind, _, steps = guard.reexecute.partition(" ")
+        self._every = int(steps) if kind == "every" else 0
         self._local: LocalGradients | None = None
         self._transient: Counter[int] = Counter()
 
     def signing(self, step: int) -> AbstractContextManager[None]:
-        """Around the first run of a step: signs its gradients where it is due to be run again."""
+        """Context of a step's passes, in which gradients are checksummed if the step is due to run again."""
         self._local = LocalGradients(self._engine) if self._due(step) else None
         return self._local.signed() if self._local else nullcontext()
 
@@ -73,21 +67,19 @@ class Checks:
         *,
         again: Callable[[Outcome], Health],
         suspicion: Callable[[Health], str | None],
-    ) -> Examined:
-        """The step as it is to be judged: with gradients of another run where the first was not to be trusted.
-
-        again: the health of another run. suspicion: why a step is worth repeating, or None. A collective.
-        """
+    ) -> tuple[Outcome, Health, Events]:
+        """The step to judge: the one given, or a rerun of it if corruption was found or is suspected. again: measures a
+        rerun's health. suspicion: the reason to rerun a step with this health, or None. A collective."""
         flips = self._find(health.checks)
-        events = [("corruption", self._fields(flip)) for flip in flips]
+        events: Events = [("corruption", self._fields(flip)) for flip in flips]
         broken = next((flip for flip in flips if not flip.repaired), None)
         if broken is not None:
             what = f"silent corruption: {broken.text} ({', '.join(self._hosts_of(broken.ranks))})"
             corruption = Corruption(what, self._advice(broken.ranks), state_is_good=False)
-            return Examined(outcome, replace(health, corruption=corruption), events)
+            return outcome, replace(health, corruption=corruption), events
         reason = suspicion(health) if self.reexecutes else None
         if not (flips or reason or self._due(health.step)):
-            return Examined(outcome, health)
+            return outcome, health, []
         started = time.perf_counter()
         first = answer(self._engine, outcome, self._local)
         run = run_again(self._engine, batch, outcome, first)
@@ -96,7 +88,7 @@ class Checks:
         if last.disagreement:
             found = Reexecution("persistent", (), last.disagreement)
         elif found.kind == "persistent" and not any(run.changed):
-            # the other rank's answer alone was another one: it, too, may have been a transient fault
+            # only the other rank's results differed, and that may have been a transient fault, too
             twice = run_again(self._engine, batch, run.outcome, run.last)
             if twice.judge(suspicious=False, healthy=True).kind == "none":
                 found = Reexecution("transient", found.ranks, "a different answer the second time, on another rank")
@@ -121,20 +113,20 @@ class Checks:
             last = replace(last, corruption=Corruption(what, self._advice(found.ranks), state_is_good=True))
         if found.kind != "none":
             events.append(("reexecution", fields))
-        return Examined(run.outcome, last, events)
+        return run.outcome, last, events
 
     def before_update(self) -> None:
-        """Right before a step is applied."""
+        """Call right before a step is applied."""
         if self._updates is not None:
             self._updates.before_update()
 
     def after_update(self, health: Health, update: Update, *, applied: int) -> None:
-        """Right after it was applied. applied: updates so far, this one included."""
+        """Call right after a step was applied. applied: updates so far, this one included."""
         if self._updates is not None:
             self._updates.after_update(norm=health.grad_norm, scale=update.loss_scale, lr=update.lr, step=applied)
 
     def forget(self) -> None:
-        """The state was loaded from a checkpoint."""
+        """Call after a checkpoint was loaded."""
         if self._updates is not None:
             self._updates.forget()
 
@@ -142,17 +134,15 @@ class Checks:
         return self._every > 0 and step % self._every == 0
 
     def _find(self, checks: Sequence[Sequence[float]]) -> list[Flip]:
-        flips: list[Flip] = []
-        if self._copies is not None and (
-            any(row[:2] != checks[0][:2] for row in checks) or any(row[2] for row in checks)
-        ):
-            flips += self._copies.examine()
+        """checks: `numbers` of each rank."""
+        differ = any(row[:2] != checks[0][:2] or row[2] for row in checks)
+        flips = self._copies.examine() if self._copies is not None and differ else []
         if self._updates is not None and any(row[3] for row in checks):
             flips += self._updates.examine()
         return flips
 
     def _after_repair(self, flips: Sequence[Flip], found: Reexecution) -> Reexecution:
-        """Whether the copies hold now that the step was made again."""
+        """The outcome of a rerun that followed the repair of copies."""
         assert self._copies is not None
         ranks = tuple(sorted({rank for flip in flips for rank in flip.ranks}))
         if self._copies.examine():
@@ -162,9 +152,9 @@ class Checks:
         return Reexecution("transient", ranks, "the copies were repaired, and hold")
 
     def _fields(self, flip: Flip) -> dict[str, Any]:
-        plain = asdict(flip)
-        names = {"module": plain.pop("parameter"), "hosts": self._hosts_of(flip.ranks)}
-        return plain | names | {"ranks": list(flip.ranks), "bits": list(flip.bits), "text": flip.text}
+        fields = asdict(flip) | {"module": flip.parameter, "hosts": self._hosts_of(flip.ranks), "text": flip.text}
+        del fields["parameter"]
+        return fields | {"ranks": list(flip.ranks), "bits": list(flip.bits)}
 
     def _hosts_of(self, ranks: Sequence[int]) -> list[str]:
         return list(dict.fromkeys(self._hosts[rank] for rank in ranks))

@@ -1,8 +1,8 @@
-"""Values that are there twice: on several ranks, or as a 16-bit weight and its FP32 master.
+"""Comparison of redundant values: those that several ranks hold, and 16-bit weights with their FP32 masters.
 
-Each is cut into chunks, and each step sums the bits of some of them; the sums travel in the gather that a step makes
-anyway. Only where they differ are the ranks asked which chunk, value and bit. Which value is right, and what is left
-out: docs/corruption.md.
+They are cut into chunks; each step sums the bits of some of them, and the sums ride on the gather that a step makes
+anyway. Only if they differ do the ranks look for the chunk, value and bit. docs/corruption.md says how the right value
+is chosen, and what is left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,12 +16,12 @@ from training.engine.flips import as_integers, bit_sum, halves
 from training.engine.tensors import local_weight, own_shards, shape_of, shard_of, trainable_parameters
 
 _CHUNKS = 1 << 16, 1 << 22
-"""[values] Smallest and largest: a large matrix is no lump in one step, and a GPU starts few kernels."""
+"""[values] Smallest and largest chunk: few kernel launches, and no step that has to sum a whole large matrix."""
 _MOST = 8
-"""Chunks that are named; what is beyond is repaired all the same."""
+"""Differing chunks that are reported; any others are repaired all the same."""
 _WHOLE = 1 << 64
 _CHANGES = ("dynamic", "longrope")
-"""Rotary tables of these kinds follow the length of what a rank has last computed."""
+"""Kinds of rotary tables that depend on the length of a rank's last input."""
 
 
 class Chunk(NamedTuple):
@@ -38,7 +38,7 @@ class Copies:
     """The replicas of one rank's engine. Every method but `sums` is a collective."""
 
     def __init__(self, engine: Engine, *, every: int) -> None:
-        """every: steps in which each value is summed once."""
+        """every: period in steps, in which each value is summed once."""
         self._engine, self._every = engine, every
         self._parameters = trainable_parameters(engine)
         self._chunks: list[Chunk] = []
@@ -48,8 +48,8 @@ class Copies:
 
     @torch.no_grad()
     def sums(self, step: int) -> torch.Tensor:
-        """(3,) float64: both halves of the sum of this step's chunks, equal on all ranks; and how many chunks of this
-        rank's weights are not their masters, rounded. No collective and no device sync."""
+        """(3,) float64: both halves of the sum of this step's chunks, which all ranks should have in common, and the
+        number of chunks in which this rank's weights are not its rounded masters. No collective and no device sync."""
         self._cut()
         total, wrong = self._sum(_share(self._chunks, step, self._every)), self._zero()
         for name, at, length in _share(self._own, step, self._every):
@@ -59,7 +59,7 @@ class Copies:
 
     @torch.no_grad()
     def examine(self, *, repair: bool = True) -> list[Flip]:
-        """The copies that differ; with `repair` this rank's wrong ones are overwritten where the right one is known."""
+        """The chunks that differ. repair: overwrite wrong copies wherever the right one is known."""
         self._cut()
         world = self._engine.world
         mine = torch.stack([self._sum([chunk]) for chunk in self._chunks] or [self._zero()])
@@ -74,7 +74,7 @@ class Copies:
         return found[:_MOST]
 
     def _cut(self) -> None:
-        """Name the chunks: at the start, and again when the optimizer's state is there."""
+        """Cut all values into chunks: at the start, and again once the optimizer has state."""
         engine = self._engine
         state = engine.stage == 0 and any(self._states(name) for name in list(self._parameters)[:1])
         if self._chunks and (self._with_state or not state):
@@ -95,7 +95,7 @@ class Copies:
                 self._own += [(name, at, min(size, shard.length - at)) for at in range(0, shard.length, size)]
 
     def _held(self) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
-        """(name, kind, values, whether it is never trained) of everything that each rank holds whole."""
+        """(name, kind, values, whether it is constant) of everything that each rank holds in full."""
         engine = self._engine
         for name, parameter in engine.model.named_parameters():
             if engine.stage < 3 or getattr(parameter, "ds_persist", False):
@@ -116,7 +116,7 @@ class Copies:
         return shard.states(self._engine) if shard is not None else {}
 
     def _values(self, chunk: Chunk) -> torch.Tensor:
-        """The chunk's values; empty where ZeRO-3 has not made the weight whole."""
+        """The chunk's values; empty if ZeRO-3 has not gathered the weight."""
         if chunk.kind == "buffer":
             whole = self._engine.model.get_buffer(chunk.name)
         else:
@@ -136,7 +136,7 @@ class Copies:
         return total
 
     def _weight_and_master(self, name: str, at: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(length,) of this rank's part of a weight, and of its master in the weight's dtype and at its alignment."""
+        """(length,) values of this rank's part of a weight, and of its master in the weight's dtype and alignment."""
         parameter = self._parameters[name]
         shard = shard_of(self._engine, parameter)
         assert shard is not None
@@ -148,11 +148,10 @@ class Copies:
         return weight, rounded
 
     def _examine_chunk(self, chunk: Chunk, unchanged: Sequence[bool], *, repair: bool) -> Flip:
-        """Find the first value that differs, blame, and where `repair` copy the chunk from a rank that has it right."""
+        """Find the first differing value and the ranks at fault. repair: copy the chunk from a rank that is right."""
         engine = self._engine
         index = self._first_difference(chunk)
-        bits = gather_integers(engine, as_integers(self._values(chunk)[index : index + 1]).long())
-        values = [row[0] for row in bits]
+        values = [row[0] for row in gather_integers(engine, as_integers(self._values(chunk)[index : index + 1]).long())]
         width = 8 * self._values(chunk).element_size()
         right = majority(values)
         if right is None and chunk.constant:
@@ -160,13 +159,12 @@ class Copies:
         elif right is None and chunk.kind == "weight" and engine.stage > 0 and engine.split_masters is None:
             right = self._of_master(chunk, index)
         odd = odd_ranks(values, right)
-        other = next((value for value in values if value != values[0]), values[0])
-        wrong = values[odd[0]] if right is not None else values[0]
-        flip = Flip(
-            *("copies", odd, chunk.name, chunk.kind, chunk.start + index),
-            bits=different_bits(wrong, right if right is not None else other, width),
-            repaired=repair and right is not None and len(odd) < len(values),
-        )
+        if right is None:
+            bits = different_bits(values[0], next((value for value in values if value != values[0]), values[0]), width)
+        else:
+            bits = different_bits(values[odd[0]], right, width)
+        repaired = repair and right is not None and len(odd) < len(values)
+        flip = Flip("copies", odd, chunk.name, chunk.kind, chunk.start + index, bits, repaired)
         if flip.repaired:
             source = next(rank for rank in range(len(values)) if rank not in odd)
             engine.world.copy_from(self._values(chunk), source)
@@ -181,7 +179,7 @@ class Copies:
         return min(self._engine.world.gather_objects(int(differ[0]) if len(differ) else chunk.length))
 
     def _of_master(self, chunk: Chunk, index: int) -> int | None:
-        """The bits of the weight that the master of a value, rounded, has; from the rank that owns it."""
+        """The bits of a value's rounded master, from the rank that owns it."""
         shard = shard_of(self._engine, self._parameters[chunk.name])
         at, mine = chunk.start + index, None
         if shard is not None and shard.start <= at < shard.start + shard.length:
@@ -190,8 +188,8 @@ class Copies:
         return next((bits for bits in self._engine.world.gather_objects(mine) if bits is not None), None)
 
     def _examine_masters(self) -> list[Flip]:
-        """This rank's weights that are not their masters, once the replicas agree: then the master is the odd one,
-        unless no other rank has a copy."""
+        """Weights that are not their rounded masters, of all ranks. Called with equal replicas, so that the master is
+        the one at fault, unless no other rank has a copy of the weight."""
         engine = self._engine
         mine: list[Flip] = []
         for name, at, length in self._own:
@@ -212,7 +210,7 @@ class Copies:
 
 
 def _share(items: Sequence[Any], step: int, every: int) -> Sequence[Any]:
-    """The part of the items whose turn it is at a step."""
+    """The items that are due at a step."""
     turn = step % every
     return items[len(items) * turn // every : len(items) * (turn + 1) // every]
 

@@ -1,10 +1,8 @@
-"""Comparison of a step's reduced gradients with the sums over its inputs and the gradients of its outputs.
+"""Check of a step's reduced gradients: weight gradients recomputed from layer inputs and gradients of layer outputs.
 
-Each gradient G is a sum over tokens, micro-batches and ranks. Compared are v G u for random signs u and v (Freivalds
-1979), whose mean square is |G|^2: every value of G is in it, at the cost of a few columns of a product.
+A gradient G is a sum over tokens, micro-batches and ranks. What is compared is v G u for random signs u and v
+(Freivalds 1979): its mean square is |G|^2, so every value of G counts, at the cost of a few columns of a product.
 """
-
-from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -28,7 +26,7 @@ _SIGNS = 8
 
 @dataclass
 class _Sum:
-    """Contributions to one parameter's gradient on this rank."""
+    """The contributions of this rank's calls to one parameter's gradient."""
 
     name: str
     module: str
@@ -36,15 +34,15 @@ class _Sum:
     u: torch.Tensor
     came: list[torch.Tensor] = field(default_factory=list)
     roundings: torch.Tensor | float = 1.0
-    """[factor] Growth of the rounding error where a kernel sums over tokens one by one in the run's dtype."""
+    """Factor on the rounding error of a kernel that adds tokens one by one in the run's dtype."""
 
 
 class GradientSums:
-    """Sums of one step: `follow` the modules' calls, then call `compared` between backward and step."""
+    """The sums of one step: `follow` each call of the modules, then call `compared` between backward and step."""
 
     def __init__(self, engine: Engine, modules: Mapping[str, Any], *, turn: int) -> None:
-        """modules: by name, all of them `can_follow`; what other modules use as well is left out. turn: decides the
-        signs; the same on all ranks."""
+        """modules: by name, all of which `can_follow`; parameters shared with others are left out. turn: seed of the
+        signs, the same on all ranks."""
         self._engine = engine
         users: dict[Any, set[nn.Module]] = defaultdict(set)
         for module in engine.model.modules():
@@ -63,23 +61,24 @@ class GradientSums:
 
     @property
     def wide(self) -> torch.dtype:
-        """Dtype of the sums, whose rounding errors are small compared with the run's."""
+        """Dtype of the sums, in which rounding is negligible beside the run's."""
         return torch.float64 if self._engine.compute == "fp32" else torch.float32
 
     @torch.no_grad()
     def follow(self, module: Any, given: torch.Tensor, output: torch.Tensor) -> None:
-        """Record one call, before anything uses its output."""
+        """Record one call of a module, before its output is used."""
         if any(parameter in self._sums for parameter in module._parameters.values()):
             try:
                 operand = self.operand(module, given.detach())
-            except Exception:  # a norm that does more
+            except Exception:  # a norm that is not just a normalisation times a weight
                 for parameter in module._parameters.values():
                     self._sums.pop(parameter, None)
                 return
             output.register_hook(lambda came: self.add(module, operand, came))
 
     def operand(self, module: Any, given: torch.Tensor) -> torch.Tensor:
-        """(tokens, ...) Factor from a call's input in the products with the gradient of its output."""
+        """(tokens, ...) what a call's input contributes to the weight gradient, to be multiplied by the gradient of the
+        call's output."""
         # not `module.weight`: at ZeRO-3 reading the attribute gathers it and registers it with the parent
         weight = module._parameters.get("weight")
         own = self._sums.get(weight)
@@ -120,8 +119,9 @@ class GradientSums:
                 own.roundings = (1 + len(came) / 2) ** 0.5
 
     def compared(self, terms: int, skipped: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Error and bound of each by name, relative to the terms of the sum over micro-batches and ranks, added in
-        quadrature: four roundings of each, and FP32's of the sums over tokens. terms: their number. A collective."""
+        """(name, (2,) error and bound) of each parameter, relative to its gradient. Allowed are four roundings of each
+        of the `terms` of the sum over micro-batches and ranks, added in quadrature, and FP32's over tokens. A
+        collective."""
         engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
         if not self._sums:
             return
@@ -134,12 +134,12 @@ class GradientSums:
                 row[-1] = own.roundings / ranks
         engine.world.sum(table)
         for row, (parameter, own) in zip(table, self._sums.items(), strict=True):
-            if not own.came:  # as of Mamba's dt_proj
+            if not own.came:  # Mamba's dt_proj, for one
                 skipped[own.module] = "its weight is used without a call of the layer"
                 continue
             u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(own.module, "fp32")])
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 3])
-            # a few signs may all but cancel; the whole gradient's own norm does not
+            # the signed sums may nearly cancel; the norm of the gradient itself does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
             tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(parameter).numel() * terms) ** 0.5
             bound = 4 * u * size * sizes[2] + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
@@ -150,8 +150,7 @@ class GradientSums:
         """(_SIGNS + 1,) float64: v G u of this rank's part of a reduced gradient, and its norm squared."""
         found = torch.zeros(_SIGNS + 1, dtype=torch.float64, device=self._engine.world.device)
         shard = shard_of(self._engine, parameter)
-        gradient = local_gradient(parameter, shard, self._engine.stage) if shard is not None else None
-        if shard is None or gradient is None:
+        if shard is None or (gradient := local_gradient(parameter, shard, self._engine.stage)) is None:
             return found
         first, before = divmod(shard.start, len(own.u))
         after = -(before + shard.length) % len(own.u)
@@ -167,6 +166,6 @@ def can_follow(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module normalises its input and multiplies it by a weight."""
+    """Whether a module is a norm with one weight per channel."""
     weight = module._parameters.get("weight")
     return "Norm" in type(module).__name__ and weight is not None and len(shape_of(weight)) == 1

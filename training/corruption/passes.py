@@ -1,15 +1,13 @@
-"""One step's passes on this rank, observed by hooks that change nothing, and compared with plain torch afterwards.
+"""Comparison of one step's forward and backward on this rank with plain torch. Hooks record it and change nothing.
 
-- *Modules*: outputs of one micro-batch, for the inputs that the run's module got, on some tokens or the first sample.
-- *Gradients*: of linear layers, embeddings and, in a step that is compared whole, of norms and the output embedding
+- *Modules*: outputs in one micro-batch, recomputed from the module's own inputs, for some tokens or the first sample.
+- *Gradients*: of linear layers and embeddings; in a whole comparison, of norms and the output embedding as well
   (gradient_sums.py).
-- *Loss*: the recorded one; and the gradient of the output embedding's input, of some labels of each micro-batch.
+- *Loss*: the recorded loss, and the gradient of the output embedding's input at some labels of each micro-batch.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from config.errors import one_line
 from config.resolved import Resolved
@@ -36,11 +34,11 @@ from training.engine import Engine
 from training.engine.health import Outcome
 
 _TOKENS = 64
-"""Rows of a module's output, and labels of the loss, that are compared."""
+"""Number of compared rows of a module's output, and of labels of the loss."""
 _BLOCKS = 4
-"""Blocks that a step recomputes; they take turns."""
+"""Number of blocks recomputed in a step; blocks take turns."""
 _LOGITS = 1 << 24
-"""Logits that are recomputed at a time."""
+"""Number of logits recomputed at a time."""
 
 
 class Row(NamedTuple):
@@ -52,27 +50,32 @@ class Row(NamedTuple):
     bound: float
 
 
+def verdicts(check: str, wrong: Sequence[str]) -> list[Row]:
+    """The comparisons of a check without an error measure: one for each wrong item, or one that everything passed."""
+    return [Row(check, name, 1.0, 0.0) for name in wrong] or [Row(check, "all", 0.0, 1.0)]
+
+
 class _Call(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     outputs: list[torch.Tensor]
-    """Some of their rows."""
+    """Some rows of each output."""
     versions: list[tuple[torch.Tensor, int]]
-    """Inputs that are kept whole, with their version: a larger one later means a change in place."""
+    """Inputs kept by reference, with their version counters: a larger one later means a change in place."""
 
 
 class Passes:
-    """The record of one step: `watching` around its passes, then `compared`, between backward and step."""
+    """The record of one step: `watching` its passes, then `compared`, between backward and step."""
 
     def __init__(
         self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool, trains: bool = True
     ) -> None:
-        """turn: how many steps were checked before, which decides what is drawn; the same on all ranks. whole: compare
+        """turn: number of steps checked before, which selects what is compared; the same on all ranks. whole: compare
         everything, else only gradients. trains: whether a backward pass follows."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = turn % len(batch.input_ids) if trains else 0, -1
         self.skipped: dict[str, str] = {}
-        """Parts that were not compared, each with the reason."""
+        """Maps what was not compared to the reason."""
         self._head: Any = engine.model.get_output_embeddings()
         self._head_name = next((name for name, item in engine.model.named_modules() if item is self._head), "")
         self._hidden = engine.loss_path.unhooked()
@@ -99,7 +102,7 @@ class Passes:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Context manager around forward and backward of the step."""
+        """Context of the step's forward and backward."""
         with ExitStack() as stack:
             stack.callback(self._engine.model.register_forward_pre_hook(self._begin).remove)
             for name, module in (self._modules | self._followed).items():
@@ -122,16 +125,19 @@ class Passes:
             try:
                 found += [("modules", name, item) for item in self._compare(name, module, weights, call)]
                 found += [("backward", name, item) for item in self._compare_backward(name, module, weights, call)]
-            except Exception as error:  # inputs that the architecture's own code cannot take in another dtype
+            except Exception as error:  # the architecture's own code does not take these inputs in another dtype
                 self.skipped[type(module).__name__] = one_line(error, 120)
-        found += [("between", name, item) for name, item in self._compare_between()]
         terms = len(self._batch.input_ids) * self._engine.world.world_size
         found += [("gradients", name, item) for name, item in self._sums.compared(terms, self.skipped)]
-        one = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._engine.world.device)
-        found += [("gradients", name, one) for name in dict.fromkeys(self._without)]
         found += [("loss", "loss", item) for item in self._compare_loss()]
         numbers = torch.stack([item for *_, item in found]).tolist() if found else []
-        return [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
+        rows = [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
+        rows += [Row("gradients", name, 1.0, 0.0) for name in dict.fromkeys(self._without)]
+        try:
+            rows += verdicts("between", self._between.compared()) if self._between is not None else []
+        except Exception as error:  # a model that is more than a chain of blocks
+            self.skipped["between"] = one_line(error, 120)
+        return rows
 
     def _draw(self) -> dict[str, nn.Module]:
         kinds, regions = find_regions(self._engine.model), self._engine.regions
@@ -166,7 +172,7 @@ class Passes:
         return found
 
     def _draw_followed(self) -> dict[str, nn.Module]:
-        """Modules whose parameters' gradients are compared."""
+        """The modules whose parameter gradients are compared."""
         regions = self._engine.regions
         eight_bit = regions.names_in("fp8") if regions is not None else ()
         return {
@@ -179,18 +185,6 @@ class Passes:
             and not (self._judges_loss and module is self._head)
         }
 
-    def _compare_between(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._between is None:
-            return
-        try:
-            unlike = self._between.compared()
-        except Exception as error:  # a model that is more than a chain of blocks
-            self.skipped["between"] = one_line(error, 120)
-            return
-        one = torch.tensor([1.0, 0.0], dtype=torch.float64, device=self._engine.world.device)
-        yield from ((name, one) for name in unlike)
-        yield "all", one.flip(0)
-
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._micro += _in_forward()
 
@@ -200,7 +194,7 @@ class Passes:
         if name in self._followed and not output.requires_grad and any(p.requires_grad for p in module.parameters()):
             self._without.append(name)
         elif name in self._followed and len(args) + len(kwargs) == 1:
-            with unseen(output.device.type):  # the check's own products are not the module's
+            with unseen(output.device.type):  # observers of dtypes would count this check's products
                 self._sums.follow(module, args[0] if args else next(iter(kwargs.values())), output)
         if self._micro != self._drawn or name not in self._modules or name in self._calls:
             return
@@ -226,13 +220,13 @@ class Passes:
             with torch.autocast(self._engine.world.device.type, enabled=False):
                 output = plain(module, weights, dtype, attention)(*args, **kwargs)
             made.append([_some_rows(item) if call.versions else item for item in _floats(output)])
-        # sound kernels round the halves of a linear layer's sum, the sum, and that with its bias
+        # a correct kernel may round both halves of a linear layer's sum, their sum, and that plus the bias
         kernel = IN_HALVES if any(isinstance(item, nn.Linear) for item in module.modules()) else OTHER_KERNEL
         three = zip(call.outputs, *made, strict=False)
         return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
 
     def _compare_backward(self, name: str, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
-        """Compare the gradient of a block's input, given that of its output, on the first sample."""
+        """Compare the first sample's gradient of a block's input, recomputed from that of its output."""
         came, made = self._back.pop(name, {}), list[torch.Tensor]()
         if len(came) < 2 or self._engine.regions is not None:
             return []
@@ -274,7 +268,7 @@ class Passes:
             self._add_loss(args[0].detach().flatten(0, -2), labels.to(args[0].device), module)
 
     def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
-        """Add a micro-batch's loss and its contribution to the head's gradient, over all of its labels."""
+        """Add a micro-batch's loss and its contribution to the head's gradient, of all its labels."""
         u = unit_roundoff(hidden.dtype)
         chunk = max(_LOGITS // len(head.weight), 1)
         for given, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
@@ -290,7 +284,7 @@ class Passes:
             self._sums.add(head, self._sums.operand(head, given), came)
 
     def recorded(self, outcome: Outcome) -> list[Row]:
-        """Comparisons of this rank's recorded loss, within the rounding of its logits, and of its divisor."""
+        """Comparisons of this rank's recorded loss, bounded by the rounding of logits, and of the label count."""
         if not self._judges_loss:
             return []
         total, squares, count, loss, divisor = torch.stack(
@@ -302,10 +296,9 @@ class Passes:
         return [Row("loss", "recorded loss", abs(loss - total) / size, bound / size), labels]
 
     def _compare_loss(self) -> list[torch.Tensor]:
-        engine = self._engine
         made: list[torch.Tensor] = []
         seen = [kept for kept in self._of_loss if len(kept) == 3]
-        weights = weights_of(engine, self._head) if self._judges_loss else {}
+        weights = weights_of(self._engine, self._head) if self._judges_loss else {}
         if not seen or not sum(len(labels) for labels, *_ in seen):
             return []
         labels, hidden, came = (torch.cat(items) for items in zip(*seen, strict=True))
@@ -314,7 +307,7 @@ class Passes:
             given, own = hidden.to(dtype).requires_grad_(), in_dtype(weights, dtype)
             with torch.enable_grad():
                 logits = functional.linear(given, own["weight"], own.get("bias"))
-                if engine.loss_path.chunked:  # otherwise the model caps them in its dtype
+                if self._engine.loss_path.chunked:  # otherwise the model caps them in its dtype
                     logits = logits.to(wide)
                 logits = self._cap * torch.tanh(logits / self._cap) if self._cap else logits
                 loss = functional.cross_entropy(logits.to(wide), labels, reduction="sum") * self._factor.to(wide)
@@ -327,13 +320,13 @@ def _in_forward() -> bool:
 
 
 def _spread(count: int, wanted: int, turn: int) -> slice:
-    """At most this many of `count` places, evenly spread; different ones in each turn."""
+    """At most `wanted` of `count` indices, evenly spaced, others in each turn."""
     every = max(1, count // wanted)
     return slice(turn % every, turn % every + every * wanted, every)
 
 
 def _of_tokens(given: torch.Tensor, output: torch.Tensor, turn: int) -> _Call | None:
-    """A call on some of its tokens; None where it does not make one row of each token."""
+    """The call for some of its tokens; None if its output does not have one row per token."""
     width = given.shape[-1:] if given.is_floating_point() else ()
     if output.shape[:-1] != given.shape[: given.dim() - len(width)]:
         return None
@@ -346,11 +339,10 @@ def _of_first_sample(args: Any, kwargs: dict[str, Any], output: Any) -> _Call:
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     samples = next((len(item) for item in tensors if item.dim() > 1), 1)
 
-    def first(value: Any) -> Any:
-        several = isinstance(value, torch.Tensor) and value.dim() > 1 and len(value) == samples
-        return value[:1] if several else value
+    def first(value: torch.Tensor) -> torch.Tensor:
+        return value[:1] if value.dim() > 1 and len(value) == samples else value
 
-    args, kwargs = tree_map(first, (args, kwargs))
+    args, kwargs = tree_map_only(torch.Tensor, first, (args, kwargs))
     outputs = [_some_rows(first(item)).clone() for item in _floats(output)]
     return _Call(args, kwargs, outputs, [(item, item._version) for item in tensors])
 

@@ -1,6 +1,4 @@
-"""A module of the run as its architecture's own code computes it, without kernels, regions, compiler and patches."""
-
-from __future__ import annotations
+"""Copies of a run's modules that run the architecture's own code: no kernels, regions, compiler or patches."""
 
 import copy
 from collections import OrderedDict
@@ -8,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from training.engine import Engine
 from training.engine.tensors import whole_weight
@@ -18,21 +16,17 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights_of(engine: Engine, module: torch.nn.Module, *, leaving: tuple[str, ...] = ()) -> Weights:
-    """The weights that the module computes with, by their names in it. leaving: prefixes of names that are not needed.
-
-    A collective at ZeRO-3, which gathers copies.
-    """
+    """The weights that the module computes with, by name; copies at ZeRO-3, where this is a collective. leaving: name
+    prefixes to leave out."""
     named = (item for item in module.named_parameters(remove_duplicate=False) if not item[0].startswith(leaving))
     return {name: whole_weight(engine, item) if engine.stage == 3 else item.detach() for name, item in named}
 
 
 def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype | None, attention: str) -> Any:
-    """A copy that computes with these weights, in `dtype` or, for None, in theirs, and without dropout.
-
-    attention: name of the implementation, of modules that have one.
-    """
+    """A copy of the module in evaluation mode with these weights, cast to `dtype` unless None. attention: the
+    implementation to use."""
     kind: Any = type(module)
-    while kind.__base__.__name__ == kind.__name__:  # a kernel's class: its base has the architecture's own code
+    while kind.__base__.__name__ == kind.__name__:  # a kernel's subclass of the architecture's own class
         kind = kind.__base__
     found = kind.__new__(kind)
     found.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
@@ -52,26 +46,22 @@ def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype |
 
 
 def _rebuilt(kind: type, module: Any) -> Any:
-    """A module that has nothing but buffers, such as a rotary table, built again from its config where it has one."""
+    """The module; one with nothing but buffers and a config, such as a rotary table, is built again from its config."""
     if module._parameters or module._modules or not module._buffers or getattr(module, "config", None) is None:
         return module
-    device = next(iter(module._buffers.values())).device
-    return kind(module.config).to(device)
+    return kind(module.config).to(next(iter(module._buffers.values())).device)
 
 
 def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
-    """A tree of detached tensors, the floating ones in `dtype`, or in their own for None."""
+    """The tree with detached tensors, floating ones cast to `dtype` unless None."""
 
-    def convert(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        value = value.detach()
-        return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+    def convert(value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
 
-    return tree_map(convert, tree)
+    return tree_map_only(torch.Tensor, convert, tree)
 
 
 def is_random(module: torch.nn.Module) -> bool:
-    """Whether a training pass through it draws random numbers."""
+    """Whether the module draws random numbers in training."""
     named = (item for inner in module.modules() for item in vars(inner).items())  # by torch and by transformers
     return any((name == "p" or "drop" in name) and isinstance(rate, float) and rate > 0 for name, rate in named)

@@ -1,4 +1,4 @@
-"""Learning rates from transformers' schedules, independent of training/schedule.py."""
+"""Learning rates computed by transformers' schedules, as a reference for training/schedule.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,8 @@ from config.schema import ScheduleSection
 
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
-    """Learning rate of the update after a number of applied ones, out of `total` planned, from transformers' schedules.
-
-    Theirs start at 0 and end one step after the last; docs/numerics.md says how the two are aligned.
-    """
+    """Maps the number of applied updates, of `total` planned, to the next one's learning rate. transformers' schedules
+    start at 0 and end one step after the last; docs/numerics.md aligns them with ours."""
     warmup, last = section.warmup_steps, max(total - 1, 1)
     rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)
     ratio = section.final_ratio

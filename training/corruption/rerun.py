@@ -1,13 +1,12 @@
-"""A step run again, to tell a transient fault, a persistent one and a true numeric event from each other.
+"""Rerun of a step, to tell a transient fault, a persistent one and a genuine numeric event apart.
 
-First every rank computes the micro-batches of the next one, with that rank's random numbers, and signs its own gradient
-before it is reduced; then its own again, whose gradients stay and may be applied. An answer is the summed loss, the
-random generators' end, and a sum over the bits of every gradient.
+First each rank computes the micro-batches of the next rank with that rank's random state, then its own again; the
+gradients of this last run stay and may be applied. Each run gives an answer: the summed loss, the final state of the
+random generators, and checksums of every gradient before and after the reduction.
 
-Answers are compared bit for bit where equal inputs give equal bits (`is_exact`). Elsewhere an answer has the gradients'
-squared norms in place of their bits, and two are the same within TOLERANCE: only a flip that changes the norm of a
-whole gradient is seen then, and no rank is taken for broken that merely sums in another order. The tolerance is not
-what repeats differ by, as in tools/replay: of some hundred gradients two repeats are always near each other by chance.
+Where equal inputs give equal bits (`is_exact`), checksums are sums over bits and have to be equal. Elsewhere they are
+squared norms, equal within TOLERANCE, which blames no rank for summing in another order, and sees only flips that
+change a whole gradient's norm. It is not estimated from repeats: of some hundred gradients, a few agree by chance.
 """
 
 import hashlib
@@ -29,33 +28,33 @@ from training.engine.rng import generators, restore_generators
 from training.engine.tensors import local_gradient, own_shards, trainable_parameters
 
 TOLERANCE = 0.02
-"""[fraction] Tolerance of a loss or a squared norm where sums have no fixed order. With the input of each query's layer
-rounded otherwise by an ulp of BF16, squared norms moved by at most 0.7% (Llama, OPT and BERT of 4 blocks)."""
+"""[fraction] Tolerance of a loss or a squared norm where sums have no fixed order. With one BF16 ulp of error in the
+input of each query projection, squared norms moved by at most 0.7% (Llama, OPT and BERT with 4 blocks)."""
 _REST = 2.0**-24
-"""[fraction] Part of all squared norms that is added to each when two are compared. The gradient of a bias of keys,
-which is 0 but for rounding (1e-11 of all), moved by up to 17% there."""
+"""[fraction] Share of the total squared norm added to each one compared: the gradient of a key bias, which is zero but
+for rounding (1e-11 of the total), moved by up to 17%."""
 
 
 def is_exact(device: torch.device) -> bool:
-    """Whether equal inputs give equal bits there."""
+    """Whether equal inputs give equal bits on this device."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's results, as integers that are equal only where the bits are; of FP64 numbers their bits."""
+    """Checksums of one rank's results."""
 
     own: torch.Tensor
-    """(2,) int64: the summed loss, and the state in which the random generators were left."""
+    """(2,) int64: bits of the summed loss in FP64, and a hash of the random generators' final state."""
     reduced: torch.Tensor
-    """(parameters,) int64: of this rank's part of the reduced gradients."""
+    """(parameters,) int64: checksums of this rank's part of the reduced gradients."""
     local: torch.Tensor | None
-    """(parameters,) int64: of this rank's gradients before the reduction; None where they were not signed."""
+    """(parameters,) int64: checksums of this rank's gradients before the reduction; None if none were taken."""
     finite: bool
 
 
 class LocalGradients:
-    """Signs this rank's gradients of trainable parameters before they are reduced."""
+    """Checksums of this rank's gradients before they are reduced."""
 
     def __init__(self, engine: Engine) -> None:
         self._parameters = list(trainable_parameters(engine).values())
@@ -63,7 +62,7 @@ class LocalGradients:
 
     @contextmanager
     def signed(self) -> Iterator[None]:
-        """Around the passes of a step."""
+        """Context of a step's passes."""
         with ExitStack() as stack:
             for row, parameter in enumerate(self._parameters):
                 stack.callback(parameter.register_hook(partial(self._add, row)).remove)
@@ -75,22 +74,22 @@ class LocalGradients:
 
 @dataclass(frozen=True)
 class Again:
-    """A step that was run again."""
+    """The result of a rerun."""
 
     outcome: Outcome
     """Outcome of the last run, whose gradients the engine holds."""
     last: Answer
     changed: list[bool]
-    """Whether its last answer differs from its first, by rank."""
+    """Whether a rank's last answer differs from its first, by rank."""
     parameters: list[str]
-    """Whose reduced gradient is another one, first in the order of the backward pass."""
+    """Names of the parameters with another reduced gradient, in the order of the backward pass."""
     judge: Callable[..., Reexecution]
-    """`judge_reexecution` but for its arguments `suspicious` and `healthy`."""
+    """`judge_reexecution`, which still needs `suspicious` and `healthy`."""
 
 
 @torch.no_grad()
 def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> Answer:
-    """Sign the step that has just been computed, before its gradients are used or discarded. No collective."""
+    """The answer of the step just computed, before its gradients are used or discarded. No collective."""
     rows = {name: row for row, name in enumerate(trainable_parameters(engine))}
     reduced = torch.zeros(len(rows), dtype=torch.int64, device=engine.world.device)
     for name, parameter, shard in own_shards(engine):
@@ -105,7 +104,7 @@ def answer(engine: Engine, outcome: Outcome, local: LocalGradients | None) -> An
 
 
 def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> Again:
-    """Run the step on other ranks and then here again, whose gradients stay. A collective."""
+    """Run the step on the next rank and then here again; the gradients of the latter stay. A collective."""
     world = engine.world
     there: Answer | None = None
     if world.world_size > 1:
@@ -117,7 +116,7 @@ def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> 
         assert last.local is not None and there.local is not None
         mine = gather_words(engine, torch.cat([last.own, last.local]))
         theirs = gather_words(engine, torch.cat([there.own, there.local]))
-        # by rank b: whether it and the rank before it gave different answers to the inputs of rank b
+        # by rank: whether it and the rank before it gave different answers to its inputs
         others = [bool(_differ(mine[rank], theirs[rank - 1], own=2).any()) for rank in range(len(mine))]
     finite = world.gather_objects((last.finite, there.finite if there is not None else True))
     mine = own = _differ(first.own, last.own, own=2).any()[None]
@@ -148,17 +147,15 @@ def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
 
 
 def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """() int64: a signature with that of another gradient."""
+    """() int64: a checksum with another gradient added."""
     if is_exact(gradient.device):
         return total + bit_sum(gradient)
     return (total.view(torch.float64) + gradient.double().square().sum()).view(torch.int64)
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor, *, own: int = 0) -> torch.Tensor:
-    """(n,) bool: which signatures are not the same; the same number that is not finite is.
-
-    own: how many of the first are no squared norms.
-    """
+    """(n,) bool: which checksums differ. Two that are not finite are the same. own: number of the first ones that are
+    no squared norms."""
     if is_exact(a.device):
         return a != b
     x, y = a.view(torch.float64), b.view(torch.float64)

@@ -1,8 +1,5 @@
-"""Comparison of a batch with its samples, which are read again independently of the loader."""
+"""Comparison of a batch with its samples, which are read again without the loader."""
 
-from __future__ import annotations
-
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,21 +14,19 @@ from data.corpora.sequences import sequences
 
 
 def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out: bool = False) -> list[str]:
-    """Differences between this rank's batch and its samples. held_out: they belong to the validation set.
-
-    Supports next-token batches of whole sequences, documents or rows.
-    """
+    """Differences between this rank's batch of next tokens and its samples. held_out: those of the validation set."""
     config, plan, found = resolved.config, resolved.batch, list[str]()
-    shards = corpus.validation if held_out else corpus.train
+    shards: Any = corpus.validation if held_out else corpus.train
     length, end = config.data.sequence_length, corpus.end_of_document if config.keeps_documents_apart else None
     found += ["the count of labels"] if batch.label_tokens != batch.counted.sum() else []
     where = {"rank": resolved.rank // plan.sharing, "world_size": plan.data_ranks}
     mine = split_for_rank(batch.sample_ids, micro_size=plan.micro_size, **where).reshape(-1).tolist()
+    window = lambda sample: np.asarray(shards.read(np.array([sample]), length)[0])  # noqa: E731
     width = batch.input_ids.shape[-1]
     places = batch.position_ids if batch.position_ids is not None else torch.arange(width).expand(batch.labels.shape)
     rows = (values.reshape(-1, width).numpy() for values in (batch.input_ids, batch.labels, places))
     for sample, inputs, labels, positions in zip(mine, *rows, strict=True):
-        parts = [] if sample == NO_SAMPLE else sequences(shards, sample, partial(_window, shards, length), end=end)
+        parts = [] if sample == NO_SAMPLE else sequences(shards, sample, window, end=end)
         columns: list[Any] = [np.zeros((3, 0), np.int64)]
         columns += [(given, own, np.arange(len(given))) for given, own in parts]
         expected: np.ndarray = np.concatenate(columns, axis=1)
@@ -44,18 +39,11 @@ def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out:
 
 
 def is_in_order(batch: Batch, position: int, resolved: Resolved, corpus: Corpus) -> bool:
-    """Whether a batch has the samples due at its position, the number of global batches before it.
-
-    Always true for mixtures and for rows sorted by length.
-    """
+    """Whether a batch has the samples due after `position` global batches; always true for mixtures and for rows sorted
+    by length."""
     config, size = resolved.config, resolved.batch.global_size
     if corpus.mixture is not None or (isinstance(corpus.train, RowShards) and not config.keeps_documents_apart):
         return True
     samples = corpus.train.sequences(config.data.sequence_length)
     right = sample_ids(position, samples=samples, seed=config.run.seed, global_size=size)
     return np.array_equal(batch.sample_ids, right)
-
-
-def _window(shards: Any, length: int, sample: int) -> np.ndarray:
-    found: np.ndarray = shards.read(np.array([sample]), length)[0]
-    return found

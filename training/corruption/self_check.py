@@ -1,10 +1,8 @@
-"""Comparison of steps with plain torch while the run trains: when it is due, and its verdict.
+"""Comparison of steps with plain torch while the run trains: when it is due, and the verdict.
 
-A step that is not checked pays for a comparison of integers. A checked one is the same step bit for bit: hooks copy
-what passes by (passes.py), and what is computed again is computed beside it (plain.py, updates.py, copies.py).
+An unchecked step costs a comparison of integers. A checked step has the same results bit for bit: hooks only copy
+(passes.py), and everything is recomputed apart from it (plain.py, updates.py, copies.py).
 """
-
-from __future__ import annotations
 
 import copy
 import random
@@ -28,24 +26,25 @@ from modeling.document_masking import LARGEST_LEAK
 from precision.loss_scale import ScalePolicy, make_policy
 from precision.step_health import Health
 from training.corruption.copies import Copies
-from training.corruption.passes import Passes, Row
+from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.rates import schedule
 from training.corruption.samples import is_in_order, wrong_samples
 from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.health import Evaluation, Outcome, Update
+from training.engine.masters import sum_of_squares
 from training.engine.tensors import local_gradient, own_shards
 
 SIGNAL = "self_check"
 _EARLY = (3, 8, 24, 96, 240)
-"""Steps of a session compared besides its first; they include one of each 2nd to 6th and each 8th step."""
+"""Steps of a session compared besides its first: among them a multiple of each of 2 to 6, and of 8."""
 _AHEAD = 8
-"""Tokens at the start of a sequence, whose logits later tokens must not change."""
+"""Number of leading tokens whose logits later tokens must not change."""
 _VALUES = 32
-"""Values of each parameter whose update is compared."""
+"""Number of values of each parameter whose update is compared."""
 _NORM = 1e-4
-"""[fraction] Tolerated error of the gradient norm: FP32 sums in two orders, 8.8e-8 apart in a sound run."""
+"""[fraction] Tolerated error of the gradient norm, for FP32 sums in two orders; 8.8e-8 in a correct run."""
 _WORDS = {
     "modules": "its output is further from FP32 than plain torch's in its dtype",
     "backward": "the gradient of its input is further from FP32 than plain torch's in its dtype",
@@ -63,11 +62,11 @@ _WORDS = {
 _STATES = ("training", "gradient_checkpointing", "use_cache")
 """Attributes of modules that are not constants of the architecture."""
 _OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale")
-"""Checks of what ranks share or sum, which blame none of them."""
+"""Checks of what ranks share or sum, so that no single rank is to blame."""
 
 
 class SelfCheck:
-    """The checked steps of one run. Between `watching` and `finish` its methods come in the order of a step."""
+    """Checks steps of one run. In a step, call the methods from `watching` to `finish` in their order here."""
 
     def __init__(self, engine: Engine, resolved: Resolved, shape: PretrainedConfig, corpus: Corpus) -> None:
         """shape: the model's config."""
@@ -85,15 +84,13 @@ class SelfCheck:
         self._scales = 0
 
     def due(self, step: int, first: int) -> bool:
-        """Whether an attempted step, from 1, is checked. first: the session's.
-
-        Some early ones, since most errors exist from the start or after a few updates, and a random one in each
-        `self_check_every` steps: a fixed period would never meet an error between its steps.
-        """
+        """Whether an attempted step, from 1, is checked. first: the session's first step."""
         if self._policy is None and (state := self._engine.scaler_state()) is not None:
             self._policy = make_policy(self._resolved.config.precision.loss_scale)
             self._policy.load_state_dict(state)
         if self._every:
+            # early steps, since most errors show soon, and a random one of every `self_check_every`, since a fixed
+            # period could miss a periodic error forever
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
             own = step - first + 1
@@ -101,26 +98,26 @@ class SelfCheck:
         return self._whole or bool(self._gradients and step % self._gradients == 0)
 
     def watching(self, batch: Batch, position: int) -> AbstractContextManager[None]:
-        """Context of a due step's forward and backward. position: global batches before the step's own."""
+        """Context of a due step's forward and backward. position: number of global batches before this one."""
         self._rows, self._skipped = [], {}
         self._samples = self._compare_samples(batch, position) + self._look_ahead()
         self._passes = Passes(self._engine, self._resolved, batch, turn=self._turn, whole=self._whole)
         return self._passes.watching()
 
     def after_passes(self, outcome: Outcome, health: Health) -> list[EarlyWarning]:
-        """Judge the passes before the step is judged. A collective."""
+        """Warnings about forward and backward; call between backward and step. A collective."""
         assert self._passes is not None
         passes, self._passes = self._passes, None
         if not health.finite:
             self._skipped["passes"] = "the step is not finite"
             return []
         rows = [*passes.compared(), self._norm(health), *passes.recorded(outcome), *self._samples, *self._constants()]
-        rows += self._copies(health.step) if self._whole and not self._turn else []  # as they were loaded
+        rows += self._copies(health.step) if self._whole and not self._turn else []  # weights as they were loaded
         self._skipped |= passes.skipped
         return self._judge(rows, health.step)
 
     def before_update(self) -> None:
-        """Right before the step is applied."""
+        """Call right before the step is applied."""
         config, self._updates = self._resolved.config, None
         if not self._whole:
             return
@@ -135,17 +132,17 @@ class SelfCheck:
         self._updates.before_update()
 
     def forget(self) -> None:
-        """Start the replay of the loss scale again: the state was loaded."""
+        """Call after a checkpoint was loaded: the replay of the loss scale starts again."""
         self._policy = None
 
     def follow_scale(self, health: Health, update: Update) -> None:
-        """After every attempted step."""
+        """Call after every attempted step, to replay the loss scale."""
         if self._policy is not None and (update.applied or health.scale_overflowed):
             self._policy.update(not update.applied)
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
 
     def after_update(self, health: Health, *, scale: float, applied: int, factor: float) -> list[EarlyWarning]:
-        """After the step was applied. applied: updates before it. factor: the guard's, on the rate. A collective."""
+        """Warnings about the update. applied: updates before it. factor: the guard's, on the rate. A collective."""
         if not self._whole:
             return []
         rows = [Row("scale", "loss scale", float(self._scales), 0.0)] if self._policy is not None else []
@@ -160,12 +157,13 @@ class SelfCheck:
         return self._judge([*rows, *self._copies(health.step)], health.step)
 
     def due_evaluation(self) -> bool:
-        """Whether an evaluation is compared: the session's first, of a task whose evaluations sample no answers."""
+        """Whether to compare this evaluation: the session's first, unless the task samples answers for it."""
         self._evaluations += 1
         return bool(self._evaluations == 1 and self._every and self._resolved.config.task not in SAMPLING_TASKS)
 
     def after_evaluation(self, found: Evaluation, batches: Iterable[Batch], step: int) -> list[EarlyWarning]:
-        """Repeat the session's first evaluation and compare its first micro-batch's modules. A collective."""
+        """Warnings about an evaluation, which is repeated with modules compared in the first micro-batch. A
+        collective."""
         engine, self._rows, self._skipped = self._engine, [], {}
         totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
         wrong, rows, first = list[str](), list[Row](), True
@@ -183,10 +181,10 @@ class SelfCheck:
         engine.model.train()
         total, count = engine.world.sum(totals).tolist()
         loss = Row("evaluation", "loss", abs(found.loss - total / max(count, 1.0)) / max(abs(found.loss), 1e-30), 1e-5)
-        return self._judge([loss, *rows, *_rows("samples", wrong)], step)
+        return self._judge([loss, *rows, *verdicts("samples", wrong)], step)
 
     def finish(self) -> dict[str, Any]:
-        """Fields of the step's `self_check` event; the next turn begins."""
+        """Fields of the `self_check` event."""
         self._turn += 1
         worst: dict[str, dict[str, Any]] = {}
         for check in dict.fromkeys(row.check for row, _ in self._rows):
@@ -200,9 +198,8 @@ class SelfCheck:
 
     def _judge(self, mine: Sequence[Row], step: int) -> list[EarlyWarning]:
         """One warning for each check that some rank fails, the same on all ranks. A collective."""
-        ranks = self._engine.world.gather_objects((mine, self._skipped))
         found: dict[tuple[str, str], tuple[Row, int]] = {}
-        for rank, (rows, skipped) in enumerate(ranks):
+        for rank, (rows, skipped) in enumerate(self._engine.world.gather_objects((mine, self._skipped))):
             self._skipped = skipped | self._skipped
             for row in rows:
                 item = row, rank
@@ -210,9 +207,8 @@ class SelfCheck:
         self._rows += found.values()
         warnings = []
         for check in dict.fromkeys(check for check, _ in found):
-            broken = [item for item in found.values() if item[0].check == check and _excess(item) > 1]
-            broken.sort(key=_excess, reverse=True)
-            if broken:
+            breaches = (item for item in found.values() if item[0].check == check and _excess(item) > 1)
+            if broken := sorted(breaches, key=_excess, reverse=True):
                 (row, rank), names = broken[0], tuple(row.where for row, _ in broken)
                 others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
                 who = "all ranks together" if check in _OF_ALL else f"rank {rank}"
@@ -231,11 +227,11 @@ class SelfCheck:
         if not self._whole or not self._reads_samples:
             return []
         found = [] if is_in_order(batch, position, self._resolved, self._corpus) else ["the order of samples"]
-        return _rows("samples", found + wrong_samples(batch, self._resolved, self._corpus))
+        return verdicts("samples", found + wrong_samples(batch, self._resolved, self._corpus))
 
     @torch.no_grad()
     def _look_ahead(self) -> list[Row]:
-        """How far later tokens move the logits of earlier ones, in the session's first step."""
+        """The change of early logits when later tokens change; in the session's first step."""
         engine = self._engine
         if self._turn or not self._whole or not self._reads_samples:
             return []
@@ -249,15 +245,14 @@ class SelfCheck:
         return [Row("between", "causal mask", float(first.max()), LARGEST_LEAK * float(second.max()))]
 
     def _constants(self) -> list[Row]:
-        """Numbers in modules, buffers and the model's config, compared with those of a newly built model."""
+        """Comparison of numbers in modules, buffers and the model's config with a newly built model's."""
         if not self._whole or self._engine.world.experts is not None:
             return []
         try:
-            unlike = [*self._unlike()]
+            return verdicts("constants", [*self._unlike()])
         except Exception as error:  # an architecture that can only be built from its files
             self._skipped["constants"] = one_line(error, 120)
             return []
-        return _rows("constants", unlike)
 
     def _unlike(self) -> Iterator[str]:
         named = self._engine.model.named_modules()
@@ -275,20 +270,16 @@ class SelfCheck:
         config = self._resolved.config
         return empty_model(config.model, copy.deepcopy(self._shape), model_class=model_class_of(config))
 
-    @torch.no_grad()
     def _norm(self, health: Health) -> Row:
-        """The recorded norm against that of the reduced gradients. A collective."""
+        """Comparison of the recorded norm with that of the reduced gradients. A collective."""
         engine = self._engine
-        total = torch.zeros((), dtype=torch.float64, device=engine.world.device)
-        for _, parameter, shard in own_shards(engine):
-            gradient = local_gradient(parameter, shard, engine.stage)
-            if gradient is not None:
-                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square().to(total.device)
+        gradients = (local_gradient(parameter, shard, engine.stage) for _, parameter, shard in own_shards(engine))
+        total = sum_of_squares((gradient for gradient in gradients if gradient is not None), engine.world.device)
         norm = float(engine.world.sum(total) if engine.stage else total) ** 0.5 / engine.loss_scale
         return Row("norm", "gradient", abs(health.grad_norm - norm) / max(norm, 1e-30), _NORM)
 
     def _copies(self, step: int) -> list[Row]:
-        """Weights and buffers that differ between ranks, or are not their masters rounded. A collective."""
+        """Comparison of weights and buffers between ranks, and with their rounded masters. A collective."""
         if self._engine.world.experts is not None:
             self._skipped["copies"] = "ranks have experts of their own"
             return []
@@ -296,17 +287,11 @@ class SelfCheck:
         sums = self._engine.world.gather(copies.sums(step)).tolist()
         wrong = any(row[:2] != sums[0][:2] or row[2] for row in sums)
         flips = copies.examine(repair=False) if wrong else []
-        own = [flip for flip in flips if self._engine.world.rank == flip.ranks[0]]
-        return [Row("copies", flip.parameter, 1.0, 0.0) for flip in own] or [Row("copies", "all values", 0.0, 1.0)]
-
-
-def _rows(check: str, wrong: Sequence[str]) -> list[Row]:
-    """Comparisons of a check whose values are right or wrong."""
-    return [Row(check, name, 1.0, 0.0) for name in wrong] or [Row(check, "all", 0.0, 1.0)]
+        return verdicts("copies", [flip.parameter for flip in flips if self._engine.world.rank == flip.ranks[0]])
 
 
 def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Keys of numbers that differ."""
+    """Keys whose numbers differ."""
     for key, value in right.items():
         if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
             yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))

@@ -1,8 +1,9 @@
-"""A slice of the optimizer's update, recomputed in FP64 from what was kept before the step.
+"""Recomputation of part of each optimizer update in FP64.
 
-Masters and moments are sharded: no other rank has them. So a copy of a random slice is kept after an update, and the
-next one is computed from it and the reduced gradient. A difference beyond FP32's rounding is a bit that flipped since,
-or a wrong update; how many values differ travels in the gather of the next step's health.
+Masters and moments may be sharded, so that no other rank can check them. Instead a copy of a random slice is kept after
+each update, and the next update of it is computed from that copy and the reduced gradient. A difference beyond FP32
+rounding means that a bit flipped since, or that the update was wrong; the count of such values rides on the gather of
+the next step's health.
 """
 
 import random
@@ -33,14 +34,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class Compared:
-    """A slice after its update."""
+    """A slice, compared after its update."""
 
     slice: Slice
     given: UpdateInputs
     found: list[torch.Tensor]
     """Master and state as the optimizer left them."""
     excess: torch.Tensor
-    """(length,) float64: the largest of their errors in units of what rounding explains; above 1 a value is wrong."""
+    """(length,) float64: largest error of master and state, in multiples of the rounding bound; wrong above 1."""
 
 
 class UpdateCheck:
@@ -49,8 +50,8 @@ class UpdateCheck:
     def __init__(
         self, engine: Engine, section: OptimizerSection, *, values: int, seed: int, of_each: bool = False
     ) -> None:
-        """values: length of the slice. seed: of the places, and never of training's random numbers. of_each: a slice of
-        each parameter that has a rule for its values alone, in place of one of them all."""
+        """values: length of the slice. seed: selects the slices, independent of training's random numbers. of_each: a
+        slice of every parameter with an elementwise rule, instead of one slice overall."""
         self._engine, self._section, self._values, self._of_each = engine, section, values, of_each
         self._parameters = trainable_parameters(engine)
         self._draw = random.Random(f"{seed} {engine.world.rank}")
@@ -60,27 +61,26 @@ class UpdateCheck:
         self.compared: list[Compared] = []
 
     def forget(self) -> None:
-        """The state was loaded from elsewhere: what was kept is of no use."""
+        """Drop all copies, after a checkpoint was loaded."""
         self._shards, self._slices, self._gradients, self.compared = None, None, [], []
 
     def wrong(self) -> torch.Tensor:
-        """() float64: how many values of the last update are not what they should be."""
+        """() float64: number of wrong values in the last update."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.world.device)
         for done in self.compared:
-            count = (done.excess > 1).sum().double()
-            total = total + (count if count.device == total.device else count.to(total.device))
+            total = total + (done.excess > 1).sum().to(total)
         return total
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Keep the slice's reduced gradient, which the update consumes."""
+        """Copy the slice's reduced gradient, which the update consumes."""
         self.compared = []
         self._slices = self._keep() if self._slices is None else self._slices
         self._gradients = [self._gradient_of(own) for own in self._slices]
 
     @torch.no_grad()
     def after_update(self, *, norm: float, scale: float, lr: float, step: int) -> None:
-        """Recompute the slice, and keep another one. norm: of the unscaled gradient. step: updates, with this one."""
+        """Recompute the slice, and copy another one. norm: of the unscaled gradient. step: this update's number."""
         clipping = self._engine.clipping
         divided = scale * (max(1.0, (norm + 1e-6) / clipping) if clipping else 1.0)
         for own, gradient in zip(self._slices or (), self._gradients, strict=True):
@@ -102,7 +102,7 @@ class UpdateCheck:
         self._slices, self._gradients = None if self._of_each else self._keep(), []
 
     def examine(self) -> list[Flip]:
-        """The first wrong value of each rank, its bit where one flipped bit explains it. A collective."""
+        """The first wrong value of each rank, with its bit if a single flipped bit explains it. A collective."""
         mine: Flip | None = None
         done = next((done for done in self.compared if bool((done.excess > 1).any())), None)
         if done is not None:
@@ -114,8 +114,8 @@ class UpdateCheck:
         return [flip for flip in self._engine.world.gather_objects(mine) if flip is not None]
 
     def _keep(self) -> list[Slice]:
-        """Copies of a slice that begins anywhere in this rank's masters, one after the other, and goes on at the first
-        after the last; it may be cut into pieces of several parameters."""
+        """Copies of a slice that begins anywhere in this rank's concatenated masters and wraps around at their end; in
+        pieces if it spans several parameters."""
         if self._shards is None:
             whole = {id(p) for p in self._parameters.values() if self._engine.group_of[id(p)]["matrix"]}
             whole = whole if self._section.name == "muon" else set()
@@ -130,29 +130,29 @@ class UpdateCheck:
         while left:
             (name, shard), length = self._shards[row % len(lengths)], lengths[row % len(lengths)]
             if at < length:
-                own = Slice(name, shard, at, min(left, length - at), [])
-                found.append(replace(own, kept=self._held(own)))
-                left -= own.length
+                found.append(self._copied(Slice(name, shard, at, min(left, length - at), [])))
+                left -= found[-1].length
             at, row = max(at - length, 0), row + 1
         return found
 
     def _slice_of(self, name: str, shard: Shard) -> Slice:
-        """A slice of one parameter, in every fourth case the end of it."""
+        """A slice of one parameter; in one case of four its end."""
         length = min(self._values, shard.length)
         at = self._draw.randrange(shard.length - length + 1) if self._draw.random() < 0.75 else shard.length - length
-        own = Slice(name, shard, at, length, [])
+        return self._copied(Slice(name, shard, at, length, []))
+
+    def _copied(self, own: Slice) -> Slice:
         return replace(own, kept=self._held(own))
 
     def _gradient_of(self, own: Slice) -> torch.Tensor | None:
         whole = local_gradient(self._parameters[own.name], own.shard, self._engine.stage)
         if whole is None:
             return None
-        gradient = whole[own.at : own.at + own.length].to(torch.float32, copy=True)
-        device = own.shard.flat.device
-        return gradient if gradient.device == device else gradient.to(device)  # of an offloaded master
+        device = own.shard.flat.device  # the CPU for an offloaded master
+        return whole[own.at : own.at + own.length].to(device, torch.float32, copy=True)
 
     def _held(self, own: Slice) -> list[torch.Tensor]:
-        """Copies of the slice's master and state; of state that is not there yet zeros, as it starts."""
+        """Copies of the slice's master and state; zeros for state that does not exist yet."""
         master = own.shard.master(own.at, own.length).clone()
         found, tensors = [master], own.shard.states(self._engine)
         for kind in states_of(self._engine, self._parameters[own.name]):
@@ -161,7 +161,7 @@ class UpdateCheck:
         return found
 
     def _explain(self, done: Compared, index: int) -> tuple[str, tuple[int, ...]]:
-        """The tensor and bit that, flipped in the kept values, give the observed ones."""
+        """The tensor and the bit that must flip in the copies to explain the observed values."""
         kinds = ("master", *states_of(self._engine, self._parameters[done.slice.name]))
         found = [values[index].expand(32) for values in done.found]
         kept = [values[index].expand(32) for values in done.slice.kept]
@@ -180,8 +180,8 @@ class UpdateCheck:
 
 
 def excess(given: UpdateInputs, found: list[torch.Tensor]) -> torch.Tensor:
-    """(1 + states, length) errors in units of what rounding explains; inf of a non-finite value, unless the reference
-    is non-finite too. Below FP32's smallest normal number roundings are absolute, and together less than it."""
+    """(1 + states, length) errors in multiples of the rounding bound; inf for a non-finite value whose reference is
+    finite. The bound is at least FP32's smallest normal number, which exceeds all roundings below it."""
     expected, slack = IMPLEMENTATIONS[given.section.name].after(given)
     rows = []
     for a, b, c in zip(found, expected, slack, strict=True):

@@ -6,8 +6,6 @@ the number of ranks, over which DeepSpeed averages gradients. Ranks that share m
 they count as one rank.
 """
 
-from __future__ import annotations
-
 import copyreg
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -148,16 +146,6 @@ class Engine:
         """Factor on the loss in the backward pass."""
         return float(self._scaler.cur_scale) if self._scaler else 1.0
 
-    @property
-    def scales_dynamically(self) -> bool:
-        """Whether this is FP16 with a loss scale that changes on overflow."""
-        return self._scaler is not None and self._scale_section.policy != "static"
-
-    @property
-    def scale_at_minimum(self) -> bool:
-        """Whether an overflow of this step could not lower the loss scale."""
-        return self.scales_dynamically and self.loss_scale <= self._scale_section.minimum
-
     def masters(self) -> list[torch.Tensor]:
         """This rank's partition of the masters, FP32; copies if masters are split. Not a collective."""
         flats = local_masters(self.deepspeed.optimizer)
@@ -172,12 +160,9 @@ class Engine:
     def forward_backward(
         self, batch: Batch, *, step: int, on_loss: Callable[[torch.Tensor], Any] | None = None
     ) -> Outcome:
-        """Compute the gradients of the mean loss over the global batch.
-
-        batch.input_ids and batch.labels: (accumulation, micro-batch, sequence) int64. step: attempted step, from 1; for
-        wrappers of this method, such as faults. on_loss: called with each micro-batch's summed loss before its backward
-        pass.
-        """
+        """Compute the gradients of the mean loss over the global batch: input_ids and labels (accumulation,
+        micro-batch, sequence) int64. step: attempted step, from 1, for wrappers such as faults. on_loss: called with
+        each micro-batch's summed loss before its backward pass."""
         outcome = self._begin(batch)
         share = self.world.zero_ranks / outcome.label_tokens
         for index, (inputs, labels) in enumerate(batch.micro_batches(self.world.device)):
@@ -280,12 +265,12 @@ class Engine:
         checks: torch.Tensor | None = None,
         repeats: bool = False,
     ) -> Health:
-        """Measure the gradient norm, and gather a few numbers so that every rank decides alike.
+        """Measure the gradient norm, and gather a few numbers so that every rank decides alike: a step's only device
+        sync.
 
-        This is the only device sync that a step adds. progress: before the step. data_seconds: this rank's wait for the
-        batch. checks: (n,) float64 of this rank, gathered with the rest. repeats: whether the step can be repeated.
-        Raises RanksDisagree, naming the ranks, when scale or counters differ, or norms in a step that cannot be
-        repeated.
+        progress: before the step. data_seconds: this rank's wait for the batch. checks: (n,) float64 of this rank,
+        gathered with the rest. repeats: whether the step can be repeated. Raises RanksDisagree, naming the ranks, when
+        scale or counters differ, or norms in a step that cannot be repeated.
         """
         empty = outcome.loss_sum.new_empty(0)
         scalars = {
@@ -329,14 +314,15 @@ class Engine:
         metrics = self.objective.metrics(ranks.sums("metrics", every), label_tokens)
         by_source = dict(zip(outcome.sources, map(int, ranks.sums("count by source", every)), strict=True))
         losses_by_source = dict(zip(outcome.sources, ranks.sums("loss by source", every), strict=True))
+        dynamic = self._scaler is not None and self._scale_section.policy != "static"
         all_finite = all(math.isfinite(number) for row in ranks.rows("uncounted") for number in row)
         return Health(
             loss=ranks.sums("loss", every)[0] / label_tokens,
             grad_norm=ranks.numbers("norm")[0] / self.loss_scale if all_finite else math.inf,
             step=progress.step + 1,
             consecutive_skips=progress.consecutive_skips,
-            scales_dynamically=self.scales_dynamically,
-            scale_at_minimum=self.scale_at_minimum,
+            scales_dynamically=dynamic,
+            scale_at_minimum=dynamic and self.loss_scale <= self._scale_section.minimum,
             memory_bytes=int(max(ranks.numbers("memory"))),
             metrics=metrics | dict(zip(METRICS, ranks.sums("routed", every), strict=False)),
             counts_by_source=by_source,
@@ -351,23 +337,18 @@ class Engine:
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
-        A group of `optimizer.groups` with its own rate is scaled in proportion. Non-finite gradients are never applied.
-        The loss scaler sees their overflow, but neither a discarded finite step nor a non-finite forward pass. If the
-        guard bounds the update ratio, it is measured, which copies the masters.
+        Non-finite gradients are never applied. The loss scaler sees their overflow, but neither a discarded finite step
+        nor a non-finite forward pass. If the guard bounds the update ratio, it is measured, which copies the masters.
         """
         for group in self.deepspeed.optimizer.param_groups:
-            group["lr"] = lr * group["lr_factor"]
+            group["lr"] = lr * group["lr_factor"]  # of optimizer.groups
         scale = self.loss_scale
         finite = math.isfinite(health.grad_norm)
         applied = apply and finite
         measures = applied and self._measures_updates
         before = [master.detach().clone() for master in self.masters()] if measures else []
         if applied:
-            self.gradients.apply()
-            if self.split_masters is not None:
-                self.split_masters.hide()
-            if self.stage > 0 and not self.deepspeed.was_step_applied():
-                raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
+            self._apply()
         elif health.scale_overflowed:
             self.gradients.discard()
         else:
@@ -382,6 +363,13 @@ class Engine:
             scale_change=change,
             update_ratio=update_ratio(before, self.masters(), stage=self.stage, world=self.world) if measures else None,
         )
+
+    def _apply(self) -> None:
+        self.gradients.apply()
+        if self.split_masters is not None:
+            self.split_masters.hide()
+        if self.stage > 0 and not self.deepspeed.was_step_applied():
+            raise RuntimeError("DeepSpeed refused a step whose gradient norm is finite")
 
     def discard_gradients(self) -> None:
         """Discard the gradients; the loss scaler does not count it as an overflow."""
@@ -436,11 +424,8 @@ class Engine:
         return {name: value for name, value in state.items() if name not in frozen}
 
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
-        """Restore weights, masters and optimizer state through `reader`.
-
-        DeepSpeed also restores the optimizer's settings and a pickled loss scaler; the config's settings and a new
-        scaler replace them (`install_scaler` gives it the state that Mantissa saved).
-        """
+        """Restore weights, masters and optimizer state through `reader`. The optimizer's settings and the loss scaler,
+        which DeepSpeed restores as well, become the config's and a new one (`install_scaler`)."""
         groups = self.deepspeed.optimizer.param_groups
         keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
         settings = [{key: group[key] for key in keys} for group in groups]

@@ -82,11 +82,8 @@ def forget_groups() -> None:
 
 
 def gather_in_order(model: Any) -> None:
-    """Make all ranks gather ZeRO-3's parameters over one group after another, in the same order.
-
-    DeepSpeed 0.19.8 prefetches those of several modules group by group, in the order of a set, which differs between
-    ranks: on GPUs these are two collectives, and ranks may not start the same one first.
-    """
+    """Make all ranks gather ZeRO-3's parameters in the same order. DeepSpeed 0.19.8 prefetches them process group by
+    process group in the order of a set, which differs between ranks, so that collectives would not match on GPUs."""
     for parameter in model.parameters():
         parameter.all_gather_coalesced = partial(_gathered_in_order, parameter.all_gather_coalesced)
 

@@ -128,11 +128,8 @@ class _Faults:
 
 @torch.no_grad()
 def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | None) -> bool | None:
-    """Flip the bit of the middle value of this rank's part of the parameter's tensor, or of a weight that is whole.
-
-    stuck_at: set the bit to this instead. Returns its new value; None if this rank has no such tensor: a part of other
-    ranks, a moment before the first update, or a second moment that the optimizer does not keep.
-    """
+    """Flip the bit of the middle value of this rank's part of the parameter's tensor, or set it to `stuck_at`; returns
+    its new value, None if this rank has no such tensor, as moments before the first update."""
     if fault.place == "weight":
         held = parameter.ds_tensor.data if engine.stage == 3 and not parameter.numel() else parameter.data
         return flip_bit(held, held.numel() // 2, fault.bit, stuck_at=stuck_at)

@@ -11,12 +11,9 @@ def as_integers(values: torch.Tensor) -> torch.Tensor:
 
 
 def bit_sum(values: torch.Tensor) -> torch.Tensor:
-    """() int64: the sum of the values' bits, read as words of 64 bits, modulo 2**64.
-
-    values: (n,) contiguous, of any dtype. Any one flipped bit changes it. Words are aligned with the storage, so that
-    equal tensors have equal sums only if they are aligned alike. 15 GB/s on one core, where a sum of 16-bit integers
-    reaches 0.4 (torch 2.13).
-    """
+    """() int64: the sum modulo 2**64 of the bits of (n,) contiguous values, read as 64-bit words, which any flipped bit
+    changes. Words are aligned with the storage, so only tensors that are aligned alike compare. 15 GB/s on one core,
+    where a sum of 16-bit integers reaches 0.4 (torch 2.13)."""
     per = 8 // values.element_size()
     head = min(-values.storage_offset() % per, len(values))
     body = (len(values) - head) // per * per

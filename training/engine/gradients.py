@@ -1,12 +1,10 @@
 """The reduced gradients between backward and step: measured once, then applied or discarded.
 
-DeepSpeed measures the gradient norm inside its optimizer step, where it is too late to discard the step. Here its own
-measurement is made before the step, and the step is given the result instead of measuring again, as a number on the
-host, so that DeepSpeed's own checks of it do not wait for the device. FP16's separate search for inf and nan is left
-out, because a sum of squares finds them too.
-
-A step is discarded through DeepSpeed's own overflow path, which clears every accumulator and leaves masters,
-optimizer state and counters unchanged: the step is given an infinite norm.
+DeepSpeed measures the gradient norm inside its optimizer step, too late to discard the step. Here its own measurement
+is made before the step, which is given the result as a number on the host, so that DeepSpeed's checks of it do not wait
+for the device. FP16's search for inf and nan is left out: a sum of squares finds them too. To discard a step, it is
+given an infinite norm: DeepSpeed's overflow path clears every accumulator and leaves masters, state and counters
+unchanged.
 """
 
 import math

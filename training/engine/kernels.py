@@ -23,11 +23,9 @@ FALLEN_BACK = "on every rank, because of rank"
 
 
 def choose_kernels(model: PreTrainedModel, resolved: Resolved, world: World) -> list[str]:
-    """Let the model compute with Liger's kernels if the config asks for them, or is `auto` and they are available.
-
-    Returns the decision, for the record; nothing without a choice, as on a CPU. A collective. Raises UserError if the
-    kernels that the config asks for are not available.
-    """
+    """Let the model compute with Liger's kernels if the config asks for them, or is `auto` and they are available;
+    returns the decision, for the record, if there was one. A collective. Raises UserError if the kernels that the
+    config asks for are not available."""
     wanted, device = resolved.config.model.kernels, world.device
     if wanted == "torch" or (wanted == "auto" and cannot_run_on(device)):
         return []
@@ -54,11 +52,9 @@ def _first_problem(problem: str | None, world: World) -> tuple[int, str | None]:
 
 
 def choose_softmax(resolved: Resolved, world: World) -> tuple[Callable[..., torch.Tensor] | None, list[str]]:
-    """The kernel for the softmax of a chunked loss on a GPU, tested there, and the decision, for the record.
-
-    None if torch's operators compute it: on a CPU, with `model.kernels = torch`, and on every rank if it cannot run on
-    one. A collective.
-    """
+    """The kernel for the softmax of a chunked loss, tested on this GPU, and the decision, for the record. None, on
+    every rank, for torch's operators: on CPUs, with `model.kernels = torch`, and if one rank cannot run it. A
+    collective."""
     config = resolved.config
     if config.model.kernels == "torch" or cannot_run_on(world.device):
         return None, []
@@ -80,12 +76,12 @@ def _tried(module: str, world: World, *given: Any) -> tuple[Any, str | None]:
 
 
 def choose_fp8_kernel(regions: Regions | None, world: World) -> list[str]:
-    """Test torch._scaled_mm on the shapes of the FP8 layers that can use it, before anything is computed with it, and
-    on a GPU the kernel that rounds for it.
+    """Test torch._scaled_mm on the shapes of the FP8 layers that can use it, and on a GPU the kernel that rounds for
+    it.
 
     If it departs from FP8's definition on any rank, `auto` becomes `emulate` on all. Returns the decision, for the
-    record; nothing if there is no choice, as with `auto` on a CPU. A collective. Raises UserError if `scaled_mm` is
-    asked for and a layer cannot use it.
+    record; nothing if there is no choice. A collective. Raises UserError if `scaled_mm` is set and a layer cannot use
+    it.
     """
     if regions is None:
         return []

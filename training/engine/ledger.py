@@ -27,11 +27,9 @@ class Entry:
 
 
 def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
-    """The ledger of this rank; the optimizer's state, its `moments`, exists from the first applied step on.
-
-    reduce: precision.reduce. Raises PrecisionError when parameters are not in the compute dtype, masters, moments or
-    accumulated gradients not in FP32, or a buffer not in the dtype that the model's own code gives it.
-    """
+    """The ledger of this rank. reduce: precision.reduce. Raises PrecisionError unless parameters are in the compute
+    dtype, masters, moments (from the first update on) and accumulated gradients in FP32, and buffers as in the model's
+    own code."""
     optimizer = engine.deepspeed.optimizer
     compute = DTYPES[engine.compute]
     coded = quantised_parameters(engine.model)
@@ -50,8 +48,8 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     _require("masters", masters, torch.float32)
     of_masters = _entry("masters", masters)
     if engine.split_masters is not None:
-        held = [tensor for split in engine.split_masters.of.values() for tensor in split.tensors]
-        of_masters = replace(_entry("masters", held), dtype="float32, less their weights")
+        parts = [tensor for split in engine.split_masters.of.values() for tensor in split.tensors]
+        of_masters = replace(_entry("masters", parts), dtype="float32, less their weights")
     _require("moments", moments, torch.float32)
     buffers = {name: buffer for name, buffer in engine.model.named_buffers() if buffer.is_floating_point()}
     for name, buffer in buffers.items():
@@ -66,11 +64,10 @@ def read_ledger(engine: Engine, *, reduce: str) -> list[Entry]:
     matmul = torch.backends.cuda.matmul
     if matmul.allow_bf16_reduced_precision_reduction or matmul.allow_fp16_reduced_precision_reduction:
         raise PrecisionError("torch lets cuBLAS add parts of a product in 16 bits, which a run turns off at its start")
+    stored = {"quantised base": [*stored_tensors(engine.model)] if coded else [], "buffers": [*buffers.values()]}
+    held = {"parameters": parameters, "of these frozen": frozen, **stored}
     return [
-        _entry("parameters", parameters),
-        *([_entry("of these frozen", frozen)] if frozen else []),
-        *([_entry("quantised base", list(stored_tensors(engine.model)))] if coded else []),
-        *([_entry("buffers", list(buffers.values()))] if buffers else []),
+        *(_entry(what, tensors) for what, tensors in held.items() if tensors),
         of_masters,
         *([_entry("teacher, without masters", engine.teacher.weights)] if engine.teacher is not None else []),
         _entry("moments", moments, absent="float32, from the first step on" if states else "none"),

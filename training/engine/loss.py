@@ -43,9 +43,7 @@ class LossPath:
     ) -> None:
         """A collective if the loss is chunked: it runs two tokens through the model. router: watches its routers.
         tensor: the ranks that this one shares matrices with. softmax: the kernel of a chunk; None: torch's operators.
-
-        Raises UserError if the config asks for a chunked loss and the model does not support one.
-        """
+        Raises UserError if the config asks for a chunked loss and the model does not support one."""
         self._engine, self._objective, self._device = engine, objective, device
         self._labels = objective if isinstance(objective, LabelPrediction) else None
         self._forward = engine if router is None else router.watching(engine)

@@ -60,11 +60,8 @@ def build_optimizer(
 
 
 def import_muon_uncompiled() -> None:
-    """Import DeepSpeed's Muon without `torch.compile`, before its ZeRO stages do, whatever the optimizer is.
-
-    Compiling its kernels, which Mantissa does not use, imports torch's compiler in the first step of every run: 1.3 s
-    of CPU time per process (python -X importtime).
-    """
+    """Import DeepSpeed's Muon without `torch.compile` before its ZeRO stages do. Compiling its kernels, which Mantissa
+    does not use, takes 1.3 s of CPU time per process in the first step of every run (python -X importtime)."""
     compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
     try:
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401

@@ -1,10 +1,9 @@
 """`precision.masters: split`: an FP32 master is kept as its BF16 weight and a remainder (precision/split_masters.py).
 
 DeepSpeed's flat FP32 masters stay the keys of the optimizer's state and the owners of gradients, but hold no memory:
-they are a single NaN expanded to their size, which any read that bypasses this module gets and no write can change. The
-optimizer joins, updates and splits them piece by piece. DeepSpeed then copies each master to its weight; for that
-moment the master *is* the weight. To save, load or set masters they are made whole, which takes the memory of FP32
-masters, at a time when no activations are held.
+they are a single NaN expanded to their size, which reads that bypass this module get and no write can change. The
+optimizer joins, updates and splits them piece by piece. While DeepSpeed then copies each master to its weight, the
+master *is* the weight. To save, load or set masters they are made whole, at a time when no activations are held.
 """
 
 from collections.abc import Iterator

@@ -58,11 +58,9 @@ def hold_fp32(model: torch.nn.Module, compute: str, world: World) -> Held:
 
 @torch.no_grad()
 def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -> None:
-    """Give every master the value that was held for it, and compare all with the folder of safetensors they came from.
-
-    A hub id, or a folder in another format, is not read again. A collective. Raises StaleMaster, on every rank, naming
-    the first parameter whose weight is not its master, rounded, or whose master is not the folder's.
-    """
+    """Give every master the value that was held for it, and compare all with the folder of safetensors they came from,
+    if any. A collective. Raises StaleMaster, on every rank, naming the first parameter whose weight is not its rounded
+    master, or whose master is not the folder's."""
     parts: dict[str, torch.Tensor] = {}
     with engine.whole_masters():
         for name, parameter, shard in tensors.own_shards(engine):
@@ -83,11 +81,9 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
 
 @torch.no_grad()
 def compare_with_files(engine: Engine, folder: Path) -> set[str]:
-    """Compare every master, or weight without one, with the folder's value; returns the dtypes of masters' files.
-
-    Parameters that the files have in another shape, in pieces or transposed are not compared. A quantised weight must
-    represent values near the folder's. Raises StaleMaster, on every rank. A collective.
-    """
+    """Compare every master, or weight without one, with the folder's value, unless that is in another shape, in pieces
+    or transposed; a quantised weight must be near it. Returns the dtypes of masters' files. A collective. Raises
+    StaleMaster, on every rank."""
     problems, dtypes = list[str](), set[str]()
     coded = quantised_parameters(engine.model)
     where = engine.world.from_main(_find(engine, folder) if engine.world.is_main else None)

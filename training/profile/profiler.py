@@ -1,8 +1,7 @@
 """Profile a few steps: a torch.profiler trace of each chosen rank, and a summary of it (docs/profiling.md).
 
-Steps before the first profiled one are only timed; in the profiled ones each module and each stage of the step is a
-range in the trace. Hooks open the ranges, so that an operator's module is known in the forward pass and, through
-autograd's sequence numbers, in the backward pass.
+Steps before the first profiled one are only timed; in the profiled ones hooks make each module and each stage of the
+step a range in the trace, by which, with autograd's sequence numbers, every operator's module is known.
 """
 
 import json
@@ -12,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -56,19 +55,17 @@ class Profiling:
         self._profiled: list[int] = []
         self._over = False
 
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Context for the attempted step of that number."""
-        if self._over or (self._profiler is None and step >= self._start + self._steps):
-            return nullcontext()
-        return self._around(step)
-
     def close(self) -> None:
         """Write the profile if its last step was not reached."""
         if self._profiler is not None:
             self._finish()
 
     @contextmanager
-    def _around(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[None]:
+        """Context for the attempted step of that number."""
+        if self._over or (self._profiler is None and step >= self._start + self._steps):
+            yield
+            return
         if step < self._start:
             started = time.perf_counter()
             yield

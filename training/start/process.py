@@ -7,7 +7,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,11 +38,10 @@ def end_with(above: Sequence[Launcher]) -> None:
     def wait() -> None:
         for handle, _ in poller.poll():
             gone = watched[handle]
+            text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
             with suppress(OSError):
                 if os.environ.get("LOCAL_RANK", "0") == "0":
-                    text = f"mantissa: {gone.name} (pid {gone.pid}), which started this job, has ended: the run stops"
-                    sys.stderr.write(f"{text}\n")
-                    sys.stderr.flush()
+                    print(text, file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
             return
 
@@ -50,7 +49,7 @@ def end_with(above: Sequence[Launcher]) -> None:
         threading.Thread(target=wait, daemon=True).start()
 
 
-def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> str | None:
+def use_writable_caches() -> str | None:
     """Set unset variables of `_IN_CACHE`, and HOME if there is none; returns a line on it or None. Raises UserError."""
     try:
         home = Path.home()
@@ -64,9 +63,9 @@ def use_writable_caches(environment: MutableMapping[str, str] = os.environ) -> s
     except OSError as error:
         raise UserError(f"HOME: {problem}, and {one_line(error)}; set HOME or TMPDIR to a folder of yours") from error
     for name, inside in _IN_CACHE.items():
-        environment.setdefault(name, str(folder / inside))
+        os.environ.setdefault(name, str(folder / inside))
     if home == Path("~"):
-        environment["HOME"] = str(folder)
+        os.environ["HOME"] = str(folder)
     return f"{problem}: libraries keep their caches in {folder}"
 
 

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,26 +25,21 @@ _JOB = "mantissa/job"
 
 
 def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
-    """The store of this job, and no other's. MASTER_PORT is then its port.
-
-    job: the same text on every rank, and a different one in other jobs. Raises UserError when rank 0 cannot have the
-    launcher's port, and when another job answers there.
-    """
+    """The store of this job, at MASTER_PORT from now on. job: the same text on every rank, another one in other jobs.
+    Raises UserError when rank 0 cannot have the launcher's port, and when another job answers there."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store: dist.Store = next(dist.rendezvous("env://", rank, world_size, timeout=timeout))[0]
-        if _restarted_by_torchrun():
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+        if restarts and os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines may count restarts differently
             # torch 2.13 keeps that store through a restart, with the addresses of the processes that died: gloo then
             # fails with `connectFullMesh ... Connection refused`, unless all ranks connect at the same moment.
-            store = dist.PrefixStore(f"restart-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+            store = dist.PrefixStore(f"restart-{restarts}", store)
     elif rank == 0:
         store = _host(world_size, timeout)
     else:
         file = _port_file(world_size)
         port = _wait_for(file, timeout) if file is not None else int(os.environ["MASTER_PORT"])
-        os.environ["MASTER_PORT"] = str(port)
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], port, world_size, is_master=False, timeout=timeout, wait_for_workers=False
-        )
+        store = _store_at(port, world_size, timeout)
     if rank == 0:
         store.set(_JOB, job)
     else:
@@ -75,19 +71,16 @@ def _host(world_size: int, timeout: timedelta) -> dist.Store:
         if world_size > 1:
             print(f"port {given} is in use; this job's ranks meet at {server.getsockname()[1]}", flush=True)
     port = int(server.getsockname()[1])
-    os.environ["MASTER_PORT"] = str(port)
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=server.detach(),
-    )
+    store = _store_at(port, world_size, timeout, is_master=True, master_listen_fd=server.detach())
     if file is not None:
         write_atomically(file, str(port).encode())
     return store
+
+
+def _store_at(port: int, world_size: int, timeout: timedelta, **server: Any) -> dist.Store:
+    os.environ["MASTER_PORT"] = str(port)
+    host = os.environ["MASTER_ADDR"]
+    return dist.TCPStore(host, port, world_size, timeout=timeout, wait_for_workers=False, **server)
 
 
 def forget_port() -> None:
@@ -125,14 +118,6 @@ def listen(port: int) -> socket.socket:
         with suppress(OSError):
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", port), backlog=1024)
-
-
-def _restarted_by_torchrun() -> bool:
-    """Whether torchrun --max-restarts started this process after another one died, on a single machine.
-
-    On several machines torchrun's count of restarts may differ between machines.
-    """
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0 and os.environ.get("GROUP_WORLD_SIZE") == "1"
 
 
 def _another_port() -> str:

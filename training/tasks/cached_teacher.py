@@ -1,8 +1,8 @@
-"""A teacher's answers to every sequence of a corpus, on disk: its k likeliest tokens at every place.
+"""A teacher's cached distributions: its k most probable tokens at every position of a corpus.
 
-A folder beside the corpus, published whole by one rename. Of each split `<split>-ids.npy` (sequences, places, k) int32,
-the likeliest first, and `<split>-log-probs.npy` (sequences, places, k + 1) FP32, at the run's temperature, the last one
-that of all other tokens together. `index.json`, written last, has the size and sha256 of each.
+They are in a folder beside the corpus, published by one rename. Each split has `<split>-ids.npy`, (sequences,
+positions, k) int32, most probable first, and `<split>-log-probs.npy`, (sequences, positions, k + 1) FP32 at the run's
+temperature, with the log-probability of all other tokens together last. `index.json` has size and sha256 of each file.
 """
 
 import json
@@ -25,24 +25,24 @@ _INDEX = "index.json"
 
 
 def files_of(folder: Path, split: str) -> tuple[Path, Path]:
-    """The arrays of ids and of log-probabilities of a split."""
+    """The files of ids and of log-probabilities of a split."""
     return folder / f"{split}-ids.npy", folder / f"{split}-log-probs.npy"
 
 
 def splits_of(config: Config, corpus: Corpus) -> dict[str, TokenShards | RowShards]:
-    """The splits that have a sequence."""
+    """The splits that are not empty."""
     pairs = zip(SPLITS, (corpus.train, corpus.validation), strict=True)
     return {split: shards for split, shards in pairs if shards.sequences(config.data.sequence_length)}
 
 
 def write_index(folder: Path) -> None:
-    """Seal the arrays in `folder`."""
+    """Write the index of the arrays in `folder`."""
     content = {path.name: [path.stat().st_size, file_sha256(path)] for path in sorted(folder.glob("*.npy"))}
     write_flushed(folder / _INDEX, json.dumps(content, indent=1).encode())
 
 
 def require_intact(folder: Path, *, verify: bool) -> None:
-    """Compare sizes with the index, and with `verify` the sha256. Raises UserError that names the file."""
+    """Compare sizes with the index. verify: the sha256, too. Raises UserError, naming the file."""
     try:
         content = json.loads((folder / _INDEX).read_bytes())
         for name, (size, sha256) in content.items():
@@ -55,16 +55,16 @@ def require_intact(folder: Path, *, verify: bool) -> None:
 
 
 def with_targets(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of next tokens with the teacher's likeliest tokens as further inputs."""
-    folder, make = corpus.targets, next_tokens(config.data.sequence_length, documents_of(config, corpus))
+    """Next-token batches with the teacher's distributions as further inputs."""
+    folder, length = corpus.targets, config.data.sequence_length
+    make = next_tokens(length, documents_of(config, corpus))
     assert folder is not None
-    length = config.data.sequence_length
     splits = {
         id(shards): [np.load(path, mmap_mode="r") for path in files_of(folder, split)]
         for split, shards in splits_of(config, corpus).items()
     }
     first = 0
-    for part in corpus.validation_by_source.values():  # which the whole has one after another
+    for part in corpus.validation_by_source.values():  # the whole is their concatenation
         last = first + part.sequences(length)
         splits[id(part)] = [values[first:last] for values in splits[id(corpus.validation)]]
         first = last

@@ -1,4 +1,4 @@
-"""Classification and regression by an encoder: rows of text with a label, a number, or a label for each word."""
+"""Classification, regression and token classification by an encoder, on rows of text."""
 
 from transformers import PreTrainedModel
 
@@ -23,7 +23,7 @@ def objective(config: Config, model: PreTrainedModel) -> Objective:
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
-    """Padded rows with an attention mask."""
+    """Batches of padded rows with an attention mask."""
     names, kind = config.classify.labels, config.classify.kind
     return encoder_batches(
         None if kind == "regression" else [names.index(name) for name in corpus.labels],

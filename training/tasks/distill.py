@@ -1,4 +1,4 @@
-"""Distillation: a student learns a teacher's distribution at every label of task sft, or of task pretrain."""
+"""Distillation: a student learns a teacher's distribution at every label of task sft or pretrain."""
 
 from transformers import PreTrainedModel
 
@@ -12,12 +12,12 @@ from training.tasks.cached_teacher import with_targets
 
 
 def prepare(data: DataSection, *, progress: bool) -> Corpus:
-    """Rows, or documents end to end. Raises UserError."""
+    """Rows as for task sft, or packed documents as for pretrain. Raises UserError."""
     return (prepare_documents if data.format == "auto" else prepare_rows)(data, progress=progress)
 
 
 def objective(config: Config, model: PreTrainedModel) -> Distillation:
-    """The divergence from the teacher, which `objective_of` adds where it answers live."""
+    """The divergence from the teacher, which `objective_of` sets unless its distributions are cached."""
     section = config.distill
     return Distillation(
         kind=section.loss, beta=section.beta, temperature=section.temperature, ce_weight=section.ce_weight
@@ -25,5 +25,5 @@ def objective(config: Config, model: PreTrainedModel) -> Distillation:
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch | None:
-    """The loader's own batches, with what the teacher said where that is cached."""
+    """Next-token batches, with the teacher's distributions if they are cached."""
     return None if corpus.targets is None else with_targets(config, corpus)

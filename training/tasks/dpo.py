@@ -1,4 +1,4 @@
-"""Preference optimisation: pairs of answers to a prompt, of which the chosen one shall become the likelier."""
+"""Preference optimisation (DPO and its relatives) on pairs of a chosen and a rejected answer to a prompt."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 
 def objective(config: Config, model: PreTrainedModel) -> Preference:
-    """The margin of the chosen answer over the rejected one, against the reference."""
+    """A loss of the chosen answer's margin over the rejected one, relative to the reference model."""
     live = config.preference.reference == "adapter_off"
     return Preference(config.preference, partial(adapter_off, model) if live else None)
 

@@ -1,4 +1,4 @@
-"""Masked language modelling: hidden tokens of documents that are packed end to end, predicted by an encoder."""
+"""Masked language modelling by an encoder, on packed documents."""
 
 from transformers import PreTrainedModel
 
@@ -12,10 +12,10 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 
 def prepare(data: DataSection, *, progress: bool) -> Corpus:
-    """Documents as for pre-training, with an encoder's tokenizer."""
+    """Packed documents as for pretrain, with an encoder's tokenizer."""
     return prepare_text(data, progress=progress, for_encoder=True)
 
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
-    """Every hidden token is a label, and so is each that was chosen and stayed."""
+    """Cross-entropy at every selected token, whether it was masked, replaced or left as it is."""
     return LabelPrediction(by_sample=bool(config.data.sources), judged=True)

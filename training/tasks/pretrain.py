@@ -1,4 +1,4 @@
-"""Next-token prediction on documents that are packed end to end."""
+"""Next-token prediction on packed documents."""
 
 from transformers import PreTrainedModel
 
@@ -11,9 +11,9 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
-    """Every token is a label."""
+    """Cross-entropy at every token."""
     return LabelPrediction(by_sample=bool(config.data.sources))
 
 
 def make_batch(config: Config, corpus: Corpus) -> None:
-    """The loader's own batches of next tokens."""
+    """The loader's default: next-token batches."""

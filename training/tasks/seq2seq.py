@@ -1,4 +1,4 @@
-"""Sequence-to-sequence learning: an encoder reads the source of a row, a decoder learns the target token by token."""
+"""Sequence-to-sequence learning by an encoder-decoder, on rows with a source and a target."""
 
 from transformers import PreTrainedModel
 
@@ -14,12 +14,12 @@ __all__ = ["make_batch", "objective", "prepare"]
 
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
-    """Every token of a target is a label, its end included."""
+    """Cross-entropy at every token of the target and at its end."""
     return LabelPrediction(by_sample=bool(config.data.sources), judged=True)
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
-    """Padded sources with their mask, and targets behind the token that the model's decoder starts with."""
+    """Batches of padded sources with their mask, and targets shifted right behind the decoder's start token."""
     shape = shape_of_model(config, corpus)
     pad = corpus.end_of_document if shape.pad_token_id is None else shape.pad_token_id
     return seq2seq_batches(config.data, start=shape.decoder_start_token_id, pad=pad)

@@ -1,4 +1,4 @@
-"""The Hugging Face config of a run's model: what its task and its data decide of it."""
+"""The Hugging Face config of a run's model, with what its task and its data decide, and other settings they decide."""
 
 import math
 from dataclasses import replace
@@ -18,16 +18,16 @@ from data.text.tokenizer import load_tokenizer
 from modeling.build import empty_model, model_config, require_shares
 
 _DECIDE = (*ENCODER_TASKS, "seq2seq")
-"""Tasks for which `given_by_task` has something."""
+"""Tasks that decide part of the model's config (`given_by_task`)."""
 _UNKNOWN_LABELS = ("0", "1")
-"""Labels of a classifier that finds them in the data. One label more is one row more of its last layer."""
+"""Placeholder for labels that are found in the data; each adds one row to the last layer."""
 _TOKENIZER = SimpleNamespace(eos_token_id=0, pad_token_id=0, cls_token_id=1, sep_token_id=2)
-"""Special tokens of a model that is not made yet. Their ids change no size."""
+"""Placeholder for a tokenizer that is not loaded yet; the ids of special tokens change no size."""
 _LARGE_VOCABULARY = 1 << 18
 
 
 def settle_labels(config: Config, corpus: Corpus) -> Config:
-    """`config` with classify.labels decided. Raises UserError where they lack a label of the data."""
+    """`config` with classify.labels filled in from the data. Raises UserError if they lack a label of the data."""
     if config.task != "classify" or config.classify.kind == "regression":
         return config
     labels = labels_of(corpus, config.classify.labels, config.data)
@@ -35,11 +35,9 @@ def settle_labels(config: Config, corpus: Corpus) -> Config:
 
 
 def settle_steps(config: Config, corpus: Corpus) -> Config:
-    """`config` with run.steps as run.epochs makes it of the training data, the last batch filled up.
-
-    An epoch of a mixture has each source's samples as often as its `epochs` says, or once where there are weights.
-    Raises UserError where run.steps is given, too, and is another number, or breaks a rule of the config.
-    """
+    """`config` with run.steps computed from run.epochs and the number of training samples, rounded up. An epoch of a
+    mixture has each source's samples `epochs` times, or once if it is weighted. Raises UserError if run.steps is set to
+    another number, or breaks a rule of the config."""
     run, sources = config.run, config.data.sources
     if run.epochs is None:
         return config
@@ -58,7 +56,8 @@ def settle_steps(config: Config, corpus: Corpus) -> Config:
 
 
 def settle_orthogonalization(config: Config, *, on_gpu: bool) -> Config:
-    """`config` with optimizer.orthogonalization = auto decided; on_gpu: whether the run computes in 16 bits on one."""
+    """`config` with optimizer.orthogonalization = auto resolved. on_gpu: whether the run computes in 16 bits on a
+    GPU."""
     section = config.optimizer
     if section.name != "muon" or section.orthogonalization != "auto":
         return config
@@ -66,7 +65,7 @@ def settle_orthogonalization(config: Config, *, on_gpu: bool) -> Config:
 
 
 def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
-    """The config of the model to train. config: with its labels. Raises UserError as `model_config`."""
+    """The config of the model to train. config: after `settle_labels`. Raises UserError like `model_config`."""
     return model_config(
         config.model,
         vocab_size=corpus.vocab_size,
@@ -77,7 +76,7 @@ def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
 
 
 def empty_model_of(config: Config, vocabulary: int) -> Any:
-    """The model to train on the meta device, without its adapter, for this many tokens. Raises UserError."""
+    """The model to train, on the meta device and without adapter. vocabulary: number of tokens. Raises UserError."""
     if config.task == "classify" and not config.classify.labels:
         config = replace(config, classify=replace(config.classify, labels=_UNKNOWN_LABELS))
     section, model_class = config.model, model_class_of(config)
@@ -95,7 +94,7 @@ def empty_model_of(config: Config, vocabulary: int) -> Any:
 
 
 def require_model(config: Config) -> None:
-    """Raise UserError where the model cannot be built, before its data are prepared."""
+    """Raise UserError if the model cannot be built, before the data are prepared."""
     section = config.model
     if section.name_or_path is None:
         empty_model_of(config, 0 if "vocab_size" in section.config else _LARGE_VOCABULARY)
@@ -104,18 +103,14 @@ def require_model(config: Config) -> None:
 
 
 def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
-    """Arguments of the model's config that the task decides. config: with its labels."""
-    if config.task not in _DECIDE:
-        return {}
+    """Arguments of the model's config that the task decides. config: after `settle_labels`."""
     given: dict[str, Any] = {}
-    if config.task == "seq2seq":
-        if config.model.name_or_path is None:
-            end = tokenizer.eos_token_id
-            pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-            given |= {"eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": pad}  # as T5 starts
-        return given
-    if config.model.name_or_path is None:
-        given |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad")}
+    if config.model.name_or_path is None and config.task == "seq2seq":
+        end = tokenizer.eos_token_id
+        pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        given = {"eos_token_id": end, "pad_token_id": pad, "decoder_start_token_id": pad}  # as T5 starts
+    elif config.model.name_or_path is None and config.task in ENCODER_TASKS:
+        given = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad")}
     if config.task == "classify":
         regression = config.classify.kind == "regression"
         names = ["number"] if regression else list(config.classify.labels)
@@ -126,6 +121,6 @@ def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
 
 
 def documents_of(config: Config, corpus: Corpus) -> Documents | None:
-    """The separation of documents in a run's batches; None where there is none."""
-    one_row = config.model.attention.startswith("flash_attention")  # whose kernels take documents of any length
+    """How a run's batches keep documents apart; None if they do not."""
+    one_row = config.model.attention.startswith("flash_attention")  # its kernels take documents of any length
     return Documents(corpus.end_of_document, one_row=one_row) if config.keeps_documents_apart else None

@@ -81,15 +81,12 @@ class CountingExporter(SpanExporter):
             self._given_up = True
             self._inner.shutdown()
 
-    def shutdown(self) -> None:
-        self.give_up()
+    shutdown = give_up
 
 
 class Ids(RandomIdGenerator):
-    """Ids that all ranks agree on for the root of a step, and random ones for the rest.
-
-    OpenTelemetry's own generator draws from Python's global one, which training has seeded.
-    """
+    """Ids that all ranks agree on for the root of a step, and random ones for the rest, not drawn from Python's global
+    generator, as OpenTelemetry does, which training has seeded."""
 
     def __init__(self) -> None:
         self._random = random.SystemRandom()

@@ -36,7 +36,6 @@ def open_tracing(
     note: Callable[[str], None],
 ) -> Tracing:
     """The configured tracing, on every rank. note: called with one line when spans are lost. A collective."""
-    endpoint = str(resolved.config.tracking.otlp_endpoint)
     run = resolved.config.run.name
     facts = {
         "service.namespace": "mantissa",
@@ -51,14 +50,9 @@ def open_tracing(
     }
     if "OTEL_SERVICE_NAME" not in os.environ:
         facts["service.name"] = "mantissa"
-    tracing = Tracing(
-        endpoint,
-        facts,
-        session=world.from_main(secrets.token_hex(16)),
-        rank=world.rank,
-        tokens=resolved.tokens_per_step,
-        note=note,
-    )
+    endpoint, session = str(resolved.config.tracking.otlp_endpoint), world.from_main(secrets.token_hex(16))
+    tokens = resolved.tokens_per_step
+    tracing = Tracing(endpoint, facts, session=session, rank=world.rank, tokens=tokens, note=note)
     tracing.follow(engine, batches, checkpoints)
     return tracing
 

@@ -1,9 +1,5 @@
-"""Heartbeats in the process group's store: each rank writes its own, rank 0 reads them all and writes one survey.
-
-The survey's length does not depend on the number of ranks, so the total work is linear in it.
-"""
-
-from __future__ import annotations
+"""Heartbeats in the process group's store: each rank writes its own, rank 0 reads them all and writes a survey whose
+length does not depend on the number of ranks, so that the total work is linear in it."""
 
 import json
 import os
@@ -37,11 +33,9 @@ class Heartbeats:
         beat_seconds: float,
         silence_seconds: float,
     ) -> None:
-        """A collective. members: by rank. store: on its own connection, which never waits for training's.
-
-        on_silent: called once with a rank of another machine that has written nothing for silence_seconds.
-        beat_seconds: interval at which a rank writes and reads.
-        """
+        """A collective. members: by rank. store: on its own connection, which never waits for training's. on_silent:
+        called once with a rank of another machine that has written nothing for silence_seconds. beat_seconds: interval
+        at which a rank writes and reads."""
         self._members, self._me = members, members[world.rank]
         self._beat_seconds, self._silence_seconds, self._on_silent = beat_seconds, silence_seconds, on_silent
         self._local = {member.rank for member in members if member.machine == self._me.machine}

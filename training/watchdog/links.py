@@ -4,8 +4,6 @@ The kernels keep it alive (tcp(7)) and answer even for a process that is stopped
 for minutes, so silence means that the machine or the network is gone. The end of a process closes it at once.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets
@@ -53,9 +51,8 @@ class Links:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._server = listen(0) if world.is_main else None
-        self._port, self._token = world.from_main(
-            (self._server.getsockname()[1], secrets.token_hex(16)) if self._server else None
-        )
+        port = self._server.getsockname()[1] if self._server else 0
+        self._port, self._token = world.from_main((port, secrets.token_hex(16)))
         if self._server or 0 in self._remote:
             threading.Thread(target=self._watch, daemon=True).start()
 

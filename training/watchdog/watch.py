@@ -4,8 +4,6 @@ Every rank watches the processes on its own machine through the kernel, and lear
 the process group's store and a connection with rank 0, which also breaks when a machine is gone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -54,11 +52,8 @@ OnFailure = Callable[[str, int], object]
 
 @contextmanager
 def watched(world: World, on_failure: OnFailure = lambda cause, exit_code: None) -> Iterator[None]:
-    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends.
-
-    Raises LostRank instead of the error of a collective that failed because of another rank. Any other exception is
-    this rank's own and passes with its traceback.
-    """
+    """Watch the other ranks while the body runs, and leave it together with them. A collective at both ends. Raises
+    LostRank for the error of a collective that failed because of another rank; any other exception passes."""
     watch = Watch(world, on_failure)
     try:
         yield
@@ -125,24 +120,18 @@ class Watch:
             self._links.close(agreed=agreed)
 
     def report(self, lost: str) -> None:
-        """Print the line that names the lost rank, once; it is printed when this returns, by whichever thread.
-
-        A rank that stopped because of a user's mistake prints that itself.
-        """
+        """Print the line that names the lost rank, once, unless a user's mistake ended it, which that rank prints. It
+        is printed when this returns, by whichever thread."""
         with self._lock:
             if not self._reported and not self._is_mistake(lost):
-                _print(
-                    f"error: {lost}; rank {self._me.rank} stops, exit code {LOST}; start the run again to resume from "
-                    "its newest checkpoint"
-                )
+                again = "start the run again to resume from its newest checkpoint"
+                _print(f"error: {lost}; rank {self._me.rank} stops, exit code {LOST}; {again}")
             self._reported = True
 
     def find_culprit(self, error: Exception) -> str | None:
         """The rank that made a collective fail, human-readable; None when the others look healthy, or report this one.
-
-        Takes up to 15 seconds, in which reports of other ranks still arrive; 10 on rank 0, whose end takes the store
-        with it, so that the others can still read there whether it is about to report the same error.
-        """
+        Waits up to 15 seconds for reports of other ranks; 10 on rank 0, whose end takes the store with it, so that the
+        others can still read there whether it is about to report the same error."""
         ends = time.monotonic() + (3 if self._me.rank else 2) * BEAT_SECONDS * bool(self._others)
         if self._beats is not None:
             self._beat()
@@ -175,11 +164,9 @@ class Watch:
                 time.sleep(BEAT_SECONDS / 5)
 
     def is_reported(self, error: UserError) -> bool | None:
-        """Whether another rank prints this mistake, which several may meet; None if that cannot be known.
-
-        Only one prints it, as soon as it meets it: rank 0, or one that has waited a moment for rank 0 in vain. A rank
-        that has ended with the exit code of a mistake has printed it, and may have taken the store with it.
-        """
+        """Whether another rank prints this mistake, which several may meet; None if that cannot be known. Only one
+        prints it: rank 0, or the first to have waited a moment for rank 0 in vain. A rank that has ended with the exit
+        code of a mistake has printed it, and may have taken the store with it."""
         if self._beats is None:
             return False
         key = f"error/{hashlib.sha256(str(error).encode(errors='replace')).hexdigest()}"
@@ -252,10 +239,8 @@ class Watch:
     def _report_silent(self, member: Member) -> None:
         """Report that a rank of another machine is silent although its connection is up."""
         if not self._lost:
-            _print(
-                f"{member} has been silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python; "
-                f"rank {self._me.rank} waits for it"
-            )
+            silent = f"silent for {SILENCE_SECONDS:.0f} s, stopped or too busy to run Python"
+            _print(f"{member} has been {silent}; rank {self._me.rank} waits for it")
 
     def _on_remote_exit(self, text: str, status: int | None) -> None:
         self._statuses.append(status)
@@ -296,9 +281,9 @@ class Watch:
 
 
 def _of_a_collective(error: Exception) -> bool:
-    if not isinstance(error, RuntimeError):  # torch raises dist.DistError for some backends only
-        return False
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_A_FAILED_COLLECTIVE)
+    named = any(sign in str(error) for sign in _SIGNS_OF_A_FAILED_COLLECTIVE)
+    # torch raises dist.DistError, a RuntimeError, for some backends only
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and named)
 
 
 def _named(error: Exception) -> str:

@@ -1,9 +1,5 @@
-"""A small process beside a rank that is alone on its machine: it tells the others how that rank ended.
-
-No other rank there could watch it. It uses the standard library only, so that it starts at once.
-"""
-
-from __future__ import annotations
+"""A small process beside a rank that is alone on its machine, which tells the others how that rank ended. It uses the
+standard library only, so that it starts at once."""
 
 import os
 import select

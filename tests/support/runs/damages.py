@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from config.files import file_sha256
+from config.json_text import sealed, unsealed
 from training.checkpoint.manifest import MANIFEST
-from training.checkpoint.seal import sealed, unsealed
 
 Act = Callable[[Path], None]
 

@@ -9,6 +9,7 @@ import shutil
 import pytest
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
+from config.json_text import sealed
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
@@ -16,7 +17,6 @@ from training.checkpoint.choice import candidates
 from training.checkpoint.contents import attention_difference, identity_difference, layout_difference
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.retention import Retention
-from training.checkpoint.seal import sealed
 
 
 @pytest.fixture(scope="module")

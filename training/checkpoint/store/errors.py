@@ -1,8 +1,5 @@
-"""Transient errors of an object store, and descriptions of the others without secrets.
-
-None of the libraries that raise them (botocore, aiohttp, gcsfs, adlfs) has to be installed, so they are classified by
-HTTP status, S3's error code and names of the transport's exceptions.
-"""
+"""Classification of an object store's errors, by HTTP status, S3's code and names of exceptions, since the libraries
+that raise them (botocore, aiohttp, gcsfs, adlfs) need not be installed; and descriptions without secrets."""
 
 import errno
 import os
@@ -18,9 +15,7 @@ _TRANSIENT_CODES = {
     *("XAmzContentSHA256Mismatch", "XAmzContentChecksumMismatch"),
 }
 # Python's own ConnectionError and TimeoutError are recognised by their names instead.
-_TRANSIENT_ERRNOS = {
-    *(errno.EAGAIN, errno.EBUSY, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH),
-}
+_TRANSIENT_ERRNOS = errno.EAGAIN, errno.EBUSY, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETRESET, errno.ENETUNREACH
 # Exceptions of botocore, aiohttp, urllib3, requests and azure-core; a base class covers those that derive from it.
 _TRANSPORT = {
     *("ClientConnectionError", "ClientPayloadError", "ConnectionError", "HTTPClientError", "IncompleteRead"),
@@ -28,17 +23,15 @@ _TRANSPORT = {
     *("ServiceResponseError", "TimeoutError", "gaierror"),
 }
 _NETWORK = "check the network and checkpoint.storage_options.endpoint_url"
-_ADVICE_FOR = {
+_RIGHTS = "check that these credentials may read, write, list and delete there"
+_ADVICE_FOR: dict[str | int, str] = {
     401: f"check the credentials: {ADVICE}",
-    403: "check that these credentials may read, write, list and delete there, and use the key named for encryption",
+    403: f"{_RIGHTS}, and use the key named for encryption",
     "NoSuchBucket": "create the bucket, or correct checkpoint.dir",
     "NoCredentialsError": ADVICE,
     "ProfileNotFound": "check AWS_PROFILE and storage_options.profile",
-    "EndpointConnectionError": _NETWORK,
-    "ConnectTimeoutError": _NETWORK,
-    "ClientConnectorError": _NETWORK,
-    "gaierror": _NETWORK,
-    "PermissionError": "check that these credentials may read, write, list and delete there",
+    "PermissionError": _RIGHTS,
+    **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "gaierror"), _NETWORK),
 }
 _IN_ENVIRONMENT = re.compile(r"SECRET|TOKEN|PASSW|KEY|CONNECTION_STRING|CREDENTIAL")
 

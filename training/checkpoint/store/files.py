@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -39,11 +40,8 @@ class _ContentDiffers(Exception):
 
 
 class StoreFiles:
-    """Files under one URL, named by their path from it. Calls may come from any thread.
-
-    Every method raises StoreError when the store does not answer as it should: at once if a retry cannot help, else
-    after `attempts` tries.
-    """
+    """Files under one URL, named by their path from it, for any thread. Every method raises StoreError when the store
+    does not answer as it should: at once if a retry cannot help, else after `attempts` tries."""
 
     def __init__(
         self,
@@ -55,11 +53,9 @@ class StoreFiles:
         longest_wait: float = 30.0,
         part: int = PART,
     ) -> None:
-        """options: passed on to fsspec's file system. attempts: tries of each operation; the waits between them double
-        from first_wait to longest_wait [s], each shortened at random by up to half. part: bytes.
-
-        Raises UserError when no file system is installed for the URL, or a secret is in it or in the options.
-        """
+        """options: fsspec's. attempts: tries of each operation; waits between them double from first_wait to
+        longest_wait [s], each shortened at random by up to half. part: bytes. Raises UserError when no file system is
+        installed for the URL, or a secret is in it or in the options."""
         refuse_secrets(url, options or {})
         self.url, self._part = url.rstrip("/"), part
         self._attempts, self._first_wait, self._longest_wait = attempts, first_wait, longest_wait
@@ -73,7 +69,9 @@ class StoreFiles:
         """Store a file under `name` and read it back: its SHA-256 and size [bytes] must match."""
 
         def send_and_read_back() -> None:
-            self._fs.put_file(str(local), self._path(name), **self._in_parts(size))
+            chunk = max(self._part, math.ceil(size / MOST_PARTS))
+            in_parts = {"chunksize": chunk, "max_concurrency": AT_ONCE} if _is_s3(self._fs) else {}
+            self._fs.put_file(str(local), self._path(name), **in_parts)
             try:
                 self._require(name, sha256, size)
             except _ContentDiffers:
@@ -102,19 +100,16 @@ class StoreFiles:
         return cast(bytes, content).decode(errors="replace") or None
 
     def download(self, name: str, local: Path, *, sha256: str, size: int, private: bool = False) -> None:
-        """Fetch a file, hashed on the way; `local` appears complete or not at all.
-
-        private: only this user may read it. Raises Damaged if it is missing, or if it has another SHA-256 in two
-        fetches; OSError if it cannot be written to disk.
-        """
+        """Fetch a file; `local` appears complete or not at all. private: only this user may read it. Raises Damaged if
+        it is missing, or has another SHA-256 in two fetches; OSError if it cannot be written to disk."""
         partial = local.with_name(f".{local.name}.partial")
         try:
-            found = self._fetch(name, partial, size, private)
-            if found != sha256:
+            for _ in range(2):
                 found = self._fetch(name, partial, size, private)
-            if found != sha256:
-                raise Damaged(f"{self.url}/{name} has SHA-256 {found[:12]}...; it was written with {sha256[:12]}...")
-            partial.replace(local)
+                if found == sha256:
+                    partial.replace(local)
+                    return
+            raise Damaged(f"{self.url}/{name} has SHA-256 {found[:12]}...; it was written with {sha256[:12]}...")
         finally:
             partial.unlink(missing_ok=True)
 
@@ -133,17 +128,10 @@ class StoreFiles:
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _in_parts(self, size: int) -> dict[str, int]:
-        if not _is_s3(self._fs):
-            return {}
-        return {"chunksize": max(self._part, math.ceil(size / MOST_PARTS)), "max_concurrency": AT_ONCE}
-
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
-        try:
+        with suppress(Missing):
             self._retried("delete", name, lambda: self._fs.rm_file(self._path(name)))
-        except Missing:
-            return
 
     def find(self, folder: str = "") -> list[str]:
         """The names of all objects in a folder, relative to the URL."""
@@ -160,8 +148,7 @@ class StoreFiles:
         digest = hashlib.sha256()
         for block in self._blocks(name, size):
             digest.update(block)
-        if digest.hexdigest() != sha256:
-            other = digest.hexdigest()
+        if (other := digest.hexdigest()) != sha256:
             raise _ContentDiffers(f"reads back with SHA-256 {other[:12]}..., was written with {sha256[:12]}...")
 
     def _fetch(self, name: str, partial: Path, size: int, private: bool) -> str:

@@ -1,8 +1,5 @@
-"""A run's checkpoints in an object store: each rank uploads what it wrote itself.
-
-A checkpoint is published in the run folder first and then uploaded in the background, the manifest and LATEST last. A
-run that starts fetches checkpoints that its folder lacks.
-"""
+"""A run's checkpoints in an object store. Each is published in the run folder, then uploaded in the background by the
+ranks that wrote it, manifest and LATEST last. A run that starts fetches what its folder lacks."""
 
 import shutil
 from collections.abc import Callable
@@ -48,11 +45,9 @@ class Remote:
         on_main(world, lambda: self._publish(folder, step), there)
 
     def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
-        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one.
-
-        log: called on every rank for each one that is passed over. Raises UserError, on every rank, when the store
-        cannot be reached: a run must not start from scratch because a network is down.
-        """
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one. log:
+        called on every rank for each one that is passed over. Raises UserError, on every rank, if the store cannot be
+        reached: a run must not start from scratch because a network is down."""
         newer, passed_over = _asked(world, lambda: self._find_newer(folder))
         for text in passed_over:
             log(text)
@@ -75,8 +70,7 @@ class Remote:
 
     def require_empty(self, world: World) -> None:
         """Raises UserError, on every rank, if there are checkpoints of another run: they would be mixed up."""
-        steps = _asked(world, self.store.steps)
-        if steps:
+        if steps := _asked(world, self.store.steps):
             raise UserError(
                 f"checkpoint.dir = {self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, "
                 "while run.resume = never; use another run.name or checkpoint.dir, or delete them"

@@ -1,8 +1,6 @@
-"""Checkpoints in an object store: s3://, gs://, abfs://, or any other file system that fsspec knows.
-
-A store has no rename and no flush. Instead, an object appears whole or not at all, every file is hashed again after its
-upload, and the manifest, without which there is no checkpoint, is uploaded last and deleted first.
-"""
+"""Checkpoints in an object store: s3://, gs://, abfs://, or any other file system that fsspec knows. In place of rename
+and flush, objects appear whole or not at all, every file is hashed again after its upload, and the manifest, without
+which there is no checkpoint, is uploaded last and deleted first."""
 
 import os
 import random

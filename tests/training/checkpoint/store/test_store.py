@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from config.errors import UserError
+from config.json_text import sealed
 from config.secrets import refuse_secrets
 from tests.support.servers.store_server import CREDENTIALS, SMALLEST_PART, S3Server, s3_server
 from training.checkpoint.manifest import FORMAT, Damaged, Unusable
-from training.checkpoint.seal import sealed
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
 
