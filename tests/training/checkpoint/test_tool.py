@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
+from config.json_text import sealed, unsealed
 from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint import tool as checkpoint_tool
 from training.checkpoint.inventory import tensors_of
 from training.checkpoint.manifest import MANIFEST, Damaged, read_manifest, shares_of
-from training.checkpoint.seal import sealed, unsealed
 from training.checkpoint.tool import tensors_in
 
 
