@@ -317,7 +317,10 @@ def _task(config: Config) -> Iterator[Problem]:
         return
     pairs = "preference" in (format for _, format in _formats(data))
     if config.task != "dpo" and pairs:
-        yield "data.format", f"= preference has pairs, which task = {config.task} does not read; set task=dpo"
+        yield (
+            "data.format",
+            f"= preference has pairs of answers, which task = {config.task} does not read; set task=dpo",
+        )
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():

@@ -137,7 +137,7 @@ def test_what_a_model_does_not_have_is_refused():
     ("key", "words"),
     [
         ("checkpointing_every=3", "model.checkpointing_every = 3 is only read by"),
-        ("activation_memory_gib=3", "model.activation_memory_gib = 3 is only read by"),
+        ("activation_memory_gib=3", "model.activation_memory_gib = 3.0 is only read by"),
         ("activation_checkpointing=budget", "model.activation_memory_gib is missing for"),
         ("activation_checkpointing=ops model.checkpointing_reentrant=true", "model.checkpointing_reentrant = true"),
         ("activation_checkpointing=attention model.checkpointing_reentrant=true", "= true cannot be combined with"),

@@ -68,7 +68,8 @@ class UpdateCheck:
         """() float64: number of wrong values in the last update."""
         total = torch.zeros((), dtype=torch.float64, device=self._engine.world.device)
         for done in self.compared:
-            total = total + (done.excess > 1).sum().to(total)
+            count = (done.excess > 1).sum().double()
+            total = total + (count if count.device == total.device else count.to(total.device))
         return total
 
     @torch.no_grad()
@@ -148,8 +149,9 @@ class UpdateCheck:
         whole = local_gradient(self._parameters[own.name], own.shard, self._engine.stage)
         if whole is None:
             return None
-        device = own.shard.flat.device  # the CPU for an offloaded master
-        return whole[own.at : own.at + own.length].to(device, torch.float32, copy=True)
+        gradient = whole[own.at : own.at + own.length].to(torch.float32, copy=True)
+        device = own.shard.flat.device
+        return gradient if gradient.device == device else gradient.to(device)  # of an offloaded master
 
     def _held(self, own: Slice) -> list[torch.Tensor]:
         """Copies of the slice's master and state; zeros for state that does not exist yet."""

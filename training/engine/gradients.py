@@ -109,7 +109,9 @@ class ReducedGradients:
             norm = combine_grad_norm_groups(self._norm_groups())
         else:
             norm = self._scaled_norm()
-        norm = norm.to(self._engine.device, torch.float32)  # with offload DeepSpeed has it in host memory
+        norm = norm.float()
+        if norm.device != self._engine.device:  # with offload DeepSpeed has it in host memory
+            norm = norm.to(self._engine.device)
         # DeepSpeed writes -1 for a norm that is not finite.
         self._given_norm = torch.where(torch.isfinite(norm) & (norm >= 0), norm, torch.full_like(norm, math.inf))
         return self._given_norm
