@@ -69,7 +69,7 @@ def _run(config: Config) -> Iterator[Problem]:
     if run.name in ("", ".", "..") or "/" in run.name or "\\" in run.name:
         yield "run.name", f"= '{run.name}' is not the name of a folder; leave out slashes, and set run.dir for the path"
     if line(run.name) != run.name or run.name != run.name.strip():
-        yield "run.name", f"= '{run.name}' has invisible characters, such as a line break; remove them"
+        yield "run.name", f"= '{run.name}' has invisible characters, as a trailing space; remove them"
     if len(run.name.encode(errors="replace")) > _LONGEST_NAME:
         problem = f"is longer than {_LONGEST_NAME} bytes, too long for the name of a folder; shorten it"
         yield "run.name", f"= '{run.name[:40]}...' {problem}"
@@ -147,7 +147,7 @@ _BESIDE: dict[str, dict[str, _Values]] = {
         },
     },
     "precision.masters": {
-        "needs 16-bit parameters, which are the FP32 masters on the manifest path of": {"precision.path": ("cast",)},
+        "needs 16-bit parameters, but they are FP32 with": {"precision.path": ("cast",)},
         "updates masters piece by piece, which is not shown to be exact for": {"optimizer.name": ("adamw",)},
     },
     "adapter.base": {
@@ -259,12 +259,10 @@ def _keys(section: str, *names: str, but: Collection[str] = ()) -> list[str]:
     return [f"{section}.{name}" for name in names or vars(getattr(Config(), section)) if name not in but]
 
 
+_OF_ROWS = ("sft", "seq2seq", "dpo", "classify", *SAMPLING_TASKS)
 _OF_GRPO = ("algorithm", *DECIDED, "beta", "correction", "correction_high", "resamples")
 _READ_BY: tuple[tuple[str, tuple[str, ...], list[str]], ...] = (
-    (
-        *("task", ("sft", "seq2seq", "dpo", "classify", *SAMPLING_TASKS)),
-        _keys("data", "format", "on_bad_row", "too_long"),
-    ),
+    ("task", _OF_ROWS, _keys("data", "format", "on_bad_row", "too_long")),
     ("task", ("sft", "seq2seq", "dpo", *SAMPLING_TASKS), _keys("data", "chat_template", "packing")),
     ("task", ("sft", "dpo"), ["data.train_on"]),
     ("task", ("seq2seq", *SAMPLING_TASKS), ["data.target_length"]),
@@ -301,10 +299,12 @@ def _unread(config: Config) -> Iterator[Problem]:
     for other, values, keys in _READ_BY:
         now = attrgetter(other)(config)
         for key in keys:
-            value, of_rows = attrgetter(key)(config), now == "distill" and "sft" in values and key.startswith("data.")
+            value = attrgetter(key)(config)
+            of_rows = now == "distill" and "sft" in values and key.startswith("data.")  # distill may learn rows
             if now in values or (of_rows and config.learns_rows) or value == attrgetter(key)(usual):
                 continue
-            reader, fix = f"{other} = {' and '.join(', '.join(values).rsplit(', ', 1))}", f"set {other}={values[0]}"
+            several = " and ".join(", ".join(values).rsplit(", ", 1))
+            reader, fix = f"{other} = {several}", f"set {other}={values[0]}"
             if of_rows:
                 reader, fix = "task = distill on rows", "name their form as data.format"
             given = f"'{value}'" if isinstance(value, str) else scalar(value)

@@ -15,10 +15,10 @@ from config.files import write_atomically
 Arrays = dict[str, np.ndarray]
 
 
-def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str]) -> None:
-    """Publish the file. Raises OSError."""
+def write_arrays(path: Path, arrays: Arrays, metadata: Mapping[str, str], *, flushed: bool = True) -> None:
+    """Publish the file. flushed: as for `write_atomically`. Raises OSError."""
     arrays = {name: np.ascontiguousarray(values) for name, values in arrays.items()}
-    write_atomically(path, save(arrays, {**metadata, "sha256": _sha256(arrays, metadata)}))
+    write_atomically(path, save(arrays, {**metadata, "sha256": _sha256(arrays, metadata)}), flushed=flushed)
 
 
 def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]] | None:
@@ -27,7 +27,7 @@ def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]] | None:
         with safe_open(path, framework="numpy") as file:
             metadata: dict[str, str] = dict(file.metadata() or {})
             arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
-    except (OSError, SafetensorError):
+    except (OSError, SafetensorError, TypeError):  # TypeError: a damaged header names a dtype that numpy lacks
         return None
     return (arrays, metadata) if metadata.pop("sha256", None) == _sha256(arrays, metadata) else None
 

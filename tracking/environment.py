@@ -79,7 +79,7 @@ def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(errors="replace", encoding="utf-8").splitlines() if cpuinfo.is_file() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    return next(named, "") or platform.processor() or platform.machine()
 
 
 def git_state(folder: Path = _CODE_FOLDER) -> dict[str, Any] | None:

@@ -71,8 +71,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     self_check = tracing = None
     if (config.guard.self_check_every or config.guard.gradient_checks) and world.tensor is None:
         self_check = SelfCheck(engine, resolved, opened.model_config, opened.corpus)
+    telemetry = Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
-    if config.tracking.otlp_endpoint:
+    if config.tracking.otlp_endpoint:  # last of what may refuse the run, since its exporter runs from here on
         tracing = import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
     parts, progress = assemble(
         resolved,
@@ -88,7 +89,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
         self_check=self_check,
-        telemetry=Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None,
+        telemetry=telemetry,
         tracing=tracing,
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )

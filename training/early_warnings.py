@@ -268,7 +268,7 @@ class EarlyWarnings:
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """The inverse of `state_dict`; what an older checkpoint lacks starts afresh."""
         state = state or {}
-        self._memory = SecondMomentMemory(**state.get("memory") or {})
+        self._memory = SecondMomentMemory(**(state.get("memory") or {}))
         self._active = dict(state.get("active", {}))
         self._kurtosis = {module: RobustWindow(_KURTOSIS_WINDOW) for module in state.get("kurtosis", {})}
         for module, window in self._kurtosis.items():

@@ -69,7 +69,7 @@ def _keeping(make: Callable[..., Callable[[Any], Arrays]], *arguments: Any) -> C
         result = function(batch)
         if path is not None:
             path.parent.mkdir(exist_ok=True)
-            write_arrays(path, result, {})
+            write_arrays(path, result, {}, flushed=False)  # damaged by a power cut, it is computed again
         return result
 
     return compute

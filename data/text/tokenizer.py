@@ -17,7 +17,7 @@ from typing import cast
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from config.errors import UserError, one_line
+from config.errors import UserError
 from data.sources.sources import Source
 from data.text.encode import END_OF_DOCUMENT, is_validation, train_bpe
 from data.text.workers import Workers
@@ -126,7 +126,11 @@ def draw_sample(source: Source, validation_fraction: float) -> list[str]:
 
 def _bpe_vocabulary(spec: str) -> int | None:
     kind, _, size = spec.partition(":")
-    return int(size) if kind == "bpe" else None
+    if kind != "bpe":
+        return None
+    if not size.isdecimal() or int(size) < SMALLEST_BPE:
+        raise UserError(f"data.tokenizer={spec}: the vocabulary size must be {SMALLEST_BPE} or more, as in bpe:4096.")
+    return int(size)
 
 
 def _bytes_tokenizer() -> Tokenizer:
@@ -153,8 +157,9 @@ def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file they cannot parse
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         fix = "Use bytes, bpe:<vocab>, a tokenizer folder or a hub id."
-        raise UserError(f"data.tokenizer={spec}: cannot be loaded ({one_line(error)}). {fix}") from error
+        raise UserError(f"data.tokenizer={spec}: cannot be loaded ({reason}). {fix}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:

@@ -48,8 +48,11 @@ def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: 
         return
     plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
     resolved = _resolve(where, cell, name, overrides)
-    off = rounding_to(_resolve(where, cell, name, precision(where, cell.path, 2)).config.precision)
-    with nullcontext() if a_bit is None else moved_start(off, a_bit):
+    moved: AbstractContextManager[None] = nullcontext()
+    if a_bit is not None:
+        own = _resolve(where, cell, name, precision(where, cell.path, 2))
+        moved = moved_start(rounding_to(own.config.precision), a_bit)
+    with moved:
         _train(world, resolved, plant, size)
     if world.is_main:
         write_atomically(mark, made.encode())

@@ -84,7 +84,8 @@ def moved_start(off: float, draw: int) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    fraction, seed = sys.argv[1:3]
-    del sys.argv[1:3]
+    at = 1 + sys.argv[1].startswith("--local_rank")  # which the deepspeed launcher puts first
+    fraction, seed = sys.argv[at : at + 2]
+    del sys.argv[at : at + 2]
     with moved_start(float(fraction), int(seed)):
         runpy.run_path(*TRAIN, run_name="__main__")

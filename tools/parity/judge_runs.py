@@ -118,8 +118,11 @@ def judge_trajectories(
 
 
 def rounding_to(precision: PrecisionSection) -> float:
-    """[fraction] Error of rounding a weight to the dtype that a run computes in; BF16's under a manifest."""
-    return unit_roundoff(DTYPES["fp16" if precision.compute == "fp16" and precision.path == "cast" else "bf16"]) / 2
+    """[fraction] Error of rounding a weight to the dtype that a run computes in.
+
+    BF16's under a manifest; FP16's for FP32, whose own would leave FP32 weights as they are.
+    """
+    return unit_roundoff(DTYPES["bf16" if precision.compute == "bf16" or precision.path == "manifest" else "fp16"]) / 2
 
 
 def in_doubt(checks: Sequence[Check]) -> bool:
@@ -135,7 +138,7 @@ def unless_chaotic(
     apart: FP32 runs from `whole`'s weights, perturbed as by rounding (`tools.parity.alternatives`).
     """
     differing = [check for run in apart for check in judge_trajectories([run], [whole], bounds) if not check.passed]
-    again = {check.name: check for check in differing}
+    again = {check.name: check for check in reversed(differing)}
     found = []
     for check in checks:
         if not check.passed and check.name in CHAOTIC and check.name in again:

@@ -86,7 +86,7 @@ def running(model: torch.nn.Module, watched: Callable[[torch.nn.Module], bool]) 
 
 def differ(run: Choices, reference: Choices) -> float:
     """1 if a run chose otherwise than the reference, 0 if the same; nan if its choices cannot be used: it made other
-    calls, or its routers did not choose the largest of their own scores.
+    calls or has only a rank's slice, or its routers did not choose the largest of their own scores.
 
     Whether what they chose by is right is judged by the outputs of routers, and of the modules before them.
     """
@@ -95,6 +95,8 @@ def differ(run: Choices, reference: Choices) -> float:
         if len(choices) != len(reference.get(name, ())):
             return math.nan
         for own, expected in zip(choices, reference[name], strict=True):
+            if own.indices.shape != expected.indices.shape:
+                return math.nan
             if own.indices.dtype is torch.bool:
                 other = max(other, float(not torch.equal(own.indices, expected.indices)))
                 continue

@@ -202,9 +202,12 @@ def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
     }
     week = datetime.fromtimestamp(ended, UTC).strftime("%G-W%V")
     for level in levels:
-        for tally in (level.total, level.weeks[week]) if counted[level.key][1] else ():
-            tally.good += counted[level.key][0]
-            tally.count += counted[level.key][1]
+        good_ones, count = counted[level.key]
+        if not count:
+            continue
+        for tally in (level.total, level.weeks[week]):
+            tally.good += good_ones
+            tally.count += count
     lines = [] if good else [run.verdict.text]
     if good and diverged:
         lines = [f"stopped on numerics in an earlier session: {aborted or 'no reason recorded'}"]

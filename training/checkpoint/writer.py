@@ -146,7 +146,8 @@ class Files(TorchCheckpointEngine):
         tensors = tensors_of(state)
         layout = layout_of(tensors)
         self.written[name] = Written(digest, file.size, self._rank, layout)
-        self.layouts |= {layout: tensors} if tensors else {}
+        if tensors:
+            self.layouts[layout] = tensors
 
     def _note(self, path: Path, error: OSError) -> None:
         inside = path.relative_to(self._folder).as_posix() if path.is_relative_to(self._folder) else str(path)

@@ -127,17 +127,18 @@ class Passes:
                 found += [("backward", name, item) for item in self._compare_backward(name, module, weights, call)]
             except Exception as error:  # the architecture's own code does not take these inputs in another dtype
                 self.skipped[type(module).__name__] = one_line(error, 120)
+        first, between = len(found), list[Row]()
+        try:
+            between = verdicts("between", self._between.compared()) if self._between is not None else []
+        except Exception as error:  # a model that is more than a chain of blocks
+            self.skipped["between"] = one_line(error, 120)
         terms = len(self._batch.input_ids) * self._engine.world.world_size
         found += [("gradients", name, item) for name, item in self._sums.compared(terms, self.skipped)]
         found += [("loss", "loss", item) for item in self._compare_loss()]
         numbers = torch.stack([item for *_, item in found]).tolist() if found else []
         rows = [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
-        rows += [Row("gradients", name, 1.0, 0.0) for name in dict.fromkeys(self._without)]
-        try:
-            rows += verdicts("between", self._between.compared()) if self._between is not None else []
-        except Exception as error:  # a model that is more than a chain of blocks
-            self.skipped["between"] = one_line(error, 120)
-        return rows
+        rows[first:first] = between
+        return [*rows, *(Row("gradients", name, 1.0, 0.0) for name in dict.fromkeys(self._without))]
 
     def _draw(self) -> dict[str, nn.Module]:
         kinds, regions = find_regions(self._engine.model), self._engine.regions

@@ -136,12 +136,13 @@ def _flip_held(engine: Engine, fault: Fault, parameter: Any, stuck_at: bool | No
     shard = shard_of(engine, parameter)
     if shard is None:
         return None
-    states = list(shard.states(engine).values())
-    found = next(iter(states[fault.place == "second_moment" :]), None)
     if fault.place == "collective":
         found = local_gradient(parameter, shard, engine.stage)
     elif fault.place == "master":
         found = shard.of(shard.flat)
+    else:
+        states = list(shard.states(engine).values())
+        found = next(iter(states[fault.place == "second_moment" :]), None)
     return None if found is None else flip_bit(found, len(found) // 2, fault.bit, stuck_at=stuck_at)
 
 

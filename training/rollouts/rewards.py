@@ -28,6 +28,7 @@ from data.text.workers import WorkerDied, Workers
 Function = Callable[..., Sequence[Any]]
 Reward = tuple[float, tuple[str, ...] | None]
 """A function's value, NaN for none; and its name with what its process has `seen` of the answer, None if it failed."""
+_START_SECONDS = 60.0
 
 
 class Rewards:
@@ -44,8 +45,8 @@ class Rewards:
 
     def _source(self, name: str) -> str:
         try:
-            return digest([self._workers.submit((name, None)).result(), self._section.reward_options])
-        except (WorkerDied, RuntimeError) as problem:
+            return digest([self._workers.submit((name, None), _START_SECONDS).result(), self._section.reward_options])
+        except (WorkerDied, RuntimeError, TypeError) as problem:  # TypeError: an option that JSON has no form for
             self.close()
             fix = "give module:function, or exact_match, regex, json_schema or length"
             raise UserError(f"grpo.rewards = {name}: cannot be loaded ({problem}); {fix}") from None

@@ -228,6 +228,8 @@ def test_choices_near_a_tie_are_taken_over_and_wrong_ones_are_not(architecture: 
     )
     assert Apart([(mine, same)]).error < 0.5 * Apart([(mine, own)]).error
     assert math.isnan(differ(chosen, {}))
+    halves = {key: [c._replace(indices=c.indices[..., :1]) for c in each] for key, each in chosen.items()}
+    assert math.isnan(differ(halves, expected)), "a rank has a slice"
     if architecture == "opt":
         return
     [name, *_] = chosen
