@@ -147,7 +147,7 @@ _BESIDE: dict[str, dict[str, _Values]] = {
         },
     },
     "precision.masters": {
-        "needs 16-bit parameters, but they are FP32 with": {"precision.path": ("cast",)},
+        "needs 16-bit parameters, which are FP32 on the manifest path of": {"precision.path": ("cast",)},
         "updates masters piece by piece, which is not shown to be exact for": {"optimizer.name": ("adamw",)},
     },
     "adapter.base": {
