@@ -89,7 +89,7 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
     `about`, which baseline it is. baseline: overrides the default.
 
     By default it is the first sound run with the same model, data and task. If there is no other run with these, the
-    sound run with the fewest differing settings stands in.
+    sound run of the same task with the fewest differing settings stands in.
     """
     if not own.settings:
         return {"baseline": None, "rows": [], "about": "its config.yaml is missing or cannot be read"}
@@ -98,13 +98,14 @@ def changes(own: Entry, entries: Sequence[Entry], *, baseline: Entry | None = No
     sound = [entry for entry in [*group, own] if entry.verdict.tone != "bad"] or [*group, own]
     base, why = min(sound, key=_began), f"the first sound run of {len(group) + 1} with the same model, data and task"
     if not group:
-        sound = [entry for entry in others if entry.verdict.tone != "bad"]
+        alike = (entry for entry in others if entry.settings.get("task") == own.settings.get("task"))
+        sound = [entry for entry in alike if entry.verdict.tone != "bad"]
         base = min(sound, key=lambda entry: (len(_differing(own, entry)), _began(entry)), default=own)
-        why = "the nearest sound run; no other has the same model, data and task"
+        why = "the nearest sound run of this task; no other has the same model and data"
     if baseline is not None:
         base, why = baseline, "the baseline that was given"
     if base is own:
-        about = f"it is the baseline: {why}" if group else "there is no other run to compare it with"
+        about = f"it is the baseline: {why}" if group else "there is no other run of this task to compare it with"
         return {"baseline": None, "rows": [], "about": about}
     keys = _differing(own, base)
     rows = [(key, _setting(base.settings.get(key)), _setting(own.settings.get(key))) for key in keys]

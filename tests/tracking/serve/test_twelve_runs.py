@@ -80,13 +80,15 @@ def test_the_baseline_of_a_group_and_a_run_without_one_say_so(client, tmp_path) 
     assert "it is the baseline: the first sound run of 12" in client.page("/run", key="fp16_overflows")
     folder_of(tmp_path, "seed_0")
     with served(tmp_path) as alone:
-        assert "there is no other run to compare it with" in alone.page("/run", key="seed_0")
+        assert "there is no other run of this task to compare it with" in alone.page("/run", key="seed_0")
+        folder_of(tmp_path, "fp16_overflows", task="sft")
+        assert "there is no other run of this task to compare it with" in alone.page("/run", key="seed_0")
     for name, size in (("seed_1", 64), ("seed_2", 128)):
         folder_of(tmp_path, name, model={"config": {"hidden_size": size}}, optimizer={"learning_rate": size / 1e5})
     folder_of(tmp_path, "stopped", model={"config": {"hidden_size": 256}}, optimizer={"learning_rate": 128 / 1e5})
     with served(tmp_path) as several:
         page = several.page("/run", key="stopped")
-    assert "What changed against seed_2" in page and "the nearest sound run; no other has the same" in page
+    assert "What changed against seed_2" in page and "the nearest sound run of this task; no other has" in page
     assert re.findall(r"<code>(.*?)</code></th><td>(.*?)</td>", page) == [("model.config.hidden_size", "128")]
     context = MeasureContext(read_run(tmp_path / "stopped"), baseline=read_run(tmp_path / "seed_0"))
     assert "What changed against seed_0" in printed(context)
