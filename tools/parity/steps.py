@@ -50,6 +50,7 @@ from tools.parity.fp8_products import Fp8Products
 from tools.parity.judge_steps import (
     COMPARED,
     MOST_NAMED,
+    PLAIN_MARGIN,
     Walk,
     beyond_bounds,
     blamed,
@@ -93,7 +94,8 @@ class StepParity:
         self._engine, self._reference, self._resolved = engine, reference, resolved
         self._rules = decay_and_factor(reference.model, resolved.config.optimizer)
         self._hidden = hidden_matrices(reference.model, resolved.config.optimizer)
-        self._alternatives_known = False
+        self._most_apart: float | None = None
+        """The largest error of sound alternatives so far, in units of plain torch's."""
         self._chosen: Choices | None = None
         self.speaks = engine.world.is_main
         self.no_dropout = bool(dropouts(engine.model))
@@ -145,7 +147,7 @@ class StepParity:
         plain = self._plain_agreement(batch, gradients)
         compared_norms = {"parameters": agreement, "reference_norms": norms}
         beyond = beyond_bounds(compared_norms, self._resolved.config.parity)
-        others = self._alternatives(batch, gradients, plain, more_than_noise(compared_norms))
+        others = self._alternatives(batch, gradients, plain, agreement, more_than_noise(compared_norms))
         del gradients
         if dropped and self.no_dropout:
             engine.discard_gradients()
@@ -280,21 +282,35 @@ class StepParity:
         return nullcontext() if chosen is None else choosing(self._reference.model, {}, chosen)
 
     def _alternatives(
-        self, batch: Batch, gradients: dict[str, torch.Tensor], plain: dict[str, Any], judged: list[str]
+        self,
+        batch: Batch,
+        gradients: dict[str, torch.Tensor],
+        plain: dict[str, Any],
+        agreement: dict[str, Any],
+        judged: list[str],
     ) -> dict[str, float]:
         """How far gradients of sound alternatives in the run's dtype are from FP32's, in units of plain torch's.
 
-        Only for the first step in which plain torch was measured.
+        For the first step in which plain torch was measured, and for those whose own gradients are further off than
+        known alternatives explain: how far rounding goes changes as a model trains.
         """
-        if not plain or self._alternatives_known or self._engine.world.sequence is not None:
+        if not plain or self._engine.world.sequence is not None:
             return {}
-        self._alternatives_known, roundoff = True, unit_roundoff(DTYPES[self._engine.compute])
-        found = {}
+        roundoff = unit_roundoff(DTYPES[self._engine.compute])
+
+        def farthest(found: dict[str, Any]) -> float:
+            return max((excess_of(found[name], plain[name], roundoff) for name in judged), default=0.0)
+
+        if self._most_apart is not None:
+            allowed = max(self._resolved.config.parity.gradient_excess, PLAIN_MARGIN * self._most_apart)
+            if not self._engine.world.from_main(allowed < farthest(agreement) < math.inf):
+                return {}
+        others = {}
         for what, context in alternatives(self._reference.model).items():
             with context:
-                agreement = self._plain_agreement(batch, gradients)
-            found[what] = max((excess_of(agreement[name], plain[name], roundoff) for name in judged), default=0.0)
-        return found
+                others[what] = farthest(self._plain_agreement(batch, gradients))
+        self._most_apart = max([self._most_apart or 0.0, *others.values()])
+        return others
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
         """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.

@@ -333,6 +333,13 @@ def test_second_moments_below_the_smallest_normal_number_are_no_finding(pair, op
         assert steps[0]["update_rounding"]
 
 
+def test_sound_alternatives_are_measured_again_where_gradients_are_further_off(pair):
+    cases = {parity_cases.measured_steps: [True, False], parity_cases.with_damped_gradients: [True, True]}
+    for case, again in cases.items():
+        for steps in pair.run(case, stage=2, compute="bf16", steps=2):
+            assert [bool(step["alternatives"]) for step in steps] == again
+
+
 @pytest.mark.parametrize(
     ("defect", "words"),
     [
