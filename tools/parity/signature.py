@@ -194,9 +194,8 @@ class Signatures:
     ) -> dict[tuple[str, int], float]:
         """Sum of squared changes in FP64, by part and index, when all inputs and results are off by FP32's rounding.
 
-        Empty where FP32's rounding explains its distance from FP64's, as it does unless scores are large: a softmax
-        with a few competing scores of hundreds turns a rounding of the scores into another choice. Its error in 16 bits
-        is no measure of that, since it cannot exceed that of one choice.
+        Empty where FP32's rounding explains its distance from FP64's. Elsewhere it is a measure of the condition, which
+        an error in 16 bits, close to 1 already, is not.
         """
         pairs = {
             (part, index): pair
