@@ -158,8 +158,10 @@ $(VLLM_STAMP):
 
 vllm: $(VLLM_STAMP)  ## Install vLLM for CPUs, the rollout engine of task grpo, in an environment of its own: .venv-vllm
 
-test-rl: setup vllm  ## Rollouts by a vLLM server: proofs, faults, a killed server
-	VLLM_PYTHON="$(CURDIR)/$(VLLM)/bin/python" OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m rl $(ARGS)
+test-rl: setup vllm $(SMOLLM2_STAMP)  ## Rollouts by a vLLM server: proofs, faults, a killed server, SmolLM2 that learns
+	$(ON_CPU) PYTHONPATH="$(SMOLLM2)" $(BIN)/python -m tools.smollm2 runs/smollm2
+	SMOLLM2_MODEL="$(CURDIR)/runs/smollm2" VLLM_PYTHON="$(CURDIR)/$(VLLM)/bin/python" OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -m rl $(ARGS)
 
 FINE_TUNING := $(WITH_TRL) $(BIN)/python -m lab.benchmark --out runs/benchmark-trl
 benchmark-trl: trl  ## SFT, LoRA and DPO of the demo's model against TRL and the Trainer: runs/benchmark-trl

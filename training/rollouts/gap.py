@@ -74,5 +74,4 @@ def _error(values: np.ndarray, mask: np.ndarray, mean: float) -> float:
 
 
 def _k3(apart: np.ndarray) -> float:
-    wide = apart.astype(np.float64)
-    return float((np.expm1(wide) - wide).mean()) if len(wide) else 0.0
+    return float((np.expm1(apart, dtype=np.float64) - apart).mean()) if len(apart) else 0.0

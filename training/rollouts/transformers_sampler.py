@@ -17,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel
 
+from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import GrpoSection
 from config.task import model_class_of
@@ -94,7 +95,10 @@ class TransformersSampler:
         self.folder = Path()  # for the run's answers
         self.identity = f"transformers {transformers.__version__}, torch {torch.__version__}"  # for the record
         self.frozen: dict[str, str] = {}  # digests of weights that are not trained
-        self._takes_positions = "position_ids" in signature(model.forward).parameters
+        takes = signature(model.forward).parameters
+        self._takes_positions = "position_ids" in takes
+        if "past_key_values" not in takes:
+            raise UserError(f"task = grpo: cannot sample from {model.config.model_type}, which has no past_key_values")
 
     def require_whole(self, answers: Sequence[Answer]) -> None:
         """Raises PrecisionError for an answer that ends neither at its first end token nor at its longest, whose
@@ -139,8 +143,7 @@ class TransformersSampler:
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
         device, most = self.model.device, self._section.max_new_tokens
-        numbers = np.stack([uniforms(request.key, most, person=PERSON) for request in requests])
-        draws = torch.from_numpy(numbers).to(device)
+        draws = torch.from_numpy(np.stack([uniforms(each.key, most, person=PERSON) for each in requests])).to(device)
         prompts = [torch.from_numpy(request.prompt) for request in requests]
         places = [torch.ones(len(prompt) + most, dtype=torch.int64) for prompt in prompts]
         ids, mask = (  # padded on the left, so that all answers start at one place
@@ -148,9 +151,10 @@ class TransformersSampler:
         )
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded, past, first = not bool(mask.all()), None, 0
-        ends = torch.tensor(self._ends, device=device)
-        ended = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        drawn, found = [], []
+        ends, rows = torch.tensor(self._ends, device=device), torch.arange(len(requests), device=device)
+        live = torch.ones_like(rows, dtype=torch.bool)  # of the answers in the batch
+        tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
+        scores = tokens.float()
         for step in range(most):
             last = first + ids.shape[1]
             given: dict[str, Any] = {"attention_mask": mask[:, :last]} if padded else {}
@@ -161,15 +165,20 @@ class TransformersSampler:
             reached = log_probs.double().exp().cumsum(-1)
             place = draws[:, step, None] * reached[:, -1:]
             ids = torch.searchsorted(reached, place, right=True).clamp_(max=reached.shape[-1] - 1)
-            drawn.append(ids)
-            found.append(log_probs.gather(1, ids))
-            ended |= torch.isin(ids[:, 0], ends)
-            if bool(ended.all()):
+            tokens[rows, step], scores[rows, step] = ids[:, 0], log_probs.gather(1, ids)[:, 0]
+            live &= ~torch.isin(ids[:, 0], ends)
+            if not (left := int(live.sum())):
                 break
-        tokens, scores = torch.cat(drawn, 1).cpu().numpy(), torch.cat(found, 1).cpu().numpy()
-        lengths = np.where(ended.cpu().numpy(), np.isin(tokens, self._ends).argmax(axis=1) + 1, most)
-        answers = zip(tokens, scores, lengths, ended.tolist(), strict=True)
-        return [Answer(row[:length], own[:length], stopped) for row, own, length, stopped in answers]
+            if 8 * left <= 7 * len(live):  # answers that ended leave the batch
+                kept = live.nonzero()[:, 0]
+                past.reorder_cache(kept)
+                ids, mask, positions, draws, rows, live = (x[kept] for x in (ids, mask, positions, draws, rows, live))
+        answers = []
+        for row, own in zip(tokens.cpu().numpy(), scores.cpu().numpy(), strict=True):
+            ended = np.flatnonzero(np.isin(row, self._ends))
+            length = ended[0] + 1 if len(ended) else most
+            answers.append(Answer(row[:length], own[:length], len(ended) > 0))
+        return answers
 
     def in_fp32(self) -> Forward:
         """The copy's forward pass computed in FP32, with its weights and buffers widened."""

@@ -365,7 +365,14 @@ def _penalised(opened: Session) -> None:
     model, seen = opened.answers.sampler.model, list[torch.Tensor]()
 
     def penalise(module: Any, args: Any, given: Any, output: Any) -> None:
-        ids = given["input_ids"]
+        ids, cache = given["input_ids"], output.past_key_values
+
+        def kept(rows: torch.Tensor) -> None:
+            seen[0] = seen[0][rows]
+            type(cache).reorder_cache(cache, rows)
+
+        if cache is not None:
+            cache.reorder_cache = kept
         seen[:] = [ids] if ids.shape[1] > 1 or not seen else [torch.cat([*seen, ids], 1)]
         output.logits.scatter_add_(
             2, seen[0][:, None], torch.full_like(seen[0][:, None], -1, dtype=output.logits.dtype)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,14 +24,14 @@ from config.errors import UserError
 from config.machine.processes import free_port
 from config.schema import AdapterSection, GrpoSection
 from modeling.adapter import add_adapter
-from tests.support.jobs.launches import finish, last_attempts, start, wait_until
+from tests.support.jobs.launches import events, finish, last_attempts, start, wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
 from training.rollouts.gap import FLOOR
 from training.rollouts.transformers_sampler import Request, digest
 from training.rollouts.vllm_sampler import VllmSampler
 
-PYTHON = os.environ.get("VLLM_PYTHON", "")
+PYTHON, SMOLLM2 = (os.environ.get(name, "") for name in ("VLLM_PYTHON", "SMOLLM2_MODEL"))
 pytestmark = [
     pytest.mark.rl,
     pytest.mark.skipif(not PYTHON, reason="VLLM_PYTHON names no Python with vLLM; make vllm makes one"),
@@ -57,26 +58,30 @@ CONFIG = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
-    """The address, the folder with the architecture, and `launch.rollouts`, which watches over the server."""
-    folder, port = tmp_path_factory.mktemp("server"), free_port()
-    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 16)
-    data = {**CONFIG["data"], "path": str(folder / "prompts.jsonl")}
-    url = f"http://127.0.0.1:{port}"
-    grpo = {**CONFIG["grpo"], "urls": [url]}
-    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data, "grpo": grpo}))
-    command = [sys.executable, "-m", "launch.rollouts", "--config", f"{folder}/config.yaml", "--python", PYTHON]
+@contextmanager
+def serving(folder: Path, url: str, *given: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+    """Context manager: the folder with the architecture, and `launch.rollouts`, which watches over the server."""
+    command = [sys.executable, "-m", "launch.rollouts", "--python", PYTHON, "--port", url.rpartition(":")[2], *given]
     with (folder / "log").open("wb") as log:
-        watcher = subprocess.Popen(
-            [*command, "--port", str(port)], cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT
-        )
+        watcher = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
     try:
         wait_until(lambda: "--model" in (folder / "log").read_text(), seconds=300.0, why=(folder / "log").read_text)
-        yield url, Path(re.search(r"--model (\S+)", (folder / "log").read_text())[1]), watcher
+        yield Path(re.search(r"--model (\S+)", (folder / "log").read_text())[1]), watcher
     finally:
         watcher.send_signal(signal.SIGTERM)
         watcher.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
+    """The address, and what `serving` yields."""
+    folder, url = tmp_path_factory.mktemp("server"), f"http://127.0.0.1:{free_port()}"
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 16)
+    data = {**CONFIG["data"], "path": str(folder / "prompts.jsonl")}
+    grpo = {**CONFIG["grpo"], "urls": [url]}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": data, "grpo": grpo}))
+    with serving(folder, url, "--config", f"{folder}/config.yaml") as (architecture, watcher):
+        yield url, architecture, watcher
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +286,20 @@ def test_a_whole_training_of_an_adapter_resumes_after_sigkill_with_the_published
     assert len(whole) == 5 and resumed == whole and any(step["loss"] != 0 for step in whole)
     for path in rollouts.glob("step-*.safetensors"):
         assert path.read_bytes() == (tmp_path / "runs/whole/rollouts" / path.name).read_bytes()
+
+
+@pytest.mark.skipif(not SMOLLM2, reason="SMOLLM2_MODEL names no folder with SmolLM2-135M; make test-rl makes one")
+def test_a_pretrained_model_learns_from_a_server_as_from_the_embedded_sampler(tmp_path: Path):
+    """`config/recipes/grpo_smol.yaml` whole, about 15 minutes on two cores."""
+    url = f"http://127.0.0.1:{free_port()}"
+    given = [
+        *("--config", f"{REPOSITORY}/config/recipes/grpo_smol.yaml", f"model.name_or_path={SMOLLM2}"),
+        *("grpo.engine=vllm", f"grpo.urls=[{url}]", "grpo.server_seconds=300", f"run.dir={tmp_path}/runs"),
+    ]
+    with serving(tmp_path, url, *given):
+        line = [sys.executable, f"{REPOSITORY}/train.py", *given, "tracking.wandb=disabled"]
+        output = finish(line, seconds=1500.0)
+    before, after = (-event["loss"] for event in events(tmp_path, "grpo_smol", "eval"))
+    assert before < 0.3 and after > 0.8, output
+    gaps = [event["metrics"]["gap/of_bound"] for event in events(tmp_path, "grpo_smol", "step")]
+    assert len(gaps) == 15 and max(gaps) < 0.5 and "healthy" in output
