@@ -30,20 +30,17 @@ from config.errors import one_line
 from modeling.embedding_noise import has_noise
 from modeling.tensor_parallel import cut
 from precision.regions import Regions
-from precision.tolerance import expected
 from tools.parity.backward import Backward
 from tools.parity.own_code import own_code
 from tools.parity.recompute import (
     COMPUTED_IN,
     Call,
     Plan,
-    Redrawn,
     again,
     fewer_rows,
     floats_of,
     is_off,
     parts_of,
-    rounded,
     row_of,
     terms_of,
 )
@@ -172,7 +169,6 @@ class Signatures:
                     computed_as[0] = again(self._plan, call, None)
         own = None if self._slices.group is not None else own_code(self._plan, self._candidate, call)
         terms = terms_of(kind, call)
-        moved = self._moved(call, computed_as[1], computed_as[2], terms) if kind == "attention" else {}
         for part, found in parts_of(call).items():
             computed = [floats_of(tree.get(part)) for tree in computed_as]
             if floats_of(found) and not all(computed):
@@ -185,32 +181,8 @@ class Signatures:
                 in_fp32 = mine[index] if index < len(mine) and mine[index].shape == values[0].shape else None
                 of_part = f"{part}, {index}" if index else part
                 roundoff = self._plan.roundoff(call.name, values[1])
-                width, by_rounding = self._plan.width(call.name), moved.get((part, index), 0.0)
-                sums = sums_of(*values, roundoff=roundoff, width=width, moved=by_rounding, own=in_fp32)
+                sums = sums_of(*values, roundoff=roundoff, width=self._plan.width(call.name), own=in_fp32)
                 self._rows += row_of(call.name, of_part, kind, roundoff, terms, sums)
-
-    def _moved(
-        self, call: Call, fp32: dict[str, Any], exact: dict[str, Any], terms: int
-    ) -> dict[tuple[str, int], float]:
-        """Sum of squared changes in FP64, by part and index, when all inputs and results are off by FP32's rounding.
-
-        Empty where FP32's rounding explains its distance from FP64's. Elsewhere it is a measure of the condition, which
-        an error in 16 bits, close to 1 already, is not.
-        """
-        pairs = {
-            (part, index): pair
-            for part, tree in exact.items()
-            for index, pair in enumerate(zip(floats_of(tree), floats_of(fp32.get(part)), strict=False))
-        }
-        least = expected(terms, torch.float32)
-        if all(bool((near.double() - value).norm() <= least * value.norm()) for value, near in pairs.values()):
-            return {}
-        with Redrawn(torch.float64):
-            other = again(self._plan, rounded(call), torch.float64)
-        return {
-            (part, index): float((floats_of(other[part])[index] - value).square().sum())
-            for (part, index), (value, _) in pairs.items()
-        }
 
 
 def own_errors(signature: Mapping[str, Any]) -> dict[str, Any]:
