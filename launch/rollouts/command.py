@@ -48,12 +48,16 @@ def main(arguments: Sequence[str]) -> int:
     resolved = read_command_line(rest, as_launched(1))
     if resolved.config.task not in SAMPLING_TASKS:
         raise UserError(f"{resolved.config_path}: task = {resolved.config.task} samples no answers")
-    if not Path(options.python).is_file():
+    python = Path(options.python).absolute()
+    if not python.is_file():
         raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
     with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:
         model_of(resolved.config).config.save_pretrained(folder)  # without weights
+        if " " in str(python):  # neither LD_PRELOAD, which vLLM sets, nor torch's compiler can have one in paths
+            Path(folder, "environment").symlink_to(python.parent.parent)
+            python = Path(folder, "environment/bin", python.name)
         words = ["--host", options.host, "--port", str(options.port), *shlex.split(options.vllm)]
-        return _serve([options.python, *_words(resolved, folder), *words])
+        return _serve([str(python), *_words(resolved, folder), *words])
 
 
 def _words(resolved: Resolved, folder: str) -> list[str]:

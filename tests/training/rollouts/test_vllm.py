@@ -60,8 +60,12 @@ CONFIG = {
 
 @contextmanager
 def serving(folder: Path, url: str, *given: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
-    """Context manager: the folder with the architecture, and `launch.rollouts`, which watches over the server."""
-    command = [sys.executable, "-m", "launch.rollouts", "--python", PYTHON, "--port", url.rpartition(":")[2], *given]
+    """Context manager: the folder with the architecture, and `launch.rollouts`, which watches over the server, whose
+    environment's path has spaces."""
+    spaced = folder / "path with spaces"
+    spaced.symlink_to(Path(PYTHON).parent.parent)
+    python = f"{spaced}/bin/{Path(PYTHON).name}"
+    command = [sys.executable, "-m", "launch.rollouts", "--python", python, "--port", url.rpartition(":")[2], *given]
     with (folder / "log").open("wb") as log:
         watcher = subprocess.Popen(command, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT)
     try:
