@@ -322,7 +322,8 @@ class RolloutBatches(Batches):
             return np.pad(values.ravel(), (0, rows - values.size))
 
         if self._by_rewards:
-            further = {REWARD: by_row(np.nan_to_num(self._rewards.total(own.rewards))), ENDED: by_row(own.ended)}
+            total, of_all = (self._rewards.total(part.rewards) for part in (own, found))
+            further = {REWARD: by_row(np.nan_to_num(total, nan=_mean(of_all))), ENDED: by_row(own.ended)}
             counts = [torch.ones_like(count) if evaluates else counted_by_answer(count, section) for count in counts]
         if self._by_rewards and not evaluates:
             further[ADVANTAGE] = by_row(self._advantages(own))

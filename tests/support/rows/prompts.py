@@ -20,6 +20,11 @@ def even(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 2 == 0) for ids in completion_ids]
 
 
+def even_alone(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+    """No reward for what `even` gives 0."""
+    return [1.0 if sum(ids) % 2 == 0 else None for ids in completion_ids]
+
+
 def write_prompts(path: Path, rows: int) -> Path:
     """Rows of a conversation to answer, and a column that the reward reads."""
     draw = random.Random(0)

@@ -173,6 +173,13 @@ def examples(world: World, *, folder: Path) -> list[str]:
         return [*found, opened.answers.take_examples()]
 
 
+def evaluated(world: World, *, folder: Path, reward: str) -> float:
+    """The mean reward of an evaluation by one of the functions in tests/support/rows/prompts.py."""
+    given = ("data.validation_fraction=0.2", f"grpo.rewards=[tests.support.rows.prompts:{reward}]")
+    with session(resolve(folder, overrides=given), world=world) as opened:
+        return opened.engine.evaluate(opened.validation()).metrics["reward/mean"]
+
+
 def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any) -> dict[str, Any]:
     """Metrics of the first two steps, the verdict of the guard on each, or what the run ended with. fault: planted."""
     from precision.guard import Guard

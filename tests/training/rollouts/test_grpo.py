@@ -70,6 +70,12 @@ def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup
     assert len(first[0]) < 4 * 900
 
 
+def test_answers_without_a_reward_are_not_in_the_mean_of_an_evaluation(pair: ProcessGroup, folder: Path) -> None:
+    some = pair.run(cases.evaluated, folder=folder, reward="even")
+    assert 0.2 < some[0] < 0.8 and some[0] == some[1]
+    assert pair.run(cases.evaluated, folder=folder, reward="even_alone") == [1.0, 1.0]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("loss", ["reverse_kl, temperature: 1.5", "forward_kl", "jsd, beta: 0.3, sharded: true"])
 def test_a_teacher_on_own_answers_equals_plain_torch(pair, solo, folder, loss) -> None:
