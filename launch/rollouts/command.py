@@ -26,7 +26,6 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched
 from config.options import positive_int
-from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
 from launch.job import Job, log
 
@@ -56,18 +55,15 @@ def main(arguments: Sequence[str]) -> int:
         if " " in str(python):  # neither LD_PRELOAD, which vLLM sets, nor torch's compiler can have one in paths
             Path(folder, "environment").symlink_to(python.parent.parent)
             python = Path(folder, "environment/bin", python.name)
-        words = ["--host", options.host, "--port", str(options.port), *shlex.split(options.vllm)]
-        return _serve([str(python), *_words(resolved, folder), *words])
-
-
-def _words(resolved: Resolved, folder: str) -> list[str]:
-    return [
-        *("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"),
-        *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(resolved.config.data.sequence_length)),
-        *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
-        *("--logprobs-mode", "processed_logprobs", "--enable-scale-out"),
-        *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--weight-transfer-config", '{"backend": "mantissa"}'),
-    ]
+        own = [
+            *("-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "policy"),
+            *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(resolved.config.data.sequence_length)),
+            *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
+            *("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--host", options.host),
+            *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--port", str(options.port)),
+            *("--weight-transfer-config", '{"backend": "mantissa"}', *shlex.split(options.vllm)),
+        ]
+        return _serve([str(python), *own])
 
 
 def _serve(command: Sequence[str]) -> int:

@@ -28,8 +28,7 @@ class Gap:
     def __init__(self, bound: float) -> None:
         """bound: grpo.max_gap."""
         self._bound = bound
-        self.usual: float | None = None
-        """Moving average of the self-gap; a resumed run has it from the last step's file."""
+        self.usual: float | None = None  # moving average of the self-gap; a resumed run has it from the last file
 
     def measure(
         self, apart: np.ndarray, mask: np.ndarray, self_gaps: Sequence[Sequence[np.ndarray]]

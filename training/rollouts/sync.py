@@ -48,10 +48,8 @@ def require_start(engine: Engine, reference: PreTrainedModel) -> None:
     """Raises PrecisionError if the model of grpo.beta has other weights or dtypes than the engine starts with."""
     wrong = differing_from(reference, _weights(engine))
     if wrong:
-        raise PrecisionError(
-            f"the reference of grpo.beta has another dtype or other weights than the trainer at the start in "
-            f"{len(wrong)} tensors: {_shown(wrong)}; nothing was sampled"
-        )
+        what = f"another dtype or other weights than the trainer at the start in {len(wrong)} tensors"
+        raise PrecisionError(f"the reference of grpo.beta has {what}: {_shown(wrong)}; nothing was sampled")
 
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
