@@ -276,7 +276,7 @@ _READ_BY: tuple[tuple[str, tuple[str, ...], list[str]], ...] = (
     ("adapter.kind", ("lora", "dora"), _keys("adapter", but=("kind",))),
     ("adapter.base", ("nf4",), ["adapter.double_quant"]),
     ("distill.loss", ("jsd",), ["distill.beta"]),
-    ("grpo.engine", ("vllm",), ["grpo.transfer"]),
+    ("grpo.engine", ("vllm",), ["grpo.transfer", "grpo.server_seconds"]),
     ("model.activation_checkpointing", ("selective",), ["model.checkpointing_every"]),
     ("model.activation_checkpointing", ("budget",), ["model.activation_memory_gib"]),
     ("model.loss", ("chunked", "auto"), ["model.loss_chunk_tokens"]),
@@ -366,6 +366,9 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if (section.engine == "vllm") != bool(section.urls):
         fix = "names the servers of grpo.engine = vllm; python -m launch.rollouts starts one"
         yield "grpo.urls", f"= {list(section.urls)} {fix}"
+    for url in section.urls:
+        if not url.startswith(("http://", "https://")):
+            yield "grpo.urls", f"= {url} is no address; write http://{url}"
     if section.engine == "vllm" and (config.adapter.kind == "dora" or config.adapter.modules_to_save):
         yield "grpo.engine", "= vllm merges what adapter.kind = lora adds, and no other part; set it to transformers"
     if section.engine == "vllm" and "promote" in config.guard.reactions:
@@ -374,6 +377,9 @@ def _grpo(config: Config) -> Iterator[Problem]:
         yield "guard.reactions", "= correct sets grpo.correction to mask, which it is already; remove correct"
     if section.surrogate == "cispo" and section.ratio == "sequence":
         yield "grpo.ratio", "= sequence has no weight for a token, which grpo.surrogate = cispo needs; set it to token"
+    if section.surrogate == "cispo" and section.clip_high is not None and section.clip_high < 1:
+        fix = "the largest weight of a token by grpo.surrogate = cispo; set it to 5, or grpo.algorithm to cispo"
+        yield "grpo.clip_high", f"= {section.clip_high:g} is {fix}"
     verified: dict[str, tuple[Any, ...]] = {
         "parallel.sequence": (1,),
         "parallel.tensor": (1,),

@@ -56,7 +56,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
     if config.run.epochs is not None:
-        size = resolved.batch.global_size
+        size = resolved.batch.global_size // config.group_size
         record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
     of_data = list(opened.corpus.notes)
     if opened.corpus.tail_tokens:

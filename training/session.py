@@ -74,7 +74,8 @@ class Session:
     @property
     def left_out(self) -> str | None:
         """The rows that `evaluate.batches` leaves out, human-readable; None if there are none, and for documents."""
-        config, size = self.resolved.config, self.resolved.batch.global_size
+        config = self.resolved.config
+        size = self.resolved.batch.global_size // config.group_size
         most, held_out = config.evaluate.most_batches, self.corpus.validation.sequences(config.data.sequence_length)
         of_rows = isinstance(self.corpus.validation, RowShards)
         if not of_rows or not config.evaluate.every_steps or most is None or held_out <= most * size:

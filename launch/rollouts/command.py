@@ -71,7 +71,7 @@ def _serve(command: Sequence[str]) -> int:
     unless_given = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment = {**unless_given, **os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
     job: Job | None = None
-    stopped: list[int] = []
+    stopped, short = list[int](), 0
 
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.append(number)
@@ -81,7 +81,6 @@ def _serve(command: Sequence[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     log(shlex.join(command), "rollouts")
-    short = 0
     while not stopped and short < _SHORT_LIVES:
         started = time.monotonic()
         job = Job(command, environment=environment)

@@ -25,6 +25,11 @@ class ProvenWeights:
 
     model_runner: Any
 
+    def end_update(self: Any) -> None:
+        """End an update whose sender has died, since vLLM starts no other before; the weights are sent again."""
+        if self._weight_update_active:
+            self.finish_weight_update()
+
     def effective_hashes(self) -> dict[str, str]:
         """Maps each tensor of the checkpoint, fused ones split, to the `digest` of what this worker computes with.
 

@@ -40,6 +40,7 @@ ADVANTAGE, REWARD, ENDED = "advantage", "reward", "ended"
 def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
     """(groups, G) FP64 rewards, NaN for none -> advantages; 0 without a reward, or without another to compare with."""
     known = ~rewards.isnan()
+    rewards = rewards - torch.where(known, rewards, torch.inf).amin(1, keepdim=True)  # equal ones are exactly 0
     count = known.sum(1, keepdim=True)
     mean = rewards.nansum(1, keepdim=True) / count.clamp(min=1)
     centred = torch.where(known & (count > 1), rewards - mean, 0.0)

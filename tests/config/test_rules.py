@@ -49,9 +49,21 @@ REFUSED = [
     ([*GRPO, "grpo.max_new_tokens=512"], "grpo.max_new_tokens = 512 leaves a prompt no token of data.sequence_length"),
     ([*GRPO, "batch.global_size=12"], "batch.global_size = 12 counts answers; make it a multiple of grpo.group_size"),
     ([*GRPO, "grpo={algorithm: gspo, surrogate: cispo}"], "grpo.ratio = sequence has no weight for a token"),
-    ([*GRPO, "grpo={engine: vllm, urls: [a]}", "guard.reactions=[promote]"], "guard.reactions = promote … = vllm"),
+    (
+        [*GRPO, "grpo={engine: vllm, urls: ['http://a']}", "guard.reactions=[promote]"],
+        "guard.reactions = promote … = vllm",
+    ),
+    (
+        [*GRPO, "grpo.surrogate=cispo"],
+        "grpo.clip_high = 0.2 is the largest weight of a token by grpo.surrogate = cispo",
+    ),
+    ([*GRPO, "grpo={engine: vllm, urls: ['h:80']}"], "grpo.urls = h:80 is no address; write http://h:80"),
+    ([*GRPO, "grpo.server_seconds=9"], "grpo.server_seconds = 9.0 is only read by grpo.engine = vllm"),
     ([*GRPO, "grpo.correction=mask", "guard.reactions=[correct]"], "guard.reactions = correct … to mask"),
-    ([*GRPO, "grpo={engine: vllm, urls: [a]}", "adapter.kind=dora"], "grpo.engine = vllm merges what adapter.kind"),
+    (
+        [*GRPO, "grpo={engine: vllm, urls: ['http://a']}", "adapter.kind=dora"],
+        "grpo.engine = vllm merges what adapter.kind",
+    ),
     ([*GRPO, "parallel.tensor=2"], "task = grpo is not verified with parallel.tensor = 2; set parallel.tensor to 1"),
     ([*GRPO, "data.format=preference"], "data.format = preference"),
     ([*GRPO, "task=opd"], "distill.teacher is missing for task = opd; name a model folder or a hub id"),

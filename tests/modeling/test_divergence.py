@@ -299,6 +299,11 @@ def test_advantages_are_of_the_own_group_and_of_what_has_a_reward() -> None:
     assert rloo[2].tolist() == pytest.approx([1.0, 0.0, -1.0, 0.0])
 
 
+def test_a_group_of_equal_rewards_has_no_advantage_at_all() -> None:
+    for size in (3, 6, 7, 12):
+        assert not advantages(torch.full((1, size), 0.7).double(), "group_std").any()
+
+
 def test_an_answer_alone_in_its_group_learns_nothing() -> None:
     alone = torch.tensor([[5.0, math.nan], [math.nan, math.nan]]).double()
     for kind in ("group_std", "group_mean", "rloo"):

@@ -27,7 +27,7 @@ from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, batch_of, padded_length
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
-from data.rows.prepare_prompts import row_of
+from data.rows.prepare_prompts import read_prompt, row_of
 from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
@@ -60,7 +60,7 @@ class RolloutBatches(Batches):
         if size % (group * ranks):
             text = f"batch.global_size = {size}: a group of grpo.group_size = {group} answers stays on one rank"
             raise UserError(f"{text}; make it a multiple of {group} x {ranks} processes")
-        self._section, self._plan, self._seed = config.grpo, resolved.batch, config.run.seed
+        self._section, self._data, self._plan, self._seed = config.grpo, config.data, resolved.batch, config.run.seed
         decisive = ("group_size", "max_new_tokens", "temperature", "updates")  # for what a step learns from
         self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
         self._by_rewards = config.task == "grpo"
@@ -70,6 +70,7 @@ class RolloutBatches(Batches):
         self._publishes = False
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
+        self._sources = self._rewards.sources | {"prompts": digest([corpus.fingerprint, self.identity])}
         own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
         ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
         kind = VllmSampler if self._section.engine == "vllm" and trains else TransformersSampler
@@ -83,7 +84,7 @@ class RolloutBatches(Batches):
         engine.adjustable = self._remedies = Remedies(engine, *copies)
         self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
-        self._said: set[str] = set()
+        self._said = set[tuple[str, ...]]()
         self._examples = ""
         super().__init__(corpus.train, **order)
 
@@ -141,7 +142,7 @@ class RolloutBatches(Batches):
         kept = self._kept(step)
         any_weights = self._position - 1 >= step or not self._publishes  # from the second update on, and for tools
         if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
-            same = (kept.version, kept.sources) == (version, self._rewards.sources)
+            same = (kept.version, kept.sources) == (version, self._sources)
             if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
                 self._gap.usual = kept.facts.get("gap/self_usual")
                 return kept
@@ -152,7 +153,7 @@ class RolloutBatches(Batches):
         own, self_gaps = self._with_log_probs(own)
         found = files.interleaved(world.gather_objects(own))
         facts = self._facts(found, world.gather_objects(self_gaps)) | {"sync/seconds": seconds}
-        found = replace(found, facts=facts, sources=self._rewards.sources)
+        found = replace(found, facts=facts, sources=self._sources)
         if self._publishes and self._folder is not None and world.is_main:
             path = files.path_of(self._folder, step)
             try:
@@ -210,9 +211,9 @@ class RolloutBatches(Batches):
 
     def _columns(self, row: dict[str, Any]) -> dict[str, Any]:
         """The arguments of reward functions that depend on the row alone: its columns, and the prompt by TRL's name."""
-        prompt = row.get("prompt", row.get("messages", row.get("conversations")))
-        columns = {**self._section.reward_options, **row, "prompts": prompt}
-        return {key: value for key, value in columns.items() if key not in ("prompt", "completion")}
+        example, named = read_prompt(row, self._data), ("prompt", "completion", "completions", "completion_ids")
+        columns = {**self._section.reward_options, **row, "prompts": example.messages or example.prompt}
+        return {key: value for key, value in columns.items() if key not in named}
 
     def _completion(self, columns: dict[str, Any], ids: list[int]) -> Any:
         """An answer as reward functions get it: a text, or messages if the prompt is messages."""
@@ -346,9 +347,9 @@ class RolloutBatches(Batches):
         )
 
     def _say(self, text: str) -> None:
-        """Write a line to stderr, once."""
-        if text not in self._said:
-            self._said.add(text)
+        """Write a line to stderr, once for its first words: a function's errors may quote each answer."""
+        if (words := tuple(text.split(": ")[:3])) not in self._said:
+            self._said.add(words)
             print(printable(f"rank {self._engine.world.rank}: {text}"), file=sys.stderr, flush=True)
 
 

@@ -35,7 +35,7 @@ class Gap:
     ) -> dict[str, float]:
         """Metrics of a step, the same on all ranks. apart: (prompts, group, tokens) d, where `mask` is true. self_gaps:
         of each rank, d of the trainer and either recomputation, and of FP32 and the sampler."""
-        apart = apart.astype(np.float64)
+        apart = apart.astype(np.float64).clip(max=100.0)  # of which e^d can be squared
         tokens, excess = apart[mask], np.expm1(apart) - apart
         shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
         own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))

@@ -4,6 +4,7 @@ An exception, a time-out, a value that is not finite or a dead process gives no 
 can end the run. The processes do not import torch; what a function prints goes to stderr.
 """
 
+import asyncio
 import hashlib
 import importlib
 import json
@@ -28,7 +29,6 @@ from data.text.workers import WorkerDied, Workers
 Function = Callable[..., Sequence[Any]]
 Reward = tuple[float, tuple[str, ...] | None]
 """A function's value, NaN for none; and its name with what its process has `seen` of the answer, None if it failed."""
-_START_SECONDS = 60.0
 
 
 class Rewards:
@@ -41,11 +41,12 @@ class Rewards:
         self.weights = np.array(section.reward_weights or [1.0] * len(self.names))
         self.problems: Counter[str] = Counter()  # how often there was no reward, by reason
         self._workers = Workers(section.reward_workers, answering, self.names)
+        self.close = self._workers.close
         self.sources = {name: self._source(name) for name in self.names}  # hash of each function's file and options
 
     def _source(self, name: str) -> str:
         try:
-            return digest([self._workers.submit((name, None), _START_SECONDS).result(), self._section.reward_options])
+            return digest([self._workers.submit((name, None), 60.0).result(), self._section.reward_options])
         except (WorkerDied, RuntimeError, TypeError) as problem:  # TypeError: an option that JSON has no form for
             self.close()
             fix = "give module:function, or exact_match, regex, json_schema or length"
@@ -69,10 +70,6 @@ class Rewards:
         """(..., functions) -> (...): weighted sum over the functions that gave one; NaN where none did."""
         return np.where(np.isnan(rewards).all(-1), np.nan, np.nansum(rewards * self.weights, axis=-1))
 
-    def close(self) -> None:
-        """End all processes."""
-        self._workers.close()
-
 
 def answering(names: Sequence[str]) -> Callable[[tuple[str, dict[str, Any] | None]], Any]:
     """Set up a new process and import these functions; returns what answers its requests."""
@@ -93,8 +90,9 @@ def _answer(request: tuple[str, dict[str, Any] | None]) -> Any:
         function = find(name)
         if arguments is None:
             return hashlib.sha256(Path(sys.modules[function.__module__].__file__ or "").read_bytes()).hexdigest()
-        given = seen(arguments)
-        found = [math.nan if value is None else float(value) for value in function(**arguments)]
+        given, values = seen(arguments), function(**arguments)
+        values = asyncio.run(values) if asyncio.iscoroutine(values) else values
+        found = [math.nan if value is None else float(value) for value in values]
         if len(found) != len(given):
             raise ValueError(f"returned {len(found)} rewards for {len(given)} completions")
         return list(zip(found, given, strict=True))
@@ -122,8 +120,9 @@ def find(name: str) -> Function:
         return SHIPPED[name]
     if module.endswith(".py"):
         path = Path(module).expanduser().resolve()
-        if str(path.parent) not in sys.path:
-            sys.path.insert(1, str(path.parent))
+        sys.path[:] = dict.fromkeys([str(path.parent), *sys.path])
+        if (other := getattr(importlib.import_module(path.stem), "__file__", None)) != str(path):
+            raise ImportError(f"{other or 'a part of Python'} is a module of the same name; rename the file")
         module = path.stem
     found: Function = getattr(importlib.import_module(module), attribute)
     return found

@@ -32,7 +32,7 @@ class Rollouts:
     rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
     version: str = ""  # `synchronise`'s, of the weights that they were sampled with
     facts: dict[str, float] = field(default_factory=dict)  # metrics of the step
-    sources: dict[str, str] = field(default_factory=dict)  # `Rewards.sources`
+    sources: dict[str, str] = field(default_factory=dict)  # `Rewards.sources`, and a hash of prompts and sampling
 
     @property
     def places(self) -> np.ndarray:

@@ -18,8 +18,7 @@ from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
 from training.rollouts.transformers_sampler import TransformersSampler, differing_from, digest
 
-_ATTEMPTS = 2
-_NAMED = 5
+_ATTEMPTS, _NAMED = 2, 5
 
 
 def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
@@ -64,8 +63,7 @@ def _shown(names: Sequence[str]) -> str:
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
     """Numbers that modules compute with besides weights, such as an adapter's scale, and the bit sums of buffers."""
-    numbers: dict[str, Any] = {}
-    buffers: dict[str, torch.Tensor] = {}
+    numbers, buffers = dict[str, Any](), dict[str, torch.Tensor]()
     for name, module in model.named_modules():
         rope = str(getattr(module, "rope_type", ""))  # Gemma 3 has one for each type of layer
         if "dynamic" in rope or "longrope" in rope:  # its frequencies depend on the sequences it has seen

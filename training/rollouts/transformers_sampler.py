@@ -101,19 +101,16 @@ class TransformersSampler:
             raise UserError(f"task = grpo: cannot sample from {model.config.model_type}, which has no past_key_values")
 
     def require_whole(self, answers: Sequence[Answer]) -> None:
-        """Raises PrecisionError for an answer that ends neither at its first end token nor at its longest, whose
-        log-probabilities are not finite, or that repeats one of its group too improbably."""
+        """Raises PrecisionError for answers cut wrongly, not finite, or repeated in their group too improbably."""
         size, longest, problem = self._section.group_size, self._section.max_new_tokens, ""
         for number, (ids, log_probs, ended) in enumerate(answers):
             ends, likelihood = np.isin(ids, self._ends), log_probs.sum()
             before = answers[number - number % size : number]
             whole = ended or len(ids) == longest
             if ends[:-1].any() or ends[-1] != ended or not whole or len(ids) != len(log_probs):
-                problem = (
-                    f"cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at "
-                    f"{np.flatnonzero(ends).tolist()}, and ended = {ended}, where it ends with its first end token or "
-                    f"has grpo.max_new_tokens = {longest}"
-                )
+                problem = f"cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at "
+                problem += f"{np.flatnonzero(ends).tolist()}, and ended = {ended}, where it ends with its first end "
+                problem += f"token or has grpo.max_new_tokens = {longest}"
             elif not np.isfinite(log_probs).all():
                 problem = f"says a log-probability that is not finite of answer number {number}"
             elif likelihood < _NEVER_TWICE and any(np.array_equal(ids, other.ids) for other in before):

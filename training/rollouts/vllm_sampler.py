@@ -2,8 +2,8 @@
 
 Rank 0 sends the weights to every server, in a file or by broadcast in a process group with it, and the ranks share the
 servers. Requests are salted with the version of the proven weights, so that no prefix cached with others is used, and
-answers carry the label under which the weights were sent. A server that dies, hangs or answers under another label is
-waited for, gets the same weights again, is proven again, and is asked again with the same seeds.
+answers carry the label under which the weights were sent. A server that fails is waited for, gets the same weights
+again, is proven again, and is asked again with the same seeds.
 """
 
 import secrets
@@ -34,7 +34,7 @@ from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
-_CLIENT = httpx.Client(timeout=600.0)  # a server that takes longer for one request counts as hung
+_CLIENT = httpx.Client(timeout=600.0, trust_env=False)  # hung after this time; never by a proxy
 _SAMPLING: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False, "ignore_eos": True}
 
 
@@ -83,6 +83,7 @@ class VllmSampler(TransformersSampler):
 
     def _send(self, url: str) -> None:
         """Send one server the weights, between two requests."""
+        _call(url, "/collective_rpc", {"method": "end_update"})
         _call(url, "/pause?mode=wait", {})
         _call(url, "/start_weight_update", {})
         if self._section.transfer == "file":
@@ -145,20 +146,18 @@ class VllmSampler(TransformersSampler):
 
     def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
         """The result of `act`, repeated after `recover` until the server answers. Raises UserError when time is up."""
-        until, failed = time.monotonic() + self._section.server_seconds, False
+        until, seconds = 0.0, self._section.server_seconds
         while True:
             try:
-                if failed and recover is not None:
+                if until and recover is not None:
                     recover(url)
                 return act(url)
             except ServerError as error:
-                if time.monotonic() > until:
-                    why = f"grpo.server_seconds = {self._section.server_seconds:g} are over"
-                    raise UserError(f"grpo.urls: {url}: {error}; {why}") from None
-                if not failed:
-                    said = f"rank {self._world.rank}: waiting for {url}: {error}"
+                if not until:
+                    until, said = time.monotonic() + seconds, f"rank {self._world.rank}: waiting for {url}: {error}"
                     print(printable(said), file=sys.stderr, flush=True)
-                failed = True
+                elif time.monotonic() > until:
+                    raise UserError(f"grpo.urls: {url}: {error}; grpo.server_seconds = {seconds:g} are over") from None
                 time.sleep(1.0)
 
     def _initialise(self, url: str) -> None:
@@ -168,7 +167,8 @@ class VllmSampler(TransformersSampler):
             return
         address, limit = urlsplit(url), timedelta(seconds=self._section.server_seconds)
         try:
-            with socket.create_connection((address.hostname, address.port or 80)) as route:
+            port = address.port or (443 if address.scheme == "https" else 80)
+            with socket.create_connection((address.hostname, port)) as route:
                 host = route.getsockname()[0]  # of the interface that the server can reach
             store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
             info = {"host": host, "port": store.port, "seconds": self._section.server_seconds}
@@ -203,8 +203,8 @@ class VllmSampler(TransformersSampler):
             raise ServerError(f"it answered with weights labelled {labels}, not those that were proven")
         if not 0 < len(choice["token_ids"]) == len(scores) <= section.max_new_tokens:
             raise ServerError(f"it answered {len(choice['token_ids'])} tokens and {len(scores)} log-probabilities")
-        ids, log_probs = np.array(choice["token_ids"], np.int64), np.array(scores, np.float32)
-        return Answer(ids, log_probs, choice["finish_reason"] == "stop")
+        log_probs = np.array([score if score > -9999.0 else np.nan for score in scores], np.float32)  # vLLM's -inf, nan
+        return Answer(np.array(choice["token_ids"], np.int64), log_probs, choice["finish_reason"] == "stop")
 
     def close(self) -> None:
         """Remove the file of weights. The servers belong to the user."""

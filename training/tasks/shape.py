@@ -46,7 +46,7 @@ def settle_steps(config: Config, corpus: Corpus) -> Config:
         pairs = zip(corpus.mixture.samples, sources, strict=True)
         samples = sum(((size * Fraction(str(source.epochs or 1))) for size, source in pairs), Fraction())
     size = config.batch.global_size // config.group_size
-    steps = max(1, math.ceil(Fraction(str(run.epochs)) * samples / size))
+    steps = max(1, math.ceil(Fraction(str(run.epochs)) * samples / size) * config.grpo.updates)
     said = f"run.epochs = {run.epochs:g} is {steps:,} steps, of {float(samples):,.10g} samples an epoch"
     if run.steps not in (0, steps):
         raise UserError(f"run.steps = {run.steps}: {said} in batches of {size}; give one of the two")

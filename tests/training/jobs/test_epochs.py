@@ -15,7 +15,16 @@ import pytest
 
 from config.errors import UserError
 from config.load import load_config
-from config.schema import BatchSection, Config, DataSection, GuardSection, RunSection, ScheduleSection, SourceSection
+from config.schema import (
+    BatchSection,
+    Config,
+    DataSection,
+    GrpoSection,
+    GuardSection,
+    RunSection,
+    ScheduleSection,
+    SourceSection,
+)
 from data.batches.loader import Batches, sample_ids_sha256
 from data.batches.preference_batches import batches_of_pairs, lengths_of_corpus
 from data.corpora.mixture import Mixture
@@ -67,6 +76,13 @@ def test_an_epoch_of_a_mixture_has_each_source_as_often_as_it_says(first: Any, s
     sources = tuple(SourceSection(name=name, path="x", source="hub", **rest) for name, rest in given.items())
     config = config_of(2, 10, data=DataSection(sources=sources, tokenizer="bytes"))
     assert settle_steps(config, corpus_of(7, 93)).run.steps == steps  # 2 (3 x 7 + 93) / 10, or 2 (7 + 93) / 10
+
+
+def test_an_epoch_of_prompts_has_several_updates_for_each_batch() -> None:
+    grpo = GrpoSection(rewards=("exact_match",), group_size=4, updates=3)
+    data = DataSection(source="jsonl", path=__file__, tokenizer="bytes")
+    config = settle_steps(config_of(2, 16, task="grpo", grpo=grpo, data=data), corpus_of(43))
+    assert config.run.steps == 66  # 22 batches of 4 prompts
 
 
 def test_what_contradicts_the_epochs_is_one_line() -> None:

@@ -173,11 +173,12 @@ def examples(world: World, *, folder: Path) -> list[str]:
         return [*found, opened.answers.take_examples()]
 
 
-def evaluated(world: World, *, folder: Path, reward: str) -> float:
-    """The mean reward of an evaluation by one of the functions in tests/support/rows/prompts.py."""
-    given = ("data.validation_fraction=0.2", f"grpo.rewards=[tests.support.rows.prompts:{reward}]")
+def evaluated(world: World, *, folder: Path, reward: str) -> tuple[float, str | None]:
+    """The mean reward of an evaluation by a function in tests/support/rows/prompts.py; which prompts it left out."""
+    given = ("data.validation_fraction=0.2", "evaluate={every_steps: 1, batches: 1}")
+    given = (*given, f"grpo.rewards=[tests.support.rows.prompts:{reward}]")
     with session(resolve(folder, overrides=given), world=world) as opened:
-        return opened.engine.evaluate(opened.validation()).metrics["reward/mean"]
+        return opened.engine.evaluate(opened.validation()).metrics["reward/mean"], opened.left_out
 
 
 def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any) -> dict[str, Any]:
@@ -199,12 +200,14 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
-def samplings(world: World, *, folder: Path, to: Path, rewards: list[str]) -> list[int]:
-    """How often each session of the same weights asks its sampler for the first step; all keep its answers in `to`."""
+def samplings(world: World, *, folder: Path, to: Path, given: list[str]) -> list[int]:
+    """How often each session of the same weights asks its sampler for the first step; all keep its answers in `to`.
+
+    given: an override for each.
+    """
     found = []
-    for name in rewards:
-        given = (f"grpo.rewards=[tests.support.rows.prompts:{name}]",)
-        with session(resolve(folder, overrides=given), world=world) as opened:
+    for override in given:
+        with session(resolve(folder, overrides=(override,)), world=world) as opened:
             answers: Any = opened.answers
             answers.keep_in(to)
             with patch.object(answers.sampler, "sample", side_effect=answers.sampler.sample) as sample:

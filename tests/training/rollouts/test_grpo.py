@@ -72,8 +72,9 @@ def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup
 
 def test_answers_without_a_reward_are_not_in_the_mean_of_an_evaluation(pair: ProcessGroup, folder: Path) -> None:
     some = pair.run(cases.evaluated, folder=folder, reward="even")
-    assert 0.2 < some[0] < 0.8 and some[0] == some[1]
-    assert pair.run(cases.evaluated, folder=folder, reward="even_alone") == [1.0, 1.0]
+    assert 0.1 < some[0][0] < 0.9 and some[0] == some[1]
+    assert "an evaluation uses 4 of the " in some[0][1], "prompts, not answers"
+    assert [mean for mean, _ in pair.run(cases.evaluated, folder=folder, reward="even_alone")] == [1.0, 1.0]
 
 
 @pytest.mark.one_in(3)
@@ -167,9 +168,14 @@ def test_what_no_gap_would_show_ends_the_run(solo: ProcessGroup, folder: Path, f
         assert "with another answer, or as another function for the prompt of row" in found["stopped"]
 
 
-def test_answers_of_another_reward_function_are_sampled_again(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:
-    [found] = solo.run(cases.samplings, folder=folder, to=tmp_path / "rollouts", rewards=["even", "even", "divided"])
-    assert found == [1, 0, 1]
+def test_answers_to_what_was_not_asked_are_sampled_again(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:
+    """A reward function, a temperature or prompts that have changed since, as many as before."""
+    rows = (folder / "prompts.jsonl").read_text(encoding="utf-8")
+    (tmp_path / "other.jsonl").write_text(rows.replace("the", "no"), encoding="utf-8")
+    rewards = [f"grpo.rewards=[tests.support.rows.prompts:{name}]" for name in ("even", "even", "divided", "divided")]
+    given = [*rewards, "grpo.temperature=0.9", f"data.path={tmp_path}/other.jsonl", f"data.path={tmp_path}/other.jsonl"]
+    [found] = solo.run(cases.samplings, folder=folder, to=tmp_path / "rollouts", given=given)
+    assert found == [1, 0, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("which", ["the row before", "other answers"])

@@ -5,13 +5,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from config.errors import UserError
-from config.schema import GrpoSection
+from config.schema import DataSection, GrpoSection
+from training.rollouts.batches import RolloutBatches
 from training.rollouts.gap import FLOOR, Gap
 from training.rollouts.rewards import SHIPPED, Rewards, digest
 from training.rollouts.rollouts import Rollouts, interleaved, padded, path_of, read, write
@@ -94,7 +96,11 @@ def odd(completions, **_):
 
 def short(completions, **_):
     return [1.0]
+
+async def waits(completions, **_):
+    return [float(len(said)) for said in completions]
 """
+ASKED = [{"role": "user", "content": "2+2?"}]
 GROUPS = [
     {"completions": ["aab", "bbb", "a"], "completion_ids": [[1] * 8, [1] * 9, [1] * 20], "letter": ["a"] * 3},
     {"completions": ["aab", "bbb", "b"], "completion_ids": [[2], [3], [4]], "letter": ["b"] * 3},
@@ -177,6 +183,40 @@ def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewa
     assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one
 
 
+def test_a_coroutine_is_waited_for(own: Path, opened: list[Rewards]) -> None:
+    assert values_of(rewards_of(opened, f"{own}:waits"), GROUPS)[:, 0].tolist() == [3.0, 3.0, 1.0] * 2
+
+
+def test_another_file_of_the_same_name_is_refused(own: Path, opened: list[Rewards], tmp_path: Path) -> None:
+    other = tmp_path / "further" / own.name
+    other.parent.mkdir()
+    other.write_text("def share(completions, **_):\n    return [7.0] * len(completions)\n", encoding="utf-8")
+    assert values_of(rewards_of(opened, f"{other}:share"), GROUPS)[:, 0].tolist() == [7.0] * 6
+    with pytest.raises(UserError, match=f"cannot be loaded .*{own} is a module of the same name; rename the file"):
+        rewards_of(opened, f"{own}:share", f"{other}:share")
+
+
+@pytest.mark.parametrize(
+    ("row", "prompts"),
+    [
+        ({"prompt": "a", "completion": "b", "completions": ["c"], "completion_ids": [1]}, "a"),
+        ({"prompt": ASKED}, ASKED),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "4"}]}, ASKED),
+        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, ASKED),
+    ],
+)
+def test_a_function_gets_the_prompt_that_the_model_gets(row: dict[str, Any], prompts: Any) -> None:
+    """Without the answer that is no part of it, and without columns of the names that answers have."""
+    batches: Any = SimpleNamespace(_section=GrpoSection(reward_options={"of all": 1}), _data=DataSection())
+    kept = {name: row[name] for name in row.keys() & {"messages", "conversations"}}
+    assert RolloutBatches._columns(batches, {**row, "answer": 4}) == {
+        **kept,
+        "of all": 1,
+        "answer": 4,
+        "prompts": prompts,
+    }
+
+
 @pytest.mark.parametrize("name", ["nowhere", "no_module:here", "json:no_function"])
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(UserError, match=f"grpo.rewards = {name}: cannot be loaded"):
@@ -225,6 +265,13 @@ def test_two_hundred_sound_steps_of_any_dtype_are_within_the_bounds(size: float)
         own = draw.normal(0, size, 64)
         largest = max(largest, gap_of(apart, own, gap)["gap/of_bound"])
     assert largest < 1
+
+
+@pytest.mark.parametrize("prompts", [1, PROMPTS])
+def test_a_distance_whose_square_is_not_finite_is_beyond(prompts: int) -> None:
+    apart = np.zeros((prompts, TOKENS))
+    apart[0, :2] = 800.0, -800.0
+    assert gap_of(apart, np.full(64, 0.01))["gap/of_bound"] > 1e3
 
 
 def test_a_larger_distance_and_one_that_is_one_sided_are_beyond() -> None:

@@ -7,11 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -253,6 +255,31 @@ def test_a_killed_server_is_given_its_weights_again_and_repeats_its_answers(send
     os.killpg(child, signal.SIGKILL)
     after = sampler.sample(requests(), version="v")
     assert [answer.ids.tolist() for answer in after] == [answer.ids.tolist() for answer in before]
+
+
+def test_a_server_that_hangs_is_waited_for_after_it_was_noticed(sampler, server, monkeypatch):
+    """A request's own limit is longer here than the time to wait, as both are ten minutes by default."""
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == []
+    before = sampler.sample(requests(), version="v")
+    monkeypatch.setattr(vllm_sampler, "_CLIENT", httpx.Client(timeout=20.0))
+    monkeypatch.setattr(sampler, "_section", replace(sampler._section, server_seconds=15.0))
+    child = int(Path(f"/proc/{server[2].pid}/task/{server[2].pid}/children").read_text().split()[0])
+    os.killpg(child, signal.SIGSTOP)
+    threading.Timer(22.0, os.killpg, (child, signal.SIGCONT)).start()
+    after = sampler.sample(requests(), version="v")
+    assert [answer.ids.tolist() for answer in after] == [answer.ids.tolist() for answer in before]
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_an_update_whose_sender_died_does_not_keep_others_away(sampler, server, arrived: bool):
+    sampler.receive(changed(sampler).items())
+    vllm_sampler._call(server[0], "/pause?mode=wait", {})
+    vllm_sampler._call(server[0], "/start_weight_update", {})
+    if arrived:
+        vllm_sampler._call(server[0], "/update_weights", {"update_info": {"path": str(sampler._file.resolve())}})
+    sampler.receive(changed(sampler).items())
+    assert differing(sampler) == []
 
 
 def test_a_whole_training_of_an_adapter_resumes_after_sigkill_with_the_published_answers(server, tmp_path: Path):
