@@ -8,10 +8,11 @@ from typing import Any
 
 from config.errors import UserError
 from config.resolved import Resolved
+from config.schema import ParitySection
 from tools.parity.every_step import judge_every_step
 from tools.parity.gate import by_rule, outside
 from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
-from tools.parity.judge_runs import judge_trajectories, unless_chaotic
+from tools.parity.judge_runs import judge_whole
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import judge
 from tracking.compare.surviving import read_events
@@ -27,25 +28,21 @@ def judged(
     code: int,
     recomputed: int,
     apart: Sequence[Path] = (),
+    again: Sequence[Path] = (),
     points: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """{"found_by", "modules", "ranks", "said", "oracle"} of a finished run.
 
-    code: its exit code. recomputed: steps that the oracle recomputes. apart: FP32 runs a bit apart from the twin.
+    code: its exit code. recomputed: steps that the oracle recomputes. apart, again: as for `of_whole_runs`.
     points: steps after which the gate's checks outside of the engine recompute one, in place of the oracle's. found_by:
     names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
     """
     run, bounds = Run(run_dir, code == 0, "", None), resolved.config.parity
     events = list(read_events(run_dir.events))
     other = Run(twin, True, "", None)
-    half, fp32 = trajectory(run), trajectory(other)
-    of_runs = judge_trajectories([half], [fp32], bounds)
-    if apart:
-        bits = [trajectory(Run(RunDir(path), True, "", None)) for path in apart]
-        of_runs = unless_chaotic(judge_trajectories([half], [fp32], bounds, bits), bits, fp32, bounds)
     checks = [
         Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
-        *of_runs,
+        *of_whole_runs(run_dir, twin, bounds, apart, again),
         *judge_steps(walks_of(measured, run), bounds),
         judge_dtypes(inner_dtypes(run), bounds),
         judge_every_step([run_dir.events], bounds.whole_steps),
@@ -80,6 +77,17 @@ def judged(
     return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
 
 
+def of_whole_runs(
+    mine: RunDir, twin: RunDir, bounds: ParitySection, apart: Sequence[Path], again: Sequence[Path]
+) -> list[Check]:
+    """The checks of a whole run. apart, again: FP32 runs and runs like it from perturbed weights."""
+    half, fp32, *others = (
+        trajectory(Run(run, True, "", None)) for run in (mine, twin, *map(RunDir, apart), *map(RunDir, again))
+    )
+    bits, more = others[: len(apart)], others[len(apart) :]
+    return judge_whole([half], [fp32], bounds, (), whole=fp32, apart=bits, again=more)
+
+
 def _silent(line: str) -> None:
     pass
 
@@ -97,9 +105,8 @@ def _of_checks(checks: Sequence[Check]) -> dict[str, Any]:
         "modules": [module for check in failed for module in check.modules],
         "ranks": [],
         "said": [
-            f"{check.name}: {check.measured:.3g}, bound {check.bound:g}; {', '.join(check.modules[:3])} {check.note}"[
-                :300
-            ]
+            f"{check.name}: {check.measured:.3g}, bound {check.bound:g}; "
+            f"{check.where} {', '.join(check.modules[:3])} {check.note}"[:300]
             for check in failed
         ],
     }

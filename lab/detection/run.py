@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 from config.command_line import read_command_line
 from config.files import write_atomically
 from config.resolved import Resolved
-from config.schema import ParitySection
 from lab.detection.cells import Cell, base, precision
-from lab.detection.judge import judged, judged_steps
+from lab.detection.judge import judged, judged_steps, of_whole_runs
 from lab.detection.made_of import made_of, made_with
 from lab.detection.plants.site import Plant, planted
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
-from tools.parity.jobs import Run, trajectory
-from tools.parity.judge_runs import MOST_APART, in_doubt, judge_trajectories, rounding_to, unless_chaotic
+from tools.parity.judge_runs import AGAIN, MOST_APART, in_doubt, rounding_to
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
 from training.build import build
@@ -83,23 +80,29 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     code = _train(world, resolved, plant, size)
     with _planted(plant, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
-    apart, points = list[Path](), cell.points[1:] if cell.is_wide else None
-    while cell.is_wide and world.from_main(world.is_main and differs(run_dir_of(resolved), where, cell, bounds, apart)):
+    mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
+    apart, again = list[Path](), list[Path]()
+
+    def doubtful() -> bool:
+        return cell.is_wide and bool(
+            world.from_main(world.is_main and in_doubt(of_whole_runs(mine, other, bounds, apart, again)))
+        )
+
+    while len(apart) < MOST_APART and doubtful():  # by a defect, or by chaos alone
         apart.append(where / "runs" / f"{twin_name(cell)}-{cell.path}-apart-{len(apart) + 1}")
         twin(world, folder=folder, cell=cell, name=apart[-1].name, code=made_of(), a_bit=len(apart) - 1)
+    for draw in range(AGAIN if doubtful() else 0):
+        moved = _resolve(where, cell, f"{name}-apart-{draw + 1}", [*overrides, "checkpoint.every_steps=0"])
+        with moved_start(rounding_to(moved.config.precision), draw):
+            _train(world, moved, plant, size)
+        again.append(run_dir_of(moved).path)
     if not world.is_main:
         return None
-    mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
-    found = judged(mine, other, measured, resolved, code=code, recomputed=cell.every, apart=apart, points=points)
+    points = cell.points[1:] if cell.is_wide else None
+    found = judged(
+        mine, other, measured, resolved, code=code, recomputed=cell.every, apart=apart, again=again, points=points
+    )
     return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
-
-
-def differs(mine: RunDir, folder: Path, cell: Cell, bounds: ParitySection, apart: Sequence[Path]) -> bool:
-    """Whether one more FP32 run has to tell if a whole run differs from its twin by a defect, or by chaos alone."""
-    folders = [mine, RunDir(folder / "runs" / twin_name(cell)), *map(RunDir, apart)]
-    half, fp32, *bits = (trajectory(Run(run, True, "", None)) for run in folders)
-    checks = unless_chaotic(judge_trajectories([half], [fp32], bounds, bits), bits, fp32, bounds)
-    return in_doubt(checks) and len(apart) < MOST_APART
 
 
 def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ from tools.parity.jobs import (
     inner_dtypes,
     plan,
     seeds,
+    train_again,
     train_candidate,
     train_references,
     train_twin,
@@ -54,14 +55,14 @@ from tools.parity.jobs import (
     walk_steps,
 )
 from tools.parity.judge_runs import (
+    AGAIN,
     MOST_APART,
     Trajectory,
     confidence,
     confidence_line,
     first_departure,
     in_doubt,
-    judge_trajectories,
-    unless_chaotic,
+    judge_whole,
 )
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.comparison import Comparison
@@ -102,12 +103,20 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
         if twins and run.settling is not None:
             fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
-    of_runs = judge_trajectories(half, fp32, bounds, nudged, whole=whole) if twins else []
-    apart: list[Trajectory] = []
-    while whole and len(apart) < MOST_APART and in_doubt(of_runs):  # by a defect, or by chaos alone
-        apart.append(trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=len(apart))))
-        of_runs = judge_trajectories(half, fp32, bounds, [*nudged, *apart], whole=whole)
-        of_runs = unless_chaotic(of_runs, apart, whole, bounds)
+    apart, again, of_runs = list[Trajectory](), list[Trajectory](), list[Check]()
+
+    def whole_runs() -> list[Check]:
+        assert whole is not None
+        return judge_whole(half, fp32, bounds, nudged, whole=whole, apart=apart, again=again)
+
+    if whole is not None:
+        of_runs = whole_runs()
+        while in_doubt(of_runs) and len(apart) < MOST_APART:  # by a defect, or by chaos alone
+            apart.append(trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=len(apart))))
+            of_runs = whole_runs()
+        if in_doubt(of_runs) and candidates[0].finished:
+            again = [trajectory(train_again(chosen, seeds(chosen)[0], log, draw)) for draw in range(AGAIN)]
+            of_runs = whole_runs()
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
     checks = [

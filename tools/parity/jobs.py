@@ -174,6 +174,12 @@ def train_twin(
     return run
 
 
+def train_again(chosen: Plan, seed: int, log: Log, draw: int) -> Run:
+    """Train the half-precision job from weights that are perturbed as by rounding."""
+    program = (*APART, repr(rounding_to(chosen.resolved.config.precision)), str(draw))
+    return _train(chosen, f"candidate-a-bit-apart-{draw + 1}", seed, ["checkpoint.every_steps=0"], log, program=program)
+
+
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
     """Train the half-precision job. Raises UserError if it takes no step, as when activations exceed FP16 from the
     start; ending later is a finding."""

@@ -434,6 +434,21 @@ def fewer_rows(call: Call) -> Call:
     return Call(call.name, (*args, *call.args[1:]), call.kwargs, output, came=came, made=made)
 
 
+def distinct_rows(call: Call) -> Call:
+    """A linear layer's call with each of its inputs once. Equal ones, as of a token that a text has often, have equal
+    errors in layers that see no position, which sums over independent rows would not expect."""
+    given, output = call.args[0] if call.args else None, call.output
+    if given is None or not isinstance(output, torch.Tensor):
+        return call
+    _, group = torch.unique(given.reshape(-1, given.shape[-1]), dim=0, return_inverse=True)
+    order = torch.arange(len(group), device=group.device)
+    first = order.new_full((int(group.max()) + 1,), len(group)).scatter_reduce_(0, group, order, "amin")
+    if len(first) == len(group):
+        return call
+    args, output = map_floats(lambda values: values.reshape(-1, values.shape[-1])[first], ((given,), output))
+    return replace(call, args=(*args, *call.args[1:]), output=output)
+
+
 def rounded(call: Call) -> Call:
     """The call in FP64, with all its values and incoming gradients randomly off by FP32's unit roundoff, up or down."""
     chance = _Chance()

@@ -37,6 +37,7 @@ from tools.parity.recompute import (
     Call,
     Plan,
     again,
+    distinct_rows,
     fewer_rows,
     floats_of,
     is_off,
@@ -153,7 +154,7 @@ class Signatures:
         if kind == "functional":  # implementations may call submodules any number of times
             call.inside = []
         if kind == "linear" and not call.inside:
-            call = fewer_rows(call)
+            call = distinct_rows(fewer_rows(call))
         try:
             computed_as = [again(self._plan, call, dtype) for dtype in COMPUTED_IN]
         except Exception as error:

@@ -132,8 +132,9 @@ class StepParity:
         with signatures.of_candidate(), products.of_candidate(), choosing(engine.model, chosen):
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = compared = engine.health(outcome)
-        routed_otherwise = float(world.sum(world.numbers([differ(chosen, expected)]))) > 0
-        self._chosen = chosen if routed_otherwise else None
+        other = differ(chosen, expected)
+        self._chosen = chosen if chosen and not math.isnan(other) else None  # alternatives choose so, too
+        routed_otherwise = float(world.sum(world.numbers([float(other == 1)]))) > 0
         if routed_otherwise:
             del gradients
             with self._routed():
@@ -273,11 +274,12 @@ class StepParity:
         engine = self._engine
         if engine.regions is not None or engine.compute == "fp32":
             return {}
+        scale = engine.loss_scale * engine.world.zero_ranks  # of the loss that the engine differentiates
         with self._routed():
-            return _agreement(self._reference.gradients_in(engine.compute, batch, engine.loss_scale), gradients)
+            return _agreement(self._reference.gradients_in(engine.compute, batch, scale), gradients)
 
     def _routed(self) -> AbstractContextManager[None]:
-        """Context manager: the reference reuses the choices of the run's routers and ReLUs if the two differ."""
+        """Context manager: the reference makes the choices of the run's routers and ReLUs, where they can be used."""
         chosen = self._chosen
         return nullcontext() if chosen is None else choosing(self._reference.model, {}, chosen)
 

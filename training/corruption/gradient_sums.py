@@ -106,9 +106,9 @@ class GradientSums:
             own = self._sums.get(parameter)
             if own is None:
                 continue
-            size = operand.norm()
+            size = len(came) ** 0.5 if key == "bias" else operand.norm()
             if key == "bias":
-                sums, size = (came @ own.u).double().sum(0), came.new_tensor(len(came)).sqrt()
+                sums = (came @ own.u).double().sum(0)
             elif is_norm(module):
                 sums = (came * operand @ own.u).double().sum(0)
             else:

@@ -27,9 +27,9 @@ from tools.parity.judge_runs import (
     confidence_line,
     first_departure,
     judge_trajectories,
+    judge_whole,
     rounding_to,
     settling_of,
-    unless_chaotic,
 )
 from tools.parity.judge_steps import Check, Walk, first_divergence, judge_dtypes, judge_steps
 from tools.parity.power import detectable, half_width, pairs_needed
@@ -191,15 +191,31 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
 
 
 def test_a_whole_run_is_not_judged_where_one_bit_of_fp32_grows_beyond_the_bound() -> None:
-    mine, calm = run(factor=1.03, validation=4.1), run(validation=4.001)
-    checks = judge_trajectories([mine], [run()], BOUNDS)
-    assert failed({check.name: check for check in unless_chaotic(checks, [calm], run(), BOUNDS)}) == {
-        *("validation_delta", "loss_gap"),
-    }
-    apart = [calm, run(validation=4.2)]
-    found = {check.name: check for check in unless_chaotic(checks, apart, run(), BOUNDS)}
+    mine, calm, whole = run(factor=1.03, validation=4.1), run(validation=4.001), run()
+
+    def judged(*apart: Trajectory) -> dict[str, Check]:
+        return {check.name: check for check in judge_whole([mine], [whole], BOUNDS, (), whole=whole, apart=apart)}
+
+    assert failed(judged(calm)) == {"validation_delta", "loss_gap"}
+    found = judged(calm, run(validation=4.05))
     assert failed(found) == {"loss_gap"}, "what did not grow is judged"
     assert found["validation_delta"].note.startswith("not judged: chaotic at this rate: two FP32 runs a bit apart")
+    assert failed(judged(calm, run(validation=4.03))) == {"validation_delta", "loss_gap"}, "2.5% beside 0.75%"
+
+
+def test_medians_tell_one_run_that_is_far_off_from_a_defect() -> None:
+    whole, far = run(), run(factor=1.03, validation=4.1)
+
+    def judged(*again: Trajectory) -> dict[str, Check]:
+        apart = (run(validation=4.001), run(validation=3.999), run(validation=4.0))
+        checks = judge_whole([far], [whole], BOUNDS, (), whole=whole, apart=apart, again=again)
+        return {check.name: check for check in checks}
+
+    assert not failed(judged(run(validation=4.002), run(validation=3.998)))
+    assert failed(judged(run(factor=1.03, validation=4.09), run(factor=1.04, validation=4.11))) == {
+        *("validation_delta", "loss_gap"),
+    }
+    assert failed(judged(replace(run(), steps=[1]), far)) == {"validation_delta", "loss_gap"}, "of as many steps"
 
 
 def test_a_run_a_bit_apart_starts_from_weights_as_far_off_as_its_dtype_rounds() -> None:

@@ -37,6 +37,7 @@ from tests.support.rows import labelled, seq2seq
 from tests.tools.parity import step_cases
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
+from tools.parity.recompute import Call, distinct_rows
 from tools.parity.rounding import figures, findings, pooled, resolution, size_of
 from tools.parity.signature import Signatures
 
@@ -701,3 +702,13 @@ def test_half_of_a_gradient_is_not_taken_for_that_of_a_module_that_is_called_twi
     parts = {(part.module.rpartition(".")[2], part.part) for part in pooled([step])}
     gradients = {(name, f"gradient of {what}") for name in ("query_proj", "value_proj") for what in ("weight", "bias")}
     assert parts & gradients == {item for item in gradients if "value" in item[0]}
+
+
+def test_rows_of_equal_inputs_count_once() -> None:
+    """Layers before any position see a token alone, whose rounding is the same each time."""
+    given = torch.randn(5, 8)[[0, 1, 0, 2, 3, 1, 4, 0]].view(2, 4, 8)
+    call = Call("layer", (given,), {}, given * 2)
+    reduced = distinct_rows(call)
+    assert len(reduced.output) == len(reduced.output.unique(dim=0)) == 5
+    assert torch.equal(reduced.args[0] * 2, reduced.output)
+    assert distinct_rows(reduced) is reduced

@@ -111,6 +111,14 @@ def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dt
                 assert found["gradient_error"].modules == (LINEAR,)
 
 
+def test_plain_torch_loses_as_much_below_fp16s_normal_numbers_as_the_run_does(pair):
+    """Plain torch differentiates the engine's loss, which two ranks make twice as large."""
+    overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=16", "precision.loss_scale.window=1000"]
+    for [step, *_] in pair.run(parity_cases.measured_steps, stage=2, compute="fp16", steps=2, overrides=overrides):
+        errors = [[found["relative_error"] for found in step[key].values()] for key in ("plain", "parameters")]
+        assert errors[0] == pytest.approx(errors[1], rel=0.02)
+
+
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
 def test_an_evaluation_in_another_mode_or_dtype_than_it_should_be_is_named(pair, stage, compute):
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[compute]
