@@ -56,6 +56,7 @@ class Parts:
         return {
             "progress": progress.state_dict(),
             "scaler": self.engine.scaler_state(),
+            "batches": dict(self.batches.record),
             "reactions": {
                 "guard": self.guard.state_dict(),
                 "promotions": self.promotions.state_dict(self.engine.adjustable),
@@ -71,6 +72,7 @@ class Parts:
         self.promotions.load_state_dict(reactions["promotions"], self.engine.adjustable)
         self.warnings.load_state_dict(reactions.get("warnings"))
         self.batches.restore(progress.position)
+        self.batches.record = dict(state.get("batches", {}))
         for check in (self.checks, self.self_check):
             if check is not None:
                 check.forget()

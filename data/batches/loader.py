@@ -142,6 +142,7 @@ class Batches:
         split_for_rank(np.empty(global_size), micro_size=micro_size, rank=rank, world_size=world_size)
         self._drawn = lru_cache(2 * STRETCH)(self._sample_ids)
         self._position = 0
+        self.record: dict[str, Any] = {}  # of how batches were made, in checkpoints beside the position
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._ahead = self._read_ahead(0)
 

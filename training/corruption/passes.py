@@ -35,7 +35,7 @@ from training.engine.health import Outcome
 
 _TOKENS = 64
 """Number of compared rows of a module's output, and of labels of the loss."""
-_BLOCKS = 4
+_BLOCKS = 2
 """Number of blocks recomputed in a step; blocks take turns."""
 _LOGITS = 1 << 24
 """Number of logits recomputed at a time."""

@@ -1,39 +1,47 @@
-"""Learning rates computed by transformers' schedules, as a reference for training/schedule.py."""
+"""Learning rates computed by torch's schedules, as a reference for training/schedule.py."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from config.schema import ScheduleSection
 
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
-    """Maps the number of applied updates, of `total` planned, to the next one's learning rate. transformers' schedules
-    start at 0 and end one step after the last; docs/numerics.md aligns them with ours."""
+    """Maps the number of applied updates, of `total` planned, to the next one's learning rate.
+
+    Torch's schedules start with the first update; docs/numerics.md says where ours start and end.
+    """
     warmup, last = section.warmup_steps, max(total - 1, 1)
-    rising = _factor(transformers.get_constant_schedule_with_warmup, warmup)
-    ratio = section.final_ratio
+    rising = _factor(LinearLR, start_factor=1 / max(warmup, 1), total_iters=max(warmup - 1, 1))
+    start = warmup
+    if section.name == "wsd":
+        start = max(warmup, last - max(round(section.decay_fraction * total), 1))
+    length = last - start
     if section.name == "constant" or last <= warmup:  # the decay starts with the last step, or never
-        falling = lambda step: 1.0  # noqa: E731
+        falling: Callable[[int], float] = lambda step: 1.0  # noqa: E731
     elif section.name == "cosine":
-        falling = _factor(
-            transformers.get_cosine_with_min_lr_schedule_with_warmup, warmup, num_training_steps=last, min_lr_rate=ratio
-        )
-    elif section.name == "linear":
-        line = _factor(transformers.get_linear_schedule_with_warmup, warmup, num_training_steps=last)
-        falling = lambda step: ratio + (1.0 - ratio) * line(step)  # noqa: E731
+        falling = _factor(CosineAnnealingLR, T_max=length, eta_min=section.final_ratio)
     else:
-        decay = max(round(section.decay_fraction * total), 1)
-        start = max(warmup, last - decay)
-        options = {"num_stable_steps": start - warmup, "num_decay_steps": last - start, "decay_type": "linear"}
-        falling = _factor(transformers.get_wsd_schedule, warmup, min_lr_ratio=ratio, **options)
-    return lambda applied: peak * (rising(applied + 1) if applied < warmup else falling(min(applied, last)))
+        falling = _factor(LinearLR, start_factor=1.0, end_factor=section.final_ratio, total_iters=length)
+
+    def rate(applied: int) -> float:
+        if applied < warmup:
+            return peak * rising(applied)
+        return peak * falling(min(max(applied - start, 0), length))
+
+    return rate
 
 
-def _factor(make: Callable[..., Any], warmup: int, **options: Any) -> Callable[[int], float]:
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-    found: Callable[[int], float] = make(optimizer, num_warmup_steps=warmup, **options).lr_lambdas[0]
-    return found
+def _factor(kind: Any, **options: Any) -> Callable[[int], float]:
+    """Factor of the peak after a number of steps, by the schedule's closed form."""
+    made = kind(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), **options)
+
+    def factor(step: int) -> float:
+        made.last_epoch = step
+        return float(made._get_closed_form_lr()[0])
+
+    return factor

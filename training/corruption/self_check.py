@@ -37,7 +37,7 @@ from training.engine.masters import sum_of_squares
 from training.engine.tensors import local_gradient, own_shards
 
 SIGNAL = "self_check"
-_EARLY = (3, 8, 24, 96, 240)
+_EARLY = (3, 24, 240)
 """Steps of a session compared besides its first: among them a multiple of each of 2 to 6, and of 8."""
 _AHEAD = 8
 """Number of leading tokens whose logits later tokens must not change."""

@@ -84,8 +84,7 @@ class RolloutBatches(Batches):
         engine.adjustable = self._remedies = Remedies(engine, *copies)
         self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
-        self._said = set[tuple[str, ...]]()
-        self._examples = ""
+        self._said, self._examples = set[tuple[str, ...]](), ""
         super().__init__(corpus.train, **order)
 
     def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
@@ -139,6 +138,10 @@ class RolloutBatches(Batches):
         step, world, started = prompts.position * self._section.updates + 1, self._engine.world, time.perf_counter()
         version = synchronise(self._engine, self.sampler)
         seconds = time.perf_counter() - started
+        now = {"sampler": self.sampler.identity, "sources": self._sources, "version": version}
+        for what in [key for key in ("sampler", "sources") if self.record.get(key, now[key]) != now[key]]:
+            self._say(f"the {what} of answers changed since the last checkpoint")
+        self.record = now
         kept = self._kept(step)
         any_weights = self._position - 1 >= step or not self._publishes  # from the second update on, and for tools
         if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():

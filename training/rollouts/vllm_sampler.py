@@ -52,12 +52,8 @@ class VllmSampler(TransformersSampler):
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
         self._groups: dict[str, Any] = {}  # process groups of this rank and one server, for broadcasts
-
-        def version(url: str) -> str:
-            self._initialise(url)
-            return f"vllm {_call(url, '/version')['version']}"
-
-        self.identity = world.on_main(lambda: ", ".join(sorted({self._patiently(url, version) for url in self._urls})))
+        found = world.on_main(lambda: {self._patiently(url, self._initialise) for url in self._urls})
+        self.identity = ", ".join(sorted(found))
 
     @property
     def _file(self) -> Path:
@@ -144,7 +140,7 @@ class VllmSampler(TransformersSampler):
 
         return self._patiently(self._own, ask, self._restore)
 
-    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], None] | None = None) -> T:
+    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], object] | None = None) -> T:
         """The result of `act`, repeated after `recover` until the server answers. Raises UserError when time is up."""
         until, seconds = 0.0, self._section.server_seconds
         while True:
@@ -160,15 +156,15 @@ class VllmSampler(TransformersSampler):
                     raise UserError(f"grpo.urls: {url}: {error}; grpo.server_seconds = {seconds:g} are over") from None
                 time.sleep(1.0)
 
-    def _initialise(self, url: str) -> None:
-        """Prepare a server that has just started to receive weights."""
+    def _initialise(self, url: str) -> str:
+        """Prepare a server that has just started to receive weights; returns its version."""
+        version = f"vllm {_call(url, '/version')['version']}"
         if self._section.transfer == "file":
             _call(url, "/init_weight_transfer_engine", {"init_info": {}})
-            return
-        address, limit = urlsplit(url), timedelta(seconds=self._section.server_seconds)
+            return version
+        at, limit = urlsplit(url), timedelta(seconds=self._section.server_seconds)
         try:
-            port = address.port or (443 if address.scheme == "https" else 80)
-            with socket.create_connection((address.hostname, port)) as route:
+            with socket.create_connection((at.hostname, at.port or (443 if at.scheme == "https" else 80))) as route:
                 host = route.getsockname()[0]  # of the interface that the server can reach
             store = dist.TCPStore(host, 0, 2, is_master=True, timeout=limit, wait_for_workers=False)
             info = {"host": host, "port": store.port, "seconds": self._section.server_seconds}
@@ -177,6 +173,7 @@ class VllmSampler(TransformersSampler):
                 kind = "ProcessGroupNCCL" if self._world.device.type == "cuda" else "ProcessGroupGloo"
                 self._groups[url] = getattr(dist, kind)(store, 0, 2, limit)
                 joined.result()
+                return version
         except (OSError, RuntimeError) as error:
             raise ServerError(f"it did not join the broadcast of weights ({one_line(error)})") from None
 

@@ -205,14 +205,18 @@ def samplings(world: World, *, folder: Path, to: Path, given: list[str]) -> list
 
     given: an override for each.
     """
-    found = []
+    found, record = [], dict[str, Any]()
     for override in given:
         with session(resolve(folder, overrides=(override,)), world=world) as opened:
             answers: Any = opened.answers
             answers.keep_in(to)
+            answers.record = record
             with patch.object(answers.sampler, "sample", side_effect=answers.sampler.sample) as sample:
                 opened.batches.next_step()
             found.append(sample.call_count)
+            changed = record.get("sources", answers.record["sources"]) != answers.record["sources"]
+            assert (("the sources of answers changed since the last checkpoint",) in answers._said) == changed
+            record = answers.record
     return found
 
 
@@ -232,6 +236,7 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
             progress, _, health = train_step(run, progress)
             found.append(health.metrics)
         state = run.state_dict(progress)
+        assert state["batches"].keys() == {"sampler", "sources", "version"}
         changed = opened.engine.adjustable.state_dict()
         run.load_state_dict(state)
         assert opened.engine.adjustable.state_dict() == changed
