@@ -18,7 +18,7 @@ from config.extras import require_extras
 from config.hub import settle_hub
 from config.machine.processes import launchers
 from config.resolved import Resolved
-from training.start.process import end_with, leave, outlive_full_disk, use_writable_caches
+from training.start.process import end_with, import_deepspeed, leave, outlive_full_disk, use_writable_caches
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str]) -> int:
 def run(resolved: Resolved) -> int:
     """Prepare the data, build the parts, restore, train, report."""
     # Imported here so that --help and a mistyped key answer at once.
+    import_deepspeed()
     from training.build import build
     from training.finish import finish
     from training.loop import train

@@ -1,6 +1,7 @@
 """Set-up of train.py's own process before anything heavy is imported: its end, its output and its caches."""
 
 import atexit
+import importlib
 import io
 import os
 import select
@@ -67,6 +68,19 @@ def use_writable_caches() -> str | None:
     if home == Path("~"):
         os.environ["HOME"] = str(folder)
     return f"{problem}: libraries keep their caches in {folder}"
+
+
+def import_deepspeed() -> None:
+    """Import DeepSpeed without MLflow, which its autotuner would import wherever it is installed: a second."""
+    modules: dict[str, Any] = sys.modules
+    absent = "mlflow" not in modules
+    if absent:
+        modules["mlflow"] = None  # so that importing it fails
+    try:
+        importlib.import_module("deepspeed")
+    finally:
+        if absent:
+            del modules["mlflow"]
 
 
 def outlive_full_disk() -> None:

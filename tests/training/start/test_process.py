@@ -138,3 +138,11 @@ def test_a_rank_does_not_join_the_store_of_another_job(monkeypatch, port):
     with pytest.raises(UserError, match=f"{where}, is another job, theirs, not this one, ours; set MASTER_PORT="):
         open_store(rank=1, world_size=2, timeout=TIMEOUT, job="ours")
     assert open_store(rank=1, world_size=2, timeout=TIMEOUT, job="theirs").get("mantissa/job") == b"theirs"
+
+
+def test_deepspeed_is_imported_without_mlflow_which_can_be_imported_afterwards() -> None:
+    program = "import sys; from training.start.process import import_deepspeed; import_deepspeed(); " + (
+        "print('deepspeed' in sys.modules, 'mlflow' in sys.modules); import mlflow; print(mlflow.__version__ != '')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-3:] == ["True", "False", "True"]
