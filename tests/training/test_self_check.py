@@ -131,11 +131,31 @@ def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(
     assert not of(events, "step")[0]["applied"] and "updates" not in of(events, "self_check")[0]["checks"]
 
 
-def test_products_of_the_check_are_not_taken_for_the_models_own(pair: ProcessGroup, folder: Path) -> None:
-    """The first step is both checked and observed, on the manifest path with sums in FP64."""
+TIED = (
+    "{hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, tie_word_embeddings: true}"
+)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        [],
+        [
+            "model.name_or_path=null",
+            "model.architecture=llama",
+            f"model.config={TIED}",
+            "model.loss=full",
+            "model.loss_chunk_tokens=0",
+        ],
+    ],
+    ids=["whole", "tied"],
+)
+def test_products_of_the_check_are_not_taken_for_the_models_own(pair, folder, model: list[str]) -> None:
+    """The first step is both checked and observed, on the manifest path with sums in FP64. A tied embedding's gradient
+    is rounded as its head's is."""
     manifest = f"precision.manifest={REPOSITORY}/config/manifests/bf16.json"
     settings = ["deepspeed.stage=2", "precision.compute=auto", "precision.path=manifest", manifest]
-    events = events_of(pair, folder, settings)
+    events = events_of(pair, folder, [*settings, *model])
     assert not of(events, "warning") and of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13
     assert of(events, "precision")[0]["flop_share"] == {"bf16": 1.0}
 

@@ -29,7 +29,8 @@ class _Sum:
     """The contributions of this rank's calls to one parameter's gradient."""
 
     name: str
-    module: str
+    modules: list[str]
+    """Names of its users: two of a tied embedding."""
     v: torch.Tensor
     u: torch.Tensor
     came: list[torch.Tensor] = field(default_factory=list)
@@ -52,12 +53,14 @@ class GradientSums:
         for name, module in modules.items():
             for key, parameter in module._parameters.items():
                 trained = parameter is not None and parameter.requires_grad
-                if trained and users[parameter] <= {*modules.values()} and parameter not in self._sums:
+                if parameter in self._sums:
+                    self._sums[parameter].modules.append(name)
+                elif trained and users[parameter] <= {*modules.values()}:
                     dice = torch.Generator().manual_seed(1_000_003 * turn + len(self._sums))
                     sizes = (1, *shape_of(parameter))[-2:]
                     signs = torch.randint(2, (sum(sizes), _SIGNS), generator=dice).mul_(2).sub_(1)
                     v, u = signs.to(engine.world.device, self.wide).split(sizes)
-                    self._sums[parameter] = _Sum(f"{name}.{key}", name, v, u)
+                    self._sums[parameter] = _Sum(f"{name}.{key}", [name], v, u)
 
     @property
     def wide(self) -> torch.dtype:
@@ -135,9 +138,10 @@ class GradientSums:
         engine.world.sum(table)
         for row, (parameter, own) in zip(table, self._sums.items(), strict=True):
             if not own.came:  # Mamba's dt_proj, for one
-                skipped[own.module] = "its weight is used without a call of the layer"
+                skipped[own.modules[0]] = "its weight is used without a call of the layer"
                 continue
-            u = unit_roundoff(DTYPES[engine.compute if regions is None else regions.dtypes.get(own.module, "fp32")])
+            kept = [engine.compute if regions is None else regions.dtypes.get(name, "fp32") for name in own.modules]
+            u = max(unit_roundoff(DTYPES[dtype]) for dtype in kept)
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 3])
             # the signed sums may nearly cancel; the norm of the gradient itself does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
