@@ -285,6 +285,7 @@ class RandomBatches:
 
     def __init__(self, world: World) -> None:
         self._world, self._position = world, 0
+        self.record: dict[str, Any] = {}
 
     def next_step(self) -> Any:
         """The next random global batch."""
