@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UserError(f"--python {options.python}: no such file; docs/rl.md makes vLLM's environment")
     with tempfile.TemporaryDirectory(prefix="mantissa-rollouts-") as folder:
         model_of(resolved.config).config.save_pretrained(folder)  # without weights
-        if " " in str(python):  # neither LD_PRELOAD, which vLLM sets, nor torch's compiler can have one in paths
+        if " " in str(python):  # vLLM's LD_PRELOAD and the command line of torch's compiler are split there
             Path(folder, "environment").symlink_to(python.parent.parent)
             python = Path(folder, "environment/bin", python.name)
         own = [

@@ -26,7 +26,7 @@ class ProvenWeights:
     model_runner: Any
 
     def end_update(self: Any) -> None:
-        """End an update whose sender has died, since vLLM starts no other before; the weights are sent again."""
+        """End an update whose sender has died: vLLM would refuse to start another."""
         if self._weight_update_active:
             self.finish_weight_update()
 

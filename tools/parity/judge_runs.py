@@ -28,7 +28,7 @@ NUDGE = 2.0**-8
 CHAOTIC = ("validation_delta", "loss_gap", "grad_norm_ratio")
 """Checks of whole runs that a sound run fails if training amplifies the rounding of its weights beyond a bound."""
 AS_CHAOTIC = 3.0
-"""[factor] A difference from FP32 that is this many times as large as that of FP32 runs is not chaos alone."""
+"""[factor] A run more than this many times as far from FP32 as perturbed FP32 runs are is not explained by chaos."""
 AGAIN = 2
 """Number of candidates from perturbed weights, where whole runs are still in doubt. Of 24 FP32 runs of a Falcon at a
 rate of 0.03, 23 ended within 0.22% of each other and one 0.70% away: a median of three rarely is."""
@@ -147,8 +147,8 @@ def judge_whole(
 ) -> list[Check]:
     """`judge_trajectories`, given runs that start from the first seed's weights, perturbed as by rounding.
 
-    apart: in FP32; checks whose bounds they exceed nearly as much as the candidate are not judged. again: of the
-    candidate. Medians are compared then, since at high rates one run of many, in any dtype, ends far from the others.
+    apart: in FP32; a check that one of them fails, by at least 1 / AS_CHAOTIC as much as the candidate, is not judged.
+    again: of the candidate; medians are compared then, since at high rates one run of many, in any dtype, ends far off.
     """
     if again:
         candidate = [median_run([candidate[0], *again]), *candidate[1:]]

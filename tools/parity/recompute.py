@@ -435,8 +435,8 @@ def fewer_rows(call: Call) -> Call:
 
 
 def distinct_rows(call: Call) -> Call:
-    """A linear layer's call with each of its inputs once. Equal ones, as of a token that a text has often, have equal
-    errors in layers that see no position, which sums over independent rows would not expect."""
+    """A linear layer's call with each distinct input row once. Rows of a repeated token are equal in layers that see no
+    position, and so are their errors, which statistics over rows would take for independent."""
     given, output = call.args[0] if call.args else None, call.output
     if given is None or not isinstance(output, torch.Tensor):
         return call

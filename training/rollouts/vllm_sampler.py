@@ -34,7 +34,7 @@ from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
-_CLIENT = httpx.Client(timeout=600.0, trust_env=False)  # hung after this time; never by a proxy
+_CLIENT = httpx.Client(timeout=600.0, trust_env=False)  # a longer request counts as hung; proxies are ignored
 _SAMPLING: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False, "ignore_eos": True}
 
 
