@@ -217,8 +217,9 @@ class GrpoSection:
     """[fraction] 1: a token is drawn from all tokens."""
     updates: int = limit(1, at_least=1)
     """[steps] Optimizer steps on the same answers, which are off-policy from the second step on."""
-    engine: Literal["transformers", "vllm"] = "transformers"
-    """[choice] The sampler. transformers: a copy of the model in every rank's process. vllm: servers (grpo.urls)."""
+    engine: Literal["transformers", "continuous", "vllm"] = "transformers"
+    """[choice] The sampler. transformers: a copy of the model in every rank's process; continuous: the same in
+    transformers' continuous batches, where an answer that ends makes room for the next. vllm: servers (grpo.urls)."""
     urls: tuple[str, ...] = ()
     """[addresses] Servers of engine vllm, such as http://127.0.0.1:8105."""
     transfer: Literal["file", "collective"] = "file"

@@ -82,7 +82,7 @@ def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]
     section, whole = layout.config.grpo, sampler_bytes(shape, layout)
     if not whole:
         return {}
-    rows = min(section.at_once, layout.micro * layout.accumulation) if section.engine == "transformers" else 0
+    rows = min(section.at_once, layout.micro * layout.accumulation) if section.engine != "vllm" else 0
     cache = 2.0 * layout.width * shape.layers * shape.kv_heads * shape.head_dim * layout.sequence * rows
     widened = 4.0 * shape.parameters if layout.width == 2 else 0.0
     return {

@@ -36,6 +36,7 @@ from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.rollouts import rollouts as files
+from training.rollouts.continuous_sampler import ContinuousSampler
 from training.rollouts.gap import Gap
 from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Reward, Rewards, digest
@@ -44,6 +45,7 @@ from training.rollouts.sync import bit_sums, require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
+_SAMPLERS = {"transformers": TransformersSampler, "continuous": ContinuousSampler, "vllm": VllmSampler}
 EXAMPLES, EXAMPLE_CHARACTERS = 4, 400
 _TARGETS = "targets"
 
@@ -73,7 +75,7 @@ class RolloutBatches(Batches):
         self._sources = self._rewards.sources | {"prompts": digest([corpus.fingerprint, self.identity])}
         own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
         ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
-        kind = VllmSampler if self._section.engine == "vllm" and trains else TransformersSampler
+        kind = _SAMPLERS[self._section.engine if trains or self._section.engine != "vllm" else "transformers"]
         self._reference, copies = None, [copy_of_model(resolved, shape, engine)]
         self.sampler: TransformersSampler = kind(copies[0], self._section, engine.world, ends=sorted(ends))
         if self._section.beta and config.adapter.kind == "none":

@@ -53,6 +53,21 @@ class Answer(NamedTuple):
     ended: bool  # False if it was cut off at grpo.max_new_tokens
 
 
+def draws_of(key: str, count: int) -> np.ndarray:
+    """(count,) float64 in [0, 1): the random numbers of an answer."""
+    return uniforms(key, count, person=PERSON)
+
+
+def drawn(logits: torch.Tensor, draws: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, 1) tokens, where (rows, vocabulary) logits' cumulative distributions reach `draws`, (rows,) in [0, 1); and
+    their log-probabilities in FP32."""
+    log_probs = torch.log_softmax(logits.float() / temperature, -1)
+    reached = log_probs.double().exp().cumsum(-1)
+    place = draws[:, None].double() * reached[:, -1:]
+    ids = torch.searchsorted(reached, place, right=True).clamp_(max=reached.shape[-1] - 1)
+    return ids, log_probs.gather(1, ids)
+
+
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's dtype, shape and values; -0.0 counts as 0.0, since kernels may exchange the two."""
     values = (tensor.detach() + 0.0).contiguous().cpu()
@@ -89,11 +104,12 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
 class TransformersSampler:
     """Draws each token by inverting the cumulative distribution at a random number that belongs to the answer."""
 
+    identity = f"transformers {transformers.__version__}, torch {torch.__version__}"  # for the record
+
     def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
         """model: the copy, with the start weights until the first sync. ends: tokens that end an answer."""
         self.model, self._section, self._world, self._ends = model, section, world, list(ends)
         self.folder = Path()  # for the run's answers
-        self.identity = f"transformers {transformers.__version__}, torch {torch.__version__}"  # for the record
         self.frozen: dict[str, str] = {}  # digests of weights that are not trained
         takes = signature(model.forward).parameters
         self._takes_positions = "position_ids" in takes
@@ -140,7 +156,7 @@ class TransformersSampler:
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
         device, most = self.model.device, self._section.max_new_tokens
-        draws = torch.from_numpy(np.stack([uniforms(each.key, most, person=PERSON) for each in requests])).to(device)
+        draws = torch.from_numpy(np.stack([draws_of(each.key, most) for each in requests])).to(device)
         prompts = [torch.from_numpy(request.prompt) for request in requests]
         places = [torch.ones(len(prompt) + most, dtype=torch.int64) for prompt in prompts]
         ids, mask = (  # padded on the left, so that all answers start at one place
@@ -158,11 +174,8 @@ class TransformersSampler:
             given |= {"position_ids": positions[:, first:last]} if self._takes_positions else {}
             output = self.model(input_ids=ids, past_key_values=past, use_cache=True, logits_to_keep=1, **given)
             past, first = output.past_key_values, last
-            log_probs = torch.log_softmax(output.logits[:, -1].float() / self._section.temperature, -1)
-            reached = log_probs.double().exp().cumsum(-1)
-            place = draws[:, step, None] * reached[:, -1:]
-            ids = torch.searchsorted(reached, place, right=True).clamp_(max=reached.shape[-1] - 1)
-            tokens[rows, step], scores[rows, step] = ids[:, 0], log_probs.gather(1, ids)[:, 0]
+            ids, log_probs = drawn(output.logits[:, -1], draws[:, step], self._section.temperature)
+            tokens[rows, step], scores[rows, step] = ids[:, 0], log_probs[:, 0]
             live &= ~torch.isin(ids[:, 0], ends)
             if not (left := int(live.sum())):
                 break

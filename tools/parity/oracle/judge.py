@@ -269,7 +269,7 @@ def _comparisons(
         deep = roundoff * deeper
         bounds |= {"loss": deep / 2, FIRST_NORM: 4 * deep, "norm": 8 * deep}
         bounds[DISTANCE] = max(roundoff, 2.0**-10)
-    if config.task in SAMPLING_TASKS and config.grpo.engine == "transformers":
+    if config.task in SAMPLING_TASKS and config.grpo.engine != "vllm":
         bounds["draws"] = _DRAWS
     if config.task == "dpo":  # a difference of sums of many log-probabilities
         bounds["loss"] *= 16
