@@ -376,14 +376,16 @@ class Backward:
                 continue
             plan, fp32, exact = (found[part] for found in computed)
             width = 1 if exact.dim() < 2 else self._plan.width(name)  # each value of a vector is a separate sum
-            floor = 0.0
-            if plan.dtype == torch.float16:
-                floor = exact.numel() * HALF_OF_SMALLEST**2
-                if kind not in ("linear", "embedding"):  # whose products are rounded first of all
-                    in_sum = part in of_parameters
-                    floor *= tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
+            times = 1.0
+            if kind not in ("linear", "embedding"):  # whose products are rounded first of all
+                in_sum = part in of_parameters
+                times = tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
             walk = (walks or {}).get(part, Walk(0.0, False))
-            sizes: dict[str, Any] = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor": floor}
+            sizes: dict[str, Any] = {
+                "walk": walk.squares * walk.in_plan,
+                "walk_fp32": walk.squares,
+                "floor_times": times,
+            }
             sizes["moved"] = (moved or {}).get(part, 0.0)
             roundoff = self._plan.roundoff_of_gradient(name, plan)
             own_values = (own or {}).get(part)
@@ -393,8 +395,6 @@ class Backward:
 
 
 _INPUT, _OUTPUT = f"{GRADIENT}its input", "output"
-HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
-"""Half of FP16's smallest number: the largest error of rounding to nearest among subnormal numbers."""
 
 
 def _is_far(found: _Gradients, exact: _Gradients, bound: float) -> bool:

@@ -105,6 +105,8 @@ are computed from is off by FP32's u, 0 if not requested. own_rr, own_xx: rr of 
 it was computed."""
 FEWEST_VALUES = 16
 """Rows with at least this many values have their own root mean square error; shorter rows use the tensor's."""
+HALF_OF_SMALLEST = torch.finfo(torch.float16).smallest_normal * 2.0**-11
+"""Half of FP16's smallest number: the largest error of rounding to nearest among subnormal numbers."""
 _MASKED = 1e30
 """Magnitudes from this on stand for minus infinity in an attention mask."""
 
@@ -119,15 +121,15 @@ def sums_of(
     width: int = 0,
     walk: float = 0.0,
     walk_fp32: float = 0.0,
-    floor: float = 0.0,
+    floor_times: float = 1.0,
     moved: float = 0.0,
     own: torch.Tensor | None = None,
 ) -> list[float]:
     """FIELDS of one tensor, computed four times. All of the same shape.
 
     roundoff: u of the planned dtype. width: number of values that share a statistic, whose errors may correlate; if it
-    is 0 or does not divide the last dimension, that dimension. walk, walk_fp32, floor, moved: as in FIELDS. own: the
-    result of the run's own code in FP32; None if unknown.
+    is 0 or does not divide the last dimension, that dimension. walk, walk_fp32, moved: as in FIELDS. floor_times: how
+    often a value is rounded where it may be subnormal. own: the result of the run's own code in FP32; None if unknown.
     """
     last = exact.shape[-1] if exact.dim() else 1
     width = width if width and last % width == 0 else last
@@ -138,6 +140,7 @@ def sums_of(
     def error(values: torch.Tensor) -> torch.Tensor:
         return torch.where(judged, values.double().reshape(-1, width) - x, 0.0)
 
+    floor = floor_times * exact.numel() * HALF_OF_SMALLEST**2 if plan.dtype == torch.float16 else 0.0
     off, in_fp32 = [error(run), error(plan)], [0.0, 0.0]
     if own is not None:
         in_fp32 = [float(error(own).square().sum()), float(x.square().sum())]

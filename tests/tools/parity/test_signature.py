@@ -502,6 +502,21 @@ def test_what_rounding_does_inside_a_kernel_is_measured_in_fp64() -> None:
             assert 0.2 < moved / size_of(part, "fp32") < 5
 
 
+def faint(model: Any) -> None:
+    """What the MLPs return is below FP16's smallest normal number, 6e-5, where numbers are 6e-8 apart."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight *= 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen2", "olmo2"])
+def test_rounding_among_subnormal_numbers_is_explained(name: str) -> None:
+    found = measured(name, "fp16", both=faint)
+    part = next(part for part in pooled(found) if part.module == MLP + ".down_proj" and part.part == "output")
+    assert size_of(part, "plan") > 10 * part.roundoff and size_of(part, "fp32") < 1e-6
+    assert named(found) == ()
+
+
 def fused(run: Any) -> None:
     """Other kernels for the same things: one rounding where the architecture's code has several, another order."""
     for name, module in run.named_modules():
