@@ -1,5 +1,6 @@
 """A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,17 @@ def test_the_first_evaluation_is_made_again(pair: ProcessGroup, folder: Path) ->
     assert "all ranks together, step 2: it is not the mean over the labels" in warning["reason"]
     (check,) = (event for event in of(events, "self_check") if "evaluation" in event["checks"])
     assert {"modules", "between", "samples"} < set(check["checks"]) and not check["skipped"]
+
+
+def test_an_evaluation_is_compared_where_weights_were_fetched_ahead(pair: ProcessGroup, folder: Path) -> None:
+    """ZeRO-3 fetches weights for the backward pass, which an evaluation has not."""
+    document = json.loads((REPOSITORY / "ds_configs/zero3_bf16.json").read_text(encoding="utf-8"))
+    document["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 20_000}
+    (folder / "ahead.json").write_text(json.dumps(document), encoding="utf-8")
+    events = events_of(
+        pair, folder, ["precision.compute=bf16", f"deepspeed.config={folder / 'ahead.json'}", *EVALUATED]
+    )
+    assert not of(events, "warning") and "evaluation" in str(of(events, "self_check"))
 
 
 def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(pair, folder) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_local_grad
 
 from config.optimizers import COUNT
@@ -128,8 +129,10 @@ def whole_master(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
     return joined(master.detach().float().clone().view(shape), parameter, engine.world)
 
 
-def whole_weight(engine: Engine, parameter: torch.nn.Parameter) -> torch.Tensor:
+def whole_weight(engine: Engine, parameter: Any) -> torch.Tensor:
     """A copy of the weight that the module computes with, in its own dtype."""
+    if engine.stage == 3 and parameter.ds_status is ZeroParamStatus.INFLIGHT:  # for a backward pass that never came
+        engine.deepspeed.optimizer.parameter_offload.get_param_coordinator().reset_step()
     with deepspeed.zero.GatheredParameters([parameter]) if engine.stage == 3 else nullcontext():
         own = parameter.data.detach().clone()
     return joined(own, parameter, engine.world)
