@@ -40,6 +40,7 @@ from tools.parity.recompute import (
     Redrawn,
     again,
     as_fp64,
+    by_halves,
     fewer_rows,
     leaves_of,
     map_floats,
@@ -197,7 +198,7 @@ class Backward:
             u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])
             known = [part for part in run if part in planned and part in exact]
             if any(further_off(run[part], planned[part], exact[part], u) for part in known):
-                with self._plan.in_halves(call.name) if in_halves else nullcontext():
+                with self._plan.computed_by(call.name, by_halves) if in_halves else nullcontext():
                     computed[0] = self._again(small, None, run, in_turn=not in_halves)
         first = leaves_of(small.output)[0]
         tokens = first.numel() // first.shape[-1]

@@ -66,6 +66,10 @@ class Call:
         return [tensor._version for tensor in tensors_of((self.args, self.kwargs, self.output))]
 
 
+Kernel = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Computes a linear layer from its parameters by name and its input."""
+
+
 @dataclass
 class Leaves:
     """The float tensors to differentiate with respect to; of the inputs, those that required gradients in the run.
@@ -201,7 +205,7 @@ class Plan:
         """cuts: how the run's ranks share parameters, by name. given: by module the dimension along which each rank has
         a slice of the input, and the sizes of all slices."""
         self._cuts, self._given = cuts or {}, given if given is not None else {}
-        self._halves: str | None = None
+        self._kernel: tuple[str, Kernel] | None = None
         self.modules = dict(reference.named_modules())
         self._kinds = find_regions(reference)
         self._compute, self._regions = compute, regions
@@ -212,13 +216,13 @@ class Plan:
         """Name of the output embedding; None if there is none."""
 
     @contextmanager
-    def in_halves(self, name: str) -> Iterator[None]:
-        """Context manager: a linear layer adds up halves, each rounded to the plan's dtype, as sound kernels may."""
-        self._halves = name
+    def computed_by(self, name: str, kernel: Kernel) -> Iterator[None]:
+        """Context manager: a linear layer rounds to the plan's dtype where another sound kernel does."""
+        self._kernel = name, kernel
         try:
             yield
         finally:
-            self._halves = None
+            self._kernel = None
 
     @property
     def in_16_bits(self) -> bool:
@@ -314,8 +318,8 @@ class Plan:
 
     def _by_ranks(self, name: str, module: Any, own: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """A module's result, composed as by ranks that each have a slice of it."""
-        if name == self._halves:
-            return by_halves(own, args[0] if args else kwargs["input"])
+        if self._kernel is not None and name == self._kernel[0]:
+            return self._kernel[1](own, args[0] if args else kwargs["input"])
         how = self._cuts.get(f"{name}.weight")
         if how is not None:
             return _by_slices(how, own, args[0] if args else kwargs["input"])
@@ -339,6 +343,12 @@ def _by_slices(how: Cut, own: Any, given: torch.Tensor) -> torch.Tensor:
     output = sum(functional.linear(values, weight) for values, weight in parts)
     assert isinstance(output, torch.Tensor)
     return output if bias is None else output + bias
+
+
+def bias_last(own: Any, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer that rounds its product before the bias is added, as DeepSpeed's does once it ran ZeRO-3."""
+    output = functional.linear(given, own["weight"])
+    return output if own.get("bias") is None else output + own["bias"]
 
 
 def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:

@@ -517,6 +517,29 @@ def test_rounding_among_subnormal_numbers_is_explained(name: str) -> None:
     assert named(found) == ()
 
 
+def biased(model: Any) -> None:
+    """All tokens share a direction, and small biases what the products make of it."""
+    with torch.no_grad():
+        model.model.embed_tokens.weight += 4.0
+        for linear in (layer.self_attn.k_proj for layer in model.model.layers):
+            linear.bias.copy_(4e-4 * linear.weight.sum(1))
+
+
+def rounded_before_the_bias(run: Any) -> None:
+    """DeepSpeed's linear layer, which ZeRO-3 puts in place of torch's."""
+    for module in run.modules():
+        if isinstance(module, torch.nn.Linear) and module.bias is not None:
+            module.forward = lambda given, own=module: functional.linear(given, own.weight) + own.bias
+
+
+def test_a_product_may_be_rounded_before_its_bias_is_added() -> None:
+    """What of the bias is lost in that sum has the sign of the bias, so that errors do not cancel."""
+    sound = measured("qwen2", both=biased, plant=rounded_before_the_bias)
+    assert named(sound) == ()
+    part = next(part for part in pooled(sound) if part.module.endswith("0.self_attn.k_proj") and part.part == "output")
+    assert figures(part, "plan").bias < -1e-4
+
+
 def fused(run: Any) -> None:
     """Other kernels for the same things: one rounding where the architecture's code has several, another order."""
     for name, module in run.named_modules():
