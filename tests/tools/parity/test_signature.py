@@ -503,7 +503,7 @@ def test_what_rounding_does_inside_a_kernel_is_measured_in_fp64() -> None:
 
 
 def faint(model: Any) -> None:
-    """What the MLPs return is below FP16's smallest normal number, 6e-5, where numbers are 6e-8 apart."""
+    """Outputs of the MLPs are below FP16's smallest normal number, 6e-5, where numbers are 6e-8 apart."""
     with torch.no_grad():
         for layer in model.model.layers:
             layer.mlp.down_proj.weight *= 1e-4
@@ -533,7 +533,7 @@ def rounded_before_the_bias(run: Any) -> None:
 
 
 def test_a_product_may_be_rounded_before_its_bias_is_added() -> None:
-    """What of the bias is lost in that sum has the sign of the bias, so that errors do not cancel."""
+    """The part of the bias that is lost in that sum has its sign, so that errors do not cancel."""
     sound = measured("qwen2", both=biased, plant=rounded_before_the_bias)
     assert named(sound) == ()
     part = next(part for part in pooled(sound) if part.module.endswith("0.self_attn.k_proj") and part.part == "output")
