@@ -141,10 +141,10 @@ class Checkpoints:
             if self._remote is not None:
                 self._remote.require_empty(self.world)
             return None
+        refused: dict[Path, str] = {}
         if resume == "auto" and self._remote is not None and not self._fetched:
             self._fetched = True  # once: later the folder has this session's own saves
-            self._remote.fetch(self.world, self.folder, lambda text: self._notes.append(self._log(text)))
-        refused: dict[Path, str] = {}
+            refused |= self._remote.fetch(self.world, self.folder)
         chosen, paths = self.world.on_main(lambda: self._candidates(resume))
         for path in paths:
             problem, damaged = self._check(path, of_any_run=not chosen)

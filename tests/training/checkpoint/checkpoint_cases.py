@@ -41,6 +41,9 @@ from training.checkpoint.manifest import Written, layout_of, read_state
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.checkpoint.save import agree_on_files
+from training.checkpoint.store.errors import StoreError
+from training.checkpoint.store.remote import Remote
+from training.checkpoint.store.store import Store
 from training.distributed import World
 from training.engine import Engine
 from training.engine.tensors import momentum_norm
@@ -65,11 +68,28 @@ def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) 
     return rows
 
 
-def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: int, keep: int = 9) -> None:
-    """A run of so many steps, a checkpoint after each."""
+def save_steps(
+    world: World,
+    *,
+    folder: str,
+    stage: int,
+    compute: str,
+    steps: int,
+    keep: int = 9,
+    store: str | None = None,
+    best: int = 0,
+) -> None:
+    """A run of so many steps, a checkpoint after each. store: a folder that stands for an object store. best: as in
+    Retention."""
+    rules = Retention(keep, best=best)
     with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
         checkpoints = Checkpoints(
-            Path(folder), keep=Retention(keep), identity={"stage": stage}, world=world, run_name="tried"
+            Path(folder),
+            keep=Retention(1) if store else rules,
+            identity={"stage": stage},
+            world=world,
+            run_name="tried",
+            remote=_remote(store, rules),
         )
         progress = Progress()
         for step in range(1, steps + 1):
@@ -78,14 +98,34 @@ def save_steps(world: World, *, folder: str, stage: int, compute: str, steps: in
             saved(checkpoints, engine, progress, step=step)
 
 
-def find(world: World, *, folder: str, resume: str, identity: dict[str, Any] | None = None) -> tuple[str, list[str]]:
-    """The name of what `find` chooses ("" for nothing) or the error's text, and what there is to record."""
-    checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity=identity or {}, world=world)
+def find(
+    world: World,
+    *,
+    folder: str,
+    resume: str,
+    identity: dict[str, Any] | None = None,
+    store: str | None = None,
+    denied: bool = False,
+) -> tuple[str, list[str]]:
+    """The name of what `find` chooses ("" for nothing) or the error's text, and what there is to record. store: as for
+    `save_steps`. denied: rank 1 may not read from it."""
+    remote = _remote(store, Retention(2))
+    checkpoints = Checkpoints(Path(folder), keep=Retention(2), identity=identity or {}, world=world, remote=remote)
+    if remote and denied and world.rank == 1:
+
+        def download(name: str, *arguments: Any, **options: Any) -> None:
+            raise StoreError(f"{name}: access denied")
+
+        remote.store.download = download  # type: ignore[method-assign]
     try:
         found = checkpoints.find(resume)
     except UserError as error:
         return f"error: {error}", checkpoints.take_notes()
     return found.name if found else "", checkpoints.take_notes()
+
+
+def _remote(store: str | None, keep: Retention) -> Remote | None:
+    return Remote(Store(f"file://{store}"), keep) if store else None
 
 
 def go_back_and_save(world: World, *, folder: str, to: str) -> None:

@@ -74,6 +74,34 @@ def test_where_nothing_can_be_used_the_run_does_not_start_anew(pair, saved):
     assert "2 older ones cannot be used either" in text
 
 
+@pytest.fixture(scope="module")
+def in_store(pair, tmp_path_factory):
+    """A run folder with step 2 of a run, and its store with steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("stored")
+    given = {"folder": str(folder / "checkpoints"), "store": str(folder / "store"), "stage": 2, "compute": "bf16"}
+    pair.run(checkpoint_cases.save_steps, steps=2, keep=2, **given)
+    return folder
+
+
+@pytest.fixture
+def stored(in_store, tmp_path):
+    """A copy of both to break."""
+    return shutil.copytree(in_store, tmp_path / "copy")
+
+
+def test_a_store_that_denies_a_download_or_has_only_damage_does_not_start_the_run_anew(pair, stored):
+    local, store = stored / "lost", stored / "store"
+    text, _ = found(pair, local, store=str(store), denied=True)
+    assert text.startswith(f"error: checkpoint.dir = file://{store}/step-2 cannot be fetched to {local}: ")
+    assert text.endswith("access denied") and list(local.iterdir()) == []
+    flip(store / "step-2" / "state.json")
+    name, lines = found(pair, stored / "other", store=str(store))
+    assert name == "step-1" and lines[0].startswith(f"passed over checkpoint file://{store}/step-2: ")
+    (store / "step-1" / MANIFEST).write_text("{}")
+    text, _ = found(pair, local, store=str(store))
+    assert text.startswith(f"error: file://{store}/step-") and "(1 older ones cannot be used either)" in text
+
+
 def test_a_given_checkpoint_has_no_substitute(pair, saved):
     flip(saved / "step-3" / "state.json")
     text, _ = found(pair, saved, f"{saved}/step-3")

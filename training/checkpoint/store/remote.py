@@ -44,21 +44,21 @@ class Remote:
         world.raise_first(problem, SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
 
-    def fetch(self, world: World, folder: Path, log: Callable[[str], Any]) -> None:
-        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one. log:
-        called on every rank for each one that is passed over. Raises UserError, on every rank, if the store cannot be
-        reached: a run must not start from scratch because a network is down."""
+    def fetch(self, world: World, folder: Path) -> dict[Path, str]:
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one; returns
+        those that are passed over, each with a line that says why. Raises UserError, on every rank, if the store cannot
+        be reached or the folder not be written: a run must not start from scratch because a network is down."""
         newer, passed_over = _asked(world, lambda: self._find_newer(folder))
-        for text in passed_over:
-            log(text)
         for step, manifest in newer:
             try:
                 problem = self._fetch(world, folder, step, manifest)
             except SaveFailed as failure:
-                raise UserError(f"checkpoint.dir = {self.url_of(step)} cannot be fetched: {failure}") from failure
+                reason = f"cannot be fetched to {folder}: {failure}"
+                raise UserError(f"checkpoint.dir = {self.url_of(step)} {reason}") from failure
             if problem is None:
-                return
-            log(f"passed over checkpoint {self.url_of(step)}: {problem}")
+                break
+            passed_over[Path(self.url_of(step))] = f"{self.url_of(step)}: {problem}"
+        return passed_over
 
     def orders(self, world: World) -> list[Order]:
         """The orders of all checkpoints in the store. Raises UserError, on every rank, if it cannot be reached."""
@@ -84,9 +84,9 @@ class Remote:
             if old < step:
                 self.store.delete(old)
 
-    def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[str]]:
+    def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[Path, str]]:
         """Steps and manifests newer than those in the run folder, best first; and why others are passed over."""
-        newer, passed_over = list[tuple[int, dict[str, Any]]](), list[str]()
+        newer, passed_over = list[tuple[int, dict[str, Any]]](), dict[Path, str]()
         local, record = newest(folder), read_record(folder)
         mine = read_manifest(local) if local is not None else None
         for step, manifest in self.store.candidates(record):
@@ -97,11 +97,12 @@ class Remote:
                     break
                 newer.append((step, manifest))
             if problem is not None:
-                passed_over.append(f"passed over checkpoint {self.url_of(step)}: {problem}")
+                passed_over[Path(self.url_of(step))] = f"{self.url_of(step)}: {problem}"
         return newer, passed_over
 
     def _fetch(self, world: World, folder: Path, step: int, manifest: dict[str, Any]) -> str | None:
-        """Why the checkpoint cannot be fetched, or None. Each rank fetches a share of the bytes."""
+        """Why the checkpoint is damaged, or None. Each rank fetches a share of the bytes. Raises SaveFailed, on every
+        rank, if the store does not answer or the disk is full."""
         final = folder / f"step-{step}"
         partial = commit.partial_of(final)
         on_main(world, lambda: commit.begin(final), final)
@@ -112,14 +113,18 @@ class Remote:
                 target = {"sha256": entry["sha256"], "size": entry["bytes"], "private": private}
                 self.store.download(f"step-{step}/{name}", partial / name, **target)
         except (Unusable, OSError) as error:
-            problem = str(error)
-        problem = next((text for text in world.gather_objects(problem) if text), None)
-        if problem is None:
+            problem = isinstance(error, Unusable), str(error)
+        problems = [found for found in world.gather_objects(problem) if found]
+        if not problems:
             on_main(world, lambda: commit.seal_folder(partial, manifest), final)
             on_main(world, lambda: commit.publish(partial, final), final)
-        elif world.is_main:
+            return None
+        if world.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        return problem
+        damaged, text = min(problems)
+        if not damaged:
+            raise SaveFailed(text)
+        return text
 
 
 def _asked(world: World, ask: Callable[[], T]) -> T:
