@@ -141,21 +141,22 @@ class Checkpoints:
             if self._remote is not None:
                 self._remote.require_empty(self.world)
             return None
-        refused: dict[Path, str] = {}
+        refused, damaged = dict[Path, str](), list[Path]()
         if resume == "auto" and self._remote is not None and not self._fetched:
             self._fetched = True  # once: later the folder has this session's own saves
             refused |= self._remote.fetch(self.world, self.folder)
         chosen, paths = self.world.on_main(lambda: self._candidates(resume))
         for path in paths:
-            problem, damaged = self._check(path, of_any_run=not chosen)
+            problem, differs = self._check(path, of_any_run=not chosen)
             if problem is None:
+                for old in damaged if self.world.is_main else ():  # only now: without a substitute each start says so
+                    commit.rename_damaged(old)
                 self._notes += [self._log(f"passed over checkpoint {text}") for text in refused.values()]
                 self._continue_from(path, refused if chosen else None, record=resume != "auto")
                 self.any_saved = True
                 return path
             refused[path] = f"{path}: {problem}"
-            if damaged and resume == "auto" and self.world.is_main:
-                commit.rename_damaged(path)
+            damaged += [path] * (differs and resume == "auto")
         self.any_saved = False
         if refused:
             further = f" ({len(refused) - 1} older ones cannot be used either)" if len(refused) > 1 else ""
