@@ -103,6 +103,14 @@ def test_a_store_that_denies_a_download_or_has_only_damage_does_not_start_the_ru
     assert text.startswith(f"error: file://{store}/step-") and "(1 older ones cannot be used either)" in text
 
 
+def test_a_damaged_manifest_in_the_store_fails_no_save_that_looks_for_the_best(pair, stored):
+    (stored / "store" / "step-0").mkdir()
+    (stored / "store" / "step-0" / MANIFEST).write_text("{}")
+    given = {"folder": str(stored / "checkpoints"), "store": str(stored / "store"), "stage": 2, "compute": "bf16"}
+    pair.run(checkpoint_cases.save_steps, steps=1, best=1, **given)
+    assert (stored / "store" / "LATEST").read_text() == "step-1\n"
+
+
 def test_a_given_checkpoint_has_no_substitute(pair, saved):
     flip(saved / "step-3" / "state.json")
     text, _ = found(pair, saved, f"{saved}/step-3")

@@ -3,6 +3,7 @@ ranks that wrote it, manifest and LATEST last. A run that starts fetches what it
 
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,11 +79,16 @@ class Remote:
 
     def _publish(self, folder: Path, step: int) -> None:
         self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
-        for old in self.keep.expired(self.store.steps(), step, lambda old: loss_in(self.store.manifest(old))):
+        for old in self.keep.expired(self.store.steps(), step, self._validation_loss):
             self.store.delete(old)
         for old in self.store.unfinished():
             if old < step:
                 self.store.delete(old)
+
+    def _validation_loss(self, step: int) -> float | None:
+        with suppress(Unusable):
+            return loss_in(self.store.manifest(step))
+        return None
 
     def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[Path, str]]:
         """Steps and manifests newer than those in the run folder, best first; and why others are passed over."""
