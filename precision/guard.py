@@ -154,6 +154,7 @@ class Guard:
         used = self._used
         self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
         self._used = {name: max(used[name], self._used[name]) for name in used}
+        self.update_ratio = None  # the rollback has answered it
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next judgements depend on, as plain types."""
@@ -165,6 +166,7 @@ class Guard:
             "probation": [[step, left] for step, left in self._probation.items()],
             "answered_skips": self._answered_skips,
             "warned": self._warned,
+            "update_ratio": self.update_ratio,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,6 +178,7 @@ class Guard:
         self._probation = {int(step): int(left) for step, left in state["probation"]}
         self._answered_skips = int(state["answered_skips"])
         self._warned = str(state.get("warned", ""))
+        self.update_ratio = state.get("update_ratio")  # older checkpoints lack it
 
     def _trouble(self, health: Health) -> Trouble | None:
         section = self._section

@@ -259,6 +259,16 @@ def test_an_incident_starts_probation_over_and_zero_is_for_good() -> None:
     assert for_good.guard.take_due_demotions() == []
 
 
+def test_the_last_update_is_judged_by_whoever_resumes_and_not_again_after_a_rollback() -> None:
+    section = plan("rollback", max_update_ratio=0.01)
+    guard, resumed = Guard(section), Guard(section)
+    guard.note(HEALTHY, guard.judge(HEALTHY), applied=True, update_ratio=0.5)
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert resumed.judge(HEALTHY, can_roll_back=True).verdict is Verdict.ROLLBACK
+    resumed.roll_back(guard.state_dict())
+    assert resumed.judge(HEALTHY, can_roll_back=True).verdict is Verdict.STEP
+
+
 def test_a_rollback_restores_everything_but_the_budgets() -> None:
     run = trained(plan("cut_lr", "rollback", cut_lr_budget=1, rollback_budget=2, spike_sigmas=6.0, spike_window=16))
     run.save()
