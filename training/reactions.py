@@ -5,8 +5,10 @@ both on probation. ROLLBACK loads the last good checkpoint and skips the batches
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from config.errors import UserError
 from precision.guard import Judgement, Verdict, rollback_skip
 from training.parts import Parts
 from training.progress import Progress
@@ -14,21 +16,22 @@ from training.promotions import Causes, promotable, promote
 from training.record import record_incident
 
 
-def roll_back(parts: Parts, progress: Progress, *, repeat: bool = False) -> tuple[Progress, str]:
-    """Load the last good checkpoint and skip the batches since, unless they are to `repeat`, not having been at fault;
-    returns new progress and the path."""
-    path = parts.checkpoints.find("auto")
-    assert path is not None, "the guard asks first"
+def roll_back(parts: Parts, progress: Progress, path: Path, *, repeat: bool = False) -> Progress:
+    """Load a checkpoint and skip the batches since, unless they are to `repeat`, not having been at fault; returns the
+    new progress."""
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
     if not repeat:
         skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
         restored = replace(restored, position=restored.position + skipped)
     parts.batches.restore(restored.position)
-    return restored, str(path)
+    return restored
 
 
-def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes, *, repeat: bool = False) -> Progress:
-    """Do what the verdict asks for beyond discarding the step, and record the incident. repeat: as for `roll_back`."""
+def react(
+    parts: Parts, progress: Progress, judgement: Judgement, causes: Causes, *, repeat: bool = False
+) -> tuple[Progress, Judgement]:
+    """Do what the verdict asks for beyond discarding the step, and record the incident; returns the new progress, and
+    the judgement, ABORT where no checkpoint can be loaded for a ROLLBACK. repeat: as for `roll_back`."""
     modules = [finding.module for _, finding in causes]
     further: dict[str, Any] = {}
     refused_at = progress
@@ -39,7 +42,15 @@ def react(parts: Parts, progress: Progress, judgement: Judgement, causes: Causes
         promote(regions, parts.promotions, modules, to=to, step=progress.step)
         further = {key: to}
     if judgement.verdict is Verdict.ROLLBACK:
-        progress, path = roll_back(parts, progress, repeat=repeat)
-        further = {"rolled_back_to": path, "position": progress.position}
+        try:
+            path, problem = parts.checkpoints.find("auto"), "there is none"
+        except UserError as error:
+            path, problem = None, str(error)
+        if path is None:
+            reason = f"{judgement.reason}; no checkpoint can be loaded: {problem}"
+            judgement = Judgement(Verdict.ABORT, reason)
+        else:
+            progress = roll_back(parts, progress, path, repeat=repeat)
+            further = {"rolled_back_to": str(path), "position": progress.position}
     record_incident(parts.record, parts.resolved, refused_at, judgement, modules, further)
-    return progress
+    return progress, judgement

@@ -114,7 +114,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
     if judgement.verdict is not Verdict.STEP and not judgement.routine:
-        progress = react(parts, progress, judgement, causes, repeat=health.corruption is not None)
+        progress, judgement = react(parts, progress, judgement, causes, repeat=health.corruption is not None)
     demoted = demote_due(engine.adjustable, parts.promotions, guard)
     if demoted:
         record.note(f"promotions taken back after their probation: {demoted}", demoted=demoted)

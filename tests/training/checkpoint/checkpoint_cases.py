@@ -121,6 +121,7 @@ def find(
         found = checkpoints.find(resume)
     except UserError as error:
         return f"error: {error}", checkpoints.take_notes()
+    assert checkpoints.any_saved == (found is not None and found.parent == Path(folder))
     return found.name if found else "", checkpoints.take_notes()
 
 
@@ -294,9 +295,11 @@ def flushes_and_renames(world: World, *, folder: str) -> list[tuple[str, ...]]:
     return asked
 
 
-def loop_with_failures(world: World, *, folder: str, failing: Sequence[int]) -> dict[str, Any]:
+def loop_with_failures(
+    world: World, *, folder: str, failing: Sequence[int], further: Sequence[str] = ()
+) -> dict[str, Any]:
     """The training loop over 9 steps with a save every 2; saves of `failing` find no room for more than 1000 bytes."""
-    overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3"]
+    overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3", *further]
     collected = Collector()
 
     class Tight(Checkpoints):
@@ -317,7 +320,9 @@ def loop_with_failures(world: World, *, folder: str, failing: Sequence[int]) -> 
         )
         ending = train(parts, progress)
     notes = [event["text"] for event in collected.events if event["event"] == "note"]
-    return {"ending": ending, "notes": notes, "saved": sorted(path.name for path in Path(folder).glob("step-*"))}
+    incidents = [(event["verdict"], event["reason"]) for event in collected.events if event["event"] == "incident"]
+    names = sorted(path.name for path in Path(folder).glob("step-*"))
+    return {"ending": ending, "notes": notes, "saved": names, "incidents": incidents}
 
 
 class RandomBatches:

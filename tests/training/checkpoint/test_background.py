@@ -204,6 +204,15 @@ def test_training_goes_on_without_a_save_and_stops_when_they_keep_failing(
     assert [f"step-{at} was not saved" in note for at, note in zip(noted, notes, strict=True)] == [True] * len(noted)
 
 
+def test_a_rollback_without_a_checkpoint_is_an_incident_that_ends_the_run(solo, tmp_path):
+    """The guard counts on the save of step 4, whose failure is not known yet."""
+    further = ["faults=[{kind: nan_loss, step: 5}]", "guard.reactions=[rollback]"]
+    [result] = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), failing=(2, 4), further=further)
+    [(verdict, reason)] = result["incidents"]
+    assert verdict == "ABORT" and reason.endswith("; no checkpoint can be loaded: there is none")
+    assert (result["ending"].exit_code, result["ending"].reason, result["saved"]) == (3, reason, ["step-5"])
+
+
 def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):
     """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
     output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
