@@ -90,6 +90,7 @@ class Save:
         self.published.set()
         if self._verify:
             self._read_back(written)
+        on_main(self._world, self._prune, final)
         if remote is not None:
             remote.upload(self._world, final, step, written)
         return Saved(
@@ -111,10 +112,12 @@ class Save:
         manifest = {**self._manifest, "layouts": layouts, "files": listed}
         size = commit.seal_folder(self._partial, manifest, self._reached)
         commit.publish(self._partial, self._final, self._reached)
+        return size + sum(file.bytes for file in files.values())
+
+    def _prune(self) -> None:
         for old in self._retention.to_delete(self._final.parent, self._final):
             commit.drop(old, self._reached)
         self._reached("done")
-        return size + sum(file.bytes for file in files.values())
 
     def _read_back(self, files: dict[str, Written]) -> None:
         """Hash this rank's files again, from the disk. If any differs, the checkpoint is renamed and never chosen."""

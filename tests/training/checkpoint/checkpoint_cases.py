@@ -249,11 +249,11 @@ def read_back(world: World, *, folder: str, corrupt: bool) -> dict[str, Any]:
 
     class Rotting(Checkpoints):
         def reached(self, phase: str) -> None:
-            if corrupt and phase == "done" and (self.folder / "step-2").exists():
+            if corrupt and phase == "named" and (self.folder / "step-2").exists():
                 flip(next((self.folder / "step-2" / "deepspeed").glob("*pp_rank_1*optim_states.pt")))
 
     with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
-        checkpoints = Rotting(Path(folder), keep=Retention(2), identity={}, world=world, verify_after_save=True)
+        checkpoints = Rotting(Path(folder), keep=Retention(1), identity={}, world=world, verify_after_save=True)
         outcomes = []
         for step in (1, 2):
             checkpoints.start_save(engine, state_of(engine, Progress(step=step)))

@@ -77,10 +77,11 @@ def test_where_nothing_can_be_used_the_run_does_not_start_anew(pair, saved):
 
 @pytest.fixture(scope="module")
 def in_store(pair, tmp_path_factory):
-    """A run folder with step 2 of a run, and its store with steps 1 and 2."""
+    """A run folder with step 3 of a run, and its store with steps 2 and 3: one is left while the other is replaced."""
     folder = tmp_path_factory.mktemp("stored")
     given = {"folder": str(folder / "checkpoints"), "store": str(folder / "store"), "stage": 2, "compute": "bf16"}
-    pair.run(checkpoint_cases.save_steps, steps=2, keep=2, **given)
+    pair.run(checkpoint_cases.save_steps, steps=3, keep=1, **given)
+    assert {path.parent.name for path in folder.glob(f"store/*/{MANIFEST}")} == {"step-2", "step-3"}
     return folder
 
 
@@ -93,12 +94,12 @@ def stored(in_store, tmp_path):
 def test_a_store_that_denies_a_download_or_has_only_damage_does_not_start_the_run_anew(pair, stored):
     local, store = stored / "lost", stored / "store"
     text, _ = found(pair, local, store=str(store), denied=True)
-    assert text.startswith(f"error: checkpoint.dir = file://{store}/step-2 cannot be fetched to {local}: ")
+    assert text.startswith(f"error: checkpoint.dir = file://{store}/step-3 cannot be fetched to {local}: ")
     assert text.endswith("access denied") and list(local.iterdir()) == []
-    flip(store / "step-2" / "state.json")
+    flip(store / "step-3" / "state.json")
     name, lines = found(pair, stored / "other", store=str(store))
-    assert name == "step-1" and lines[0].startswith(f"passed over checkpoint file://{store}/step-2: ")
-    (store / "step-1" / MANIFEST).write_text("{}")
+    assert name == "step-2" and lines[0].startswith(f"passed over checkpoint file://{store}/step-3: ")
+    (store / "step-2" / MANIFEST).write_text("{}")
     text, _ = found(pair, local, store=str(store))
     assert text.startswith(f"error: file://{store}/step-") and "(1 older ones cannot be used either)" in text
 

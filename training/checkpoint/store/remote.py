@@ -4,6 +4,7 @@ ranks that wrote it, manifest and LATEST last. A run that starts fetches what it
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,8 @@ class Remote:
     """One run's folder in a store. Every method is a collective."""
 
     def __init__(self, store: Store, keep: Retention) -> None:
-        self.store, self.keep = store, keep
+        # a step that is saved again, as after a rollback, is deleted first
+        self.store, self.keep = store, replace(keep, newest=max(keep.newest, 2))
 
     def url_of(self, step: int) -> str:
         """The URL of a checkpoint."""
