@@ -153,7 +153,7 @@ class Checkpoints:
                     commit.rename_damaged(old)
                 self._notes += [self._log(f"passed over checkpoint {text}") for text in refused.values()]
                 self._continue_from(path, refused if chosen else None, record=resume != "auto")
-                self.any_saved = path.resolve().parent == self.folder.resolve()
+                self.any_saved = path.parent.resolve() == self.folder.resolve()
                 return path
             refused[path] = f"{path}: {problem}"
             damaged += [path] * (differs and resume == "auto")
