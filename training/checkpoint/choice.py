@@ -36,7 +36,7 @@ def by_step(folder: Path) -> list[Path]:
 
 def candidates(folder: Path) -> list[Path]:
     """Checkpoints to resume from, the newest first; see `newest_first`."""
-    found = {step_of(path): _manifest(path) for path in by_step(folder)}
+    found = {step_of(path): manifest_in(path) for path in by_step(folder)}
     named = NAME.fullmatch(latest_name(folder) or "")
     return [folder / f"step-{step}" for step in newest_first(found, named and int(named[1]), read_record(folder))]
 
@@ -61,11 +61,6 @@ def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, 
 def newest(folder: Path) -> Path | None:
     """The first complete one of `candidates`; None if there is none."""
     return next((path for path in candidates(folder) if is_whole(path)), None)
-
-
-def orders_in(folder: Path) -> list[Order]:
-    """The orders of the checkpoints in a folder, complete or not."""
-    return [_order(step_of(path), _manifest(path)) for path in by_step(folder)]
 
 
 def latest_name(folder: Path) -> str | None:
@@ -98,7 +93,8 @@ def _order(step: int, manifest: dict[str, Any] | None) -> Order:
     return (order_in(manifest)[0] if manifest is not None else 0, step)
 
 
-def _manifest(path: Path) -> dict[str, Any] | None:
+def manifest_in(path: Path) -> dict[str, Any] | None:
+    """The manifest of the checkpoint at `path`; None if it cannot be read or used."""
     with contextlib.suppress(Unusable, OSError):
         return read_manifest(path)
     return None
@@ -123,7 +119,7 @@ class Lineage:
         order = order_in(manifest) if own else (0, -1)
         run = run_in(manifest) if own else None
         self._run = found or (Record(*run) if run else self._run)
-        others = [*orders_in(self._folder), *in_store]
+        others = [*(_order(step_of(path), manifest_in(path)) for path in by_step(self._folder)), *in_store]
         ahead = [other for other in others if other > order and not self._run.left(other)]
         goes_back = bool(ahead) or self._run.left(order)
         before = max([order[0], self._run.went_back, *(other[0] for other in ahead)])

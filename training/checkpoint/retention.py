@@ -2,14 +2,15 @@
 
 import fcntl
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.checkpoint.choice import by_step, step_of
-from training.checkpoint.manifest import MANIFEST, Unusable, read_manifest
+from training.checkpoint.choice import by_step, manifest_in, step_of
+from training.checkpoint.manifest import MANIFEST
+from training.checkpoint.run_record import Record, order_in, read_record
 
 
 @dataclass(frozen=True)
@@ -26,28 +27,31 @@ class Retention:
     def to_delete(self, folder: Path, final: Path) -> list[Path]:
         """Checkpoints in `folder` to delete, among those up to `final`, the one just published."""
         paths = {step_of(path): path for path in by_step(folder)}
-        expired = self.expired(list(paths), step_of(final), lambda step: validation_loss(paths[step]))
+        expired = self.expired(paths, step_of(final), lambda step: manifest_in(paths[step]), read_record(folder))
         return [paths[step] for step in expired]
 
-    def expired(self, steps: Sequence[int], final: int, loss_of: Callable[[int], float | None]) -> list[int]:
-        """Steps to delete among `steps` up to `final`; later ones, from before a rollback, are replaced when the run
-        reaches them again. loss_of: called only if `best` is set."""
-        steps_until = sorted((step for step in steps if step <= final), reverse=True)
-        kept = {final, *steps_until[: self.newest]}
+    def expired(
+        self,
+        steps: Iterable[int],
+        final: int,
+        manifest_of: Callable[[int], dict[str, Any] | None],
+        record: Record | None,
+    ) -> list[int]:
+        """Steps to delete among `steps` up to `final`, those that the run abandoned when it went back among them; later
+        ones are replaced when the run reaches them again. manifest_of: None where it cannot be read; called only if it
+        is needed. record: from RUN."""
+        until = sorted((step for step in steps if step <= final), reverse=True)
+        needed = self.best or (record and record.went_back)
+        found = {step: manifest for step in until if needed and (manifest := manifest_of(step)) is not None}
+        abandoned = {step for step, manifest in found.items() if record and record.left(order_in(manifest))}
+        own = [step for step in until if step not in abandoned]
+        kept = {final, *own[: self.newest]}
         if self.every:
-            kept |= {step for step in steps_until if step % self.every == 0}
+            kept |= {step for step in own if step % self.every == 0}
         if self.best:
-            losses = {step: loss for step in steps_until if (loss := loss_of(step)) is not None}
+            losses = {step: loss for step in own if (loss := loss_in(found.get(step, {}))) is not None}
             kept |= set(sorted(losses, key=lambda step: (losses[step], step))[: self.best])
-        return [step for step in steps_until if step not in kept]
-
-
-def validation_loss(path: Path) -> float | None:
-    """Nats per label token at the checkpoint's step; None when it was not evaluated, not finite or not readable."""
-    try:
-        return loss_in(read_manifest(path))
-    except (Unusable, OSError):
-        return None
+        return [step for step in until if step not in kept]
 
 
 def loss_in(manifest: dict[str, Any]) -> float | None:

@@ -36,7 +36,7 @@ from training.checkpoint.manifest import (
     read_manifest,
     read_state,
 )
-from training.checkpoint.retention import read_lock, validation_loss
+from training.checkpoint.retention import loss_in, read_lock
 
 WHOLE, DAMAGED = 0, 3
 
@@ -99,7 +99,7 @@ def list_run(given: argparse.Namespace, say: Say) -> int:
             continue
         manifest = read_manifest(path)
         where = f"{manifest['world_size']} ranks, ZeRO-{manifest['zero_stage']}, {manifest['precision']['compute']}"
-        loss = validation_loss(path)
+        loss = loss_in(manifest)
         evaluated = f", validation loss {loss:.4f}" if loss is not None else ""
         table.add(path.name, manifest["written"], _size(manifest), f"{where}{evaluated}{mark}")
     for path in sorted([*folder.glob(".step-*"), *folder.glob("step-*.damaged*")]):

@@ -199,6 +199,13 @@ def test_a_run_that_went_back_before_that_was_sealed_is_still_followed(pair, sav
     assert ("step-3: from before the run went back" in lines[0]) is (last == "step-2")
 
 
+def test_a_checkpoint_that_the_run_abandoned_takes_no_place_of_its_own(pair, saved):
+    assert found(pair, saved, f"{saved}/step-1")[0] == "step-1"
+    reseal(saved / "step-3", went_back=1)
+    for keep in (Retention(2), Retention(2, every=2)):
+        assert keep.to_delete(saved, saved / "step-3") == [saved / "step-2"]
+
+
 def test_a_checkpoint_under_another_name_is_passed_over(pair, saved):
     (saved / "step-3").rename(saved / "step-40")
     name, lines = found(pair, saved)

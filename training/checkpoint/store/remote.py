@@ -13,7 +13,7 @@ from training.checkpoint import commit
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import MANIFEST, Unusable, Written, read_manifest, shares_of
 from training.checkpoint.outcome import SaveFailed, on_main
-from training.checkpoint.retention import Retention, loss_in
+from training.checkpoint.retention import Retention
 from training.checkpoint.run_record import Order, Record, order_in, read_record
 from training.checkpoint.store.errors import StoreError
 from training.checkpoint.store.store import Store
@@ -81,15 +81,16 @@ class Remote:
 
     def _publish(self, folder: Path, step: int) -> None:
         self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
-        for old in self.keep.expired(self.store.steps(), step, self._validation_loss):
+        record = read_record(folder.parent)
+        for old in self.keep.expired(self.store.steps(), step, self._manifest, record):
             self.store.delete(old)
         for old in self.store.unfinished():
             if old < step:
                 self.store.delete(old)
 
-    def _validation_loss(self, step: int) -> float | None:
+    def _manifest(self, step: int) -> dict[str, Any] | None:
         with suppress(Unusable):
-            return loss_in(self.store.manifest(step))
+            return self.store.manifest(step)
         return None
 
     def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[Path, str]]:
