@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,19 +133,19 @@ class Checkpoints:
         lines, self._notes = self._notes, []
         return lines
 
-    def find(self, resume: str) -> Path | None:
+    def find(self, resume: str, *, beside: Collection[Path] = ()) -> Path | None:
         """The checkpoint that `run.resume` asks for, on every rank, or None to start from scratch. If it leaves a
-        choice, unusable ones are passed over, each with a line that says why. Raises UserError if all of them are
-        unusable."""
+        choice, unusable ones are passed over, each with a line that says why. beside: damaged ones in the folder, which
+        the store may have intact. Raises UserError if all of them are unusable."""
         self._collect_outcome()
         if resume == "never":
             if self._remote is not None:
                 self._remote.require_empty(self.world)
             return None
         refused, damaged = dict[Path, str](), list[Path]()
-        if resume == "auto" and self._remote is not None and not self._fetched:
+        if resume == "auto" and self._remote is not None and (beside or not self._fetched):
             self._fetched = True  # once: later the folder has this session's own saves
-            refused |= self._remote.fetch(self.world, self.folder)
+            refused |= self._remote.fetch(self.world, self.folder, beside)
         chosen, paths = self.world.on_main(lambda: self._candidates(resume))
         for path in paths:
             problem, differs = self._check(path, of_any_run=not chosen)
@@ -157,6 +158,9 @@ class Checkpoints:
                 return path
             refused[path] = f"{path}: {problem}"
             damaged += [path] * (differs and resume == "auto")
+        if damaged and self._remote is not None and not beside:
+            self._notes.append(self._log(f"{refused[damaged[0]]}; checkpoint.dir may have another copy"))
+            return self.find(resume, beside=damaged)
         self.any_saved = False
         if refused:
             further = f" ({len(refused) - 1} older ones cannot be used either)" if len(refused) > 1 else ""

@@ -58,9 +58,9 @@ def newest_first(found: Mapping[int, dict[str, Any] | None], named: int | None, 
     return sorted(found, key=place, reverse=True)
 
 
-def newest(folder: Path) -> Path | None:
-    """The first complete one of `candidates`; None if there is none."""
-    return next((path for path in candidates(folder) if is_whole(path)), None)
+def newest(folder: Path, beside: Collection[Path] = ()) -> Path | None:
+    """The first complete one of `candidates` that is not in `beside`; None if there is none."""
+    return next((path for path in candidates(folder) if path not in beside and is_whole(path)), None)
 
 
 def latest_name(folder: Path) -> str | None:

@@ -104,6 +104,14 @@ def test_a_store_that_denies_a_download_or_has_only_damage_does_not_start_the_ru
     assert text.startswith(f"error: file://{store}/step-") and "(1 older ones cannot be used either)" in text
 
 
+def test_a_local_copy_that_rotted_is_fetched_again(pair, stored):
+    local = stored / "checkpoints"
+    flip(local / "step-3" / "state.json")
+    name, lines = found(pair, local, store=str(stored / "store"))
+    assert name == "step-3" and lines[0].endswith("; checkpoint.dir may have another copy")
+    assert found(pair, local) == ("step-3", [])
+
+
 def test_a_damaged_manifest_in_the_store_fails_no_save_that_looks_for_the_best(pair, stored):
     (stored / "store" / "step-0").mkdir()
     (stored / "store" / "step-0" / MANIFEST).write_text("{}")

@@ -2,7 +2,7 @@
 ranks that wrote it, manifest and LATEST last. A run that starts fetches what its folder lacks."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +47,12 @@ class Remote:
         world.raise_first(problem, SaveFailed)
         on_main(world, lambda: self._publish(folder, step), there)
 
-    def fetch(self, world: World, folder: Path) -> dict[Path, str]:
-        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one; returns
-        those that are passed over, each with a line that says why. Raises UserError, on every rank, if the store cannot
-        be reached or the folder not be written: a run must not start from scratch because a network is down."""
-        newer, passed_over = _asked(world, lambda: self._find_newer(folder))
+    def fetch(self, world: World, folder: Path, beside: Collection[Path]) -> dict[Path, str]:
+        """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one that is
+        not in `beside`; returns those that are passed over, each with a line that says why. Raises UserError, on every
+        rank, if the store cannot be reached or the folder not be written: a run must not start from scratch because a
+        network is down."""
+        newer, passed_over = _asked(world, lambda: self._find_newer(folder, beside))
         for step, manifest in newer:
             try:
                 problem = self._fetch(world, folder, step, manifest)
@@ -93,10 +94,12 @@ class Remote:
             return self.store.manifest(step)
         return None
 
-    def _find_newer(self, folder: Path) -> tuple[list[tuple[int, dict[str, Any]]], dict[Path, str]]:
+    def _find_newer(
+        self, folder: Path, beside: Collection[Path]
+    ) -> tuple[list[tuple[int, dict[str, Any]]], dict[Path, str]]:
         """Steps and manifests newer than those in the run folder, best first; and why others are passed over."""
         newer, passed_over = list[tuple[int, dict[str, Any]]](), dict[Path, str]()
-        local, record = newest(folder), read_record(folder)
+        local, record = newest(folder, beside), read_record(folder)
         mine = read_manifest(local) if local is not None else None
         for step, manifest in self.store.candidates(record):
             if isinstance(manifest, Unusable):
