@@ -45,9 +45,10 @@ def train(parts: Parts, progress: Progress) -> Ending:
             code = DIVERGED if broken is None else BROKEN
             return Ending(progress, code, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
-            save_now(parts, progress)  # so that a crash does not forget the used budget and the skipped batches
+            # so that a crash does not forget the used budget and the skipped batches
+            save_now(parts, progress, saves.found_loss)
             continue
-        if health.preempted:
+        if health.preempted and progress.step < planned:
             problem = save_now(parts, progress)
             return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
@@ -93,9 +94,9 @@ def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
     return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))
 
 
-def save_now(parts: Parts, progress: Progress) -> SaveFailed | None:
+def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> SaveFailed | None:
     """Save a checkpoint and wait for it; returns the error, or None."""
-    start_save(parts, progress)
+    start_save(parts, progress, validation_loss)
     return record_saves(parts)
 
 

@@ -30,7 +30,7 @@ from training.checkpoint.manifest import (
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
 from training.checkpoint.reader import Opener
 from training.checkpoint.reshard import restore
-from training.checkpoint.retention import Retention, read_lock
+from training.checkpoint.retention import Retention, loss_in, read_lock
 from training.checkpoint.save import Save
 from training.checkpoint.writer import Files
 from training.distributed import World
@@ -65,6 +65,8 @@ class Checkpoints:
         self._opener, self._remote = opener, remote
         self.any_saved = False
         """Whether there is a checkpoint to roll back to, or one is being written."""
+        self.found_loss: float | None = None
+        """The validation loss of the last checkpoint found."""
         self.failures = 0
         """Saves that failed since the last successful one."""
         self.last_failure = ""
@@ -233,7 +235,7 @@ class Checkpoints:
 
         def read(manifest: dict[str, Any]) -> None:
             check_hashes(path, manifest, [STATE])
-            found.update(files=manifest["files"], identity=read_state(path)["identity"])
+            found.update(files=manifest["files"], identity=read_state(path)["identity"], loss=loss_in(manifest))
 
         problem = find_problem(path, read, of_any_run=of_any_run) if world.is_main else None
         problem, found = world.from_main((problem, found))
@@ -246,6 +248,7 @@ class Checkpoints:
         difference = contents.identity_difference(found["identity"], self.identity)
         if difference is None:
             self._verified.add(path)
+            self.found_loss = found["loss"]
         return difference, False
 
     def _collect_outcome(self) -> None:

@@ -37,7 +37,7 @@ from tracking.record import Record
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import newest
-from training.checkpoint.manifest import Written, layout_of, read_state
+from training.checkpoint.manifest import Written, layout_of, read_manifest, read_state
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
 from training.checkpoint.save import agree_on_files
@@ -48,6 +48,7 @@ from training.distributed import World
 from training.engine import Engine
 from training.engine.tensors import momentum_norm
 from training.loop import train
+from training.preemption import Preemption
 from training.progress import Progress
 
 
@@ -299,7 +300,7 @@ def loop_with_failures(
     world: World, *, folder: str, failing: Sequence[int], further: Sequence[str] = ()
 ) -> dict[str, Any]:
     """The training loop over 9 steps with a save every 2; saves of `failing` find no room for more than 1000 bytes."""
-    overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3", *further]
+    overrides = ["run.steps=9", "schedule.warmup_steps=2", "checkpoint.every_steps=2", "checkpoint.keep=3"]
     collected = Collector()
 
     class Tight(Checkpoints):
@@ -312,17 +313,24 @@ def loop_with_failures(
                 time.sleep(0.001)
             resource.setrlimit(resource.RLIMIT_FSIZE, free)
 
-    resolved = resolve(world, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0"])
+    resolved = resolve(world, stage=1, compute="fp32", overrides=[*overrides, "evaluate.every_steps=0", *further])
     with engine_of(world, resolved) as engine:
         checkpoints = Tight(Path(folder), keep=Retention(3), identity={}, world=world)
         parts, progress = assemble(
-            resolved, engine, RandomBatches(world), record=Record([collected]), checkpoints=checkpoints
+            resolved,
+            engine,
+            RandomBatches(world),
+            record=Record([collected]),
+            checkpoints=checkpoints,
+            validation=lambda: [batch_of(world, 4, seed=99)],
+            preemption=Preemption(resolved.config.run.max_minutes, signals=False),
         )
         ending = train(parts, progress)
     notes = [event["text"] for event in collected.events if event["event"] == "note"]
     incidents = [(event["verdict"], event["reason"]) for event in collected.events if event["event"] == "incident"]
     names = sorted(path.name for path in Path(folder).glob("step-*"))
-    return {"ending": ending, "notes": notes, "saved": names, "incidents": incidents}
+    losses = {name: read_manifest(Path(folder) / name)["validation_loss"] for name in names}
+    return {"ending": ending, "notes": notes, "saved": names, "incidents": incidents, "losses": losses}
 
 
 class RandomBatches:
@@ -337,6 +345,10 @@ class RandomBatches:
         batch = replace(batch_of(self._world, 4, seed=self._position), position=self._position)
         self._position += 1
         return batch
+
+    def restore(self, position: int) -> None:
+        """Go on from a batch by its number."""
+        self._position = position
 
 
 def flip(path: Path, at: int = -200) -> None:

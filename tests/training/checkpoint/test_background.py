@@ -213,6 +213,20 @@ def test_a_rollback_without_a_checkpoint_is_an_incident_that_ends_the_run(solo, 
     assert (result["ending"].exit_code, result["ending"].reason, result["saved"]) == (3, reason, ["step-5"])
 
 
+def test_a_rollback_keeps_the_validation_loss_of_the_checkpoint_that_it_saves_again(solo, tmp_path):
+    further = ["faults=[{kind: nan_loss, step: 6}]", "guard.reactions=[rollback]"]
+    further += ["checkpoint.every_steps=4", "evaluate.every_steps=4"]
+    [result] = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), failing=(), further=further)
+    assert [verdict for verdict, _ in result["incidents"]] == ["ROLLBACK"]
+    assert result["losses"].keys() == {"step-4", "step-8", "step-9"} and None not in result["losses"].values()
+
+
+def test_a_run_that_is_preempted_at_its_last_step_is_done(solo, tmp_path):
+    further = ["run.steps=1", "schedule.warmup_steps=0", "run.max_minutes=1e-9", "evaluate.every_steps=1"]
+    [result] = solo.run(checkpoint_cases.loop_with_failures, folder=str(tmp_path), failing=(), further=further)
+    assert result["ending"].exit_code == 0 and result["losses"]["step-1"] > 0
+
+
 def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):
     """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
     output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
