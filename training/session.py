@@ -29,6 +29,7 @@ from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import by_step
+from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.engine import Engine, build_engine
@@ -125,8 +126,9 @@ class Session:
         }
 
     def saved_checkpoints(self, folder: Path) -> Checkpoints:
-        """The checkpoints of a run folder, to load from."""
-        return Checkpoints(folder, keep=Retention(1), identity=self.identity, world=self.world)
+        """The checkpoints of a run folder, to load from. Raises UserError for a missing key."""
+        opener = Opener.of(self.resolved.config.checkpoint)
+        return Checkpoints(folder, keep=Retention(1), identity=self.identity, world=self.world, opener=opener)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 from config.errors import UserError
 from config.files import file_sha256
+from config.schema import CheckpointSection
 from training.checkpoint.encryption import (
     HEADER,
     TAG,
@@ -34,6 +36,7 @@ from training.checkpoint.key import Key
 from training.checkpoint.manifest import Damaged
 from training.checkpoint.tool import tensors_in
 from training.checkpoint.writer import HashedFile
+from training.session import Session
 
 KEY = Key(bytes(range(32)))
 SMALL = 64
@@ -204,6 +207,15 @@ def test_torch_saves_and_loads_through_it(tmp_path: Path) -> None:
     assert all(torch.equal(one, two) for one, two in zip(loaded["masters"], state["masters"], strict=True))
     found = tensors_in(path, KEY)
     assert found["masters/0"] == ("float32", [700, 1000])
+
+
+def test_a_tool_opens_the_checkpoints_of_a_run_with_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUN_KEY", bytes(range(32)).hex())
+    config = SimpleNamespace(checkpoint=CheckpointSection(encryption_key="env:RUN_KEY"))
+    of: Any = SimpleNamespace(resolved=SimpleNamespace(config=config), identity={}, world=None)
+    save_encrypted({"step": 7}, tmp_path / "a.pt")
+    opener = Session.saved_checkpoints(of, tmp_path)._opener
+    assert opener is not None and opener.read(tmp_path / "a.pt") == {"step": 7}
 
 
 @pytest.mark.parametrize("form", ["hex", "HEX", "base64", "urlsafe"])
