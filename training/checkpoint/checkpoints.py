@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.printable import shown
 from training.checkpoint import commit, contents
 from training.checkpoint.choice import Lineage, candidates, choice_remark, newest
@@ -206,9 +206,13 @@ class Checkpoints:
         commit.recover(self.folder)
         if resume == "auto":
             return True, candidates(self.folder)
-        given = Path(resume).expanduser()
-        if any((given / name).is_file() for name in (MANIFEST, STATE)):
-            return False, [given]
+        try:
+            given = Path(resume).expanduser()
+            if any((given / name).is_file() for name in (MANIFEST, STATE)):
+                return False, [given]
+        except (OSError, RuntimeError) as error:  # a RuntimeError for ~nobody
+            reason = f"cannot be read ({one_line(error, 120)}); give a checkpoints/step-N folder, auto or never"
+            raise UserError(f"run.resume = {resume}: {reason}") from error
         return True, candidates(given) or candidates(given / "checkpoints")
 
     def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:

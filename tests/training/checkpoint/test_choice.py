@@ -49,6 +49,9 @@ def test_what_resume_asks_for_is_what_is_loaded(pair, saved, tmp_path):
     assert found(pair, tmp_path / "empty") == ("", [])
     text, _ = found(pair, saved, f"{tmp_path}/empty")
     assert text.startswith(f"error: run.resume = {tmp_path}/empty: no complete checkpoint there; give ")
+    for resume in ("x" * 300, "~nobody-of-this-name/runs"):
+        text, _ = found(pair, saved, resume)
+        assert text.startswith(f"error: run.resume = {resume}: cannot be read (")
 
 
 def test_a_damaged_checkpoint_is_passed_over_by_name_and_set_aside(pair, saved):
