@@ -265,8 +265,6 @@ class Checkpoints:
         self._outcomes.append(outcome)
         if isinstance(outcome, Saved):
             self.failures = 0
-            if outcome.verified:
-                self._verified.add(outcome.path)
             return
         self.failures, self.last_failure = self.failures + 1, str(outcome)
         with contextlib.suppress(UserError):  # the folder cannot be read at the moment
