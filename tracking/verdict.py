@@ -58,7 +58,7 @@ SETTLING_SIGNALS = ("answer_entropy", "no_signal")
 """Early warnings that are meaningless once the prompts are solved."""
 SKIPPED = 0.05
 """Share of skipped steps that is a warning, if more than _SETTLING were skipped, which a loss scale needs to settle."""
-_SETTLING, _EXCURSION = 10, 2.0  # the latter as a multiple of the first and last loss
+_SETTLING, _EXCURSION = 10, 2.0  # the latter as a multiple of the loss before and after
 _WINDOWS = (5, 50)  # minimum and maximum losses per window; a twentieth of all in between
 _FEW = 10  # with so few losses twice SIGMAS are required, since the noise itself is uncertain
 _SMALLEST = 1e-3  # smaller losses are raised to this before taking logarithms
@@ -423,6 +423,8 @@ def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) 
         return f"{first['text'] if first['event'] == 'note' else describe_event(first)}{more}", int(first["step"])
     if course is not None:
         level, up = course.level, np.flatnonzero(course.risen[:-1] & course.risen[1:])
+        if level[-1] > _EXCURSION * level[:-1].max():
+            return f"its loss rose to {number(float(level[-1]))} at its end", int(course.since[-1])
         if up.size or level.max() > _EXCURSION * max(level[0], level[-1]):
             at = int(up[0]) if up.size else int(level.argmax())
             return f"its loss rose to {number(float(level[at]))} there, and came down again", int(course.since[at])

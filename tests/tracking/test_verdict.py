@@ -271,6 +271,12 @@ def test_a_spike_that_came_down_again_is_a_warning() -> None:
     assert "came down again" in found.cause
 
 
+def test_a_loss_that_explodes_in_its_last_window_is_a_warning() -> None:
+    for size, tail in ((10, 7), (100, 5), (200, 10)):
+        found = of_losses([*np.geomspace(8, 4, size - tail), *[1000.0] * tail])
+        assert (found.word, found.cause) == ("finished with warnings", "its loss rose to 1,000 at its end")
+
+
 def test_a_short_run_that_exploded_first_is_not_healthy() -> None:
     """Thirty steps at a learning rate of 0.2, a hundred times too high: 6.8, 37, 6.1."""
     found = of_losses([6.8, 20, 37, 25, 14, 9, *np.geomspace(8, 6.1, 24)])
