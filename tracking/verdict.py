@@ -270,6 +270,8 @@ class _Course:
     """The loss in windows. level: the first loss, then the geometric mean of each window; shape (windows + 1,)."""
 
     level: np.ndarray
+    opening: float
+    """Geometric mean of the first few losses, which may lie in no window."""
     since: np.ndarray
     """First step of each window."""
     until: np.ndarray
@@ -280,8 +282,8 @@ class _Course:
 
     @property
     def fallen(self) -> float:
-        """Relative drop of the lowest window below the first loss or the first window, whichever is lower."""
-        return float(1 - self.level[1:].min() / self.level[:2].min())
+        """Relative drop of the lowest window below the first loss or the first few, whichever is lower."""
+        return float(1 - self.level[1:].min() / min(self.level[0], self.opening))
 
 
 def _course(evidence: Evidence) -> _Course | None:
@@ -316,7 +318,7 @@ def _course(evidence: Evidence) -> _Course | None:
     risen[-1] = risen[-2]  # the last window belongs to the last full pair
     begins = len(losses) - count * size + size * np.arange(count)
     since, until = steps[np.concatenate([[0], begins])], steps[np.concatenate([[0], begins + size - 1])]
-    return _Course(level, since, until, bound, risen)
+    return _Course(level, math.exp(logs[:least].mean()), since, until, bound, risen)
 
 
 @dataclass(frozen=True)

@@ -289,6 +289,12 @@ def test_a_loss_that_is_not_finite_and_applied_has_diverged() -> None:
     assert (found.word, found.step) == ("diverged", 21)
 
 
+@pytest.mark.parametrize("size", [64, 1000, 1049])
+def test_a_run_that_learned_within_a_few_steps_is_healthy(size: int) -> None:
+    """The windows end with the newest loss, so that the first losses lie in none."""
+    assert of_losses(2.0 + 4.9 * np.exp(-np.arange(size))).word == "healthy"
+
+
 def test_a_run_too_short_to_judge_says_so() -> None:
     assert "too short to judge" in of_losses([3.0] * (FEWEST - 1)).cause
     assert of_losses([3.0] * FEWEST).cause == ""
