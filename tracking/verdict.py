@@ -78,7 +78,8 @@ class Verdict:
     command: str
     """Command to run next; empty if there is nothing to do."""
     warnings: int
-    """Number of incidents, early warnings, machine faults and failed saves, over all sessions."""
+    """Number of incidents, early warnings, machine faults, failed saves and validations that are not finite,
+    over all sessions."""
     over: bool
 
     @property
@@ -133,7 +134,7 @@ class Evidence:
         elif kind == "run_start":
             self.start = self.start or event
             self._cut(event["step"] + 1)
-        elif kind in ("incident", "warning", "corruption") or (kind == "note" and event.get("failed") == "checkpoint"):
+        elif _is_warning(event):
             self.warnings += 1
             self.warned.setdefault(str(event.get("signal") or kind), [event, 0])[1] += 1
             self.refused = event if kind == "incident" else self.refused
@@ -183,6 +184,15 @@ class Evidence:
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps, losses or rewards) of the applied steps, in order, each of shape (losses,)."""
         return np.array(self._steps, int), np.array(self._losses)
+
+
+def _is_warning(event: Event) -> bool:
+    kind = event["event"]
+    return (
+        kind in ("incident", "warning", "corruption")
+        or (kind == "note" and event.get("failed") == "checkpoint")
+        or (kind == "eval" and not math.isfinite(followed(event)[1]))
+    )
 
 
 def judge(

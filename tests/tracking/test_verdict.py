@@ -6,6 +6,7 @@ required fields.
 
 import io
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,16 @@ def test_a_loss_that_is_not_finite_and_applied_has_diverged() -> None:
 def test_a_run_that_learned_within_a_few_steps_is_healthy(size: int) -> None:
     """The windows end with the newest loss, so that the first losses lie in none."""
     assert of_losses(2.0 + 4.9 * np.exp(-np.arange(size))).word == "healthy"
+
+
+def test_a_validation_loss_that_is_not_finite_is_a_warning() -> None:
+    evidence = evidence_of(np.linspace(3.0, 2.0, 60))
+    evidence.add({"event": "eval", "step": 30, "loss": 2.5, "perplexity": 12.2})
+    assert judge(evidence, DONE).word == "healthy"
+    evidence.add({"event": "eval", "step": 60, "loss": math.nan, "perplexity": math.nan})
+    found = judge(evidence, DONE)
+    assert (found.word, found.step, found.warnings) == ("finished with warnings", 60, 1)
+    assert found.cause.startswith("validation loss nan")
 
 
 def test_a_run_too_short_to_judge_says_so() -> None:
