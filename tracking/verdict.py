@@ -191,6 +191,7 @@ def _is_warning(event: Event) -> bool:
     return (
         kind in ("incident", "warning", "corruption")
         or (kind == "note" and event.get("failed") == "checkpoint")
+        or (kind == "reexecution" and event["outcome"] != "numeric")
         or (kind == "eval" and not math.isfinite(followed(event)[1]))
     )
 

@@ -306,6 +306,17 @@ def test_a_validation_loss_that_is_not_finite_is_a_warning() -> None:
     assert found.cause.startswith("validation loss nan")
 
 
+def test_a_step_that_a_machine_computed_wrongly_is_a_warning() -> None:
+    evidence = evidence_of(np.linspace(3.0, 2.0, 60))
+    fields = {"event": "reexecution", "step": 30, "ranks": [1], "hosts": ["node-7"], "why": "the sums differ"}
+    evidence.add({**fields, "outcome": "numeric"})
+    assert judge(evidence, DONE).word == "healthy"
+    evidence.add({**fields, "outcome": "transient"})
+    found = judge(evidence, DONE)
+    assert (found.word, found.step, found.warnings) == ("finished with warnings", 30, 1)
+    assert "a transient fault of the machine on rank 1 (node-7)" in found.cause
+
+
 def test_a_run_too_short_to_judge_says_so() -> None:
     assert "too short to judge" in of_losses([3.0] * (FEWEST - 1)).cause
     assert of_losses([3.0] * FEWEST).cause == ""
