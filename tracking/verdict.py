@@ -181,6 +181,11 @@ class Evidence:
         """First step of the first session."""
         return int(self.start.get("step", 0)) + 1
 
+    @property
+    def surviving(self) -> int:
+        """Applied steps with a finite loss that no resume or rollback has discarded."""
+        return self._stride * len(self._losses) + len(self._pending)
+
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps, losses or rewards) of the applied steps, in order, each of shape (losses,)."""
         return np.array(self._steps, int), np.array(self._losses)
@@ -249,7 +254,7 @@ def judge(
     if (warned := _warned(evidence, course, reward)) is not None:
         return verdict("finished with warnings", *warned, replay)
     short = f"too short to judge its {'reward' if evidence.rewarded else 'loss'}: fewer than {FEWEST} applied steps"
-    return verdict("healthy", short if evidence.applied < FEWEST else "")
+    return verdict("healthy", short if evidence.surviving < FEWEST else "")
 
 
 def _not_learning(
@@ -270,8 +275,8 @@ def _not_learning(
         return f"its loss has not fallen, and {lost}", since
     warmup = setting(config, "schedule.warmup_steps") or 0
     scratch = config.get("model") and setting(config, "model.name_or_path") is None
-    if scratch and since == 1 and evidence.applied - warmup >= FLAT_STEPS:
-        steps = f"in {evidence.applied:,} applied steps from random weights"
+    if scratch and since == 1 and evidence.surviving - warmup >= FLAT_STEPS:
+        steps = f"in {evidence.surviving:,} applied steps from random weights"
         return f"its loss has not fallen by {percent(FLAT)} {steps}: look at the learning rate and the data", since
     return None
 
@@ -374,7 +379,7 @@ def _unrewarded(
 ) -> tuple[str, int, float] | None:
     """(cause, first step, learning-rate factor to try or 0) if the reward has not risen; else None."""
     warmup = setting(config, "schedule.warmup_steps") or 0
-    enough, silent = evidence.applied - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
+    enough, silent = evidence.surviving - warmup >= FLAT_STEPS, evidence.without_signal / evidence.applied
     if reward.risen or status.state == "aborted" or not (status.over or enough):
         return None
     if silent >= NO_SIGNAL:

@@ -264,6 +264,9 @@ def test_what_a_rollback_or_a_restart_left_behind_is_forgotten() -> None:
     restarted = evidence_of([3.0] * 30 + [80.0] * 30)
     restarted.add({"event": "run_start", "step": 30, **start_fields()})
     assert judge(restarted, DONE).word == "healthy"
+    for step in range(1, 31):
+        restarted.add({"event": "step", "step": step, **step_fields(step, loss=3.0)})
+    assert judge(restarted, Status("running", step=30), config=CONFIG).word == "running", "30 steps are too few"
 
 
 def test_a_spike_that_came_down_again_is_a_warning() -> None:
