@@ -320,7 +320,7 @@ def _course(evidence: Evidence) -> _Course | None:
     usual = float((inside.sum() - inside.max()) / (count - 1))
     means = np.concatenate([logs[:1], windows.mean(axis=1)])
     moves = np.diff(means[1:])
-    between = 1.4826 * float(np.median(np.abs(moves - np.median(moves)))) if len(moves) >= least else 0.0
+    between = _typical(moves) if len(moves) >= least else 0.0
     squares = np.concatenate([[usual], np.maximum(inside, usual / 2) / size])
     level = np.exp(means)
     bound, risen = np.full(count + 1, math.inf), np.zeros(count + 1, bool)
@@ -337,6 +337,11 @@ def _course(evidence: Evidence) -> _Course | None:
     return _Course(level, math.exp(logs[:least].mean()), since, until, bound, risen)
 
 
+def _typical(moves: np.ndarray) -> float:
+    """Typical step between windows beyond their trend, a standard deviation. moves: shape (windows - 1,)."""
+    return 1.4826 * float(np.median(np.abs(moves - np.median(moves))))
+
+
 @dataclass(frozen=True)
 class _Reward:
     """The reward of the applied steps in windows. level: mean of each window, shape (windows,)."""
@@ -345,7 +350,7 @@ class _Reward:
     since: np.ndarray
     """First step of each window."""
     error: float
-    """Standard error of the difference of two windows, estimated from step-to-step noise."""
+    """Standard error of the difference of two windows, the larger of two estimates as in `_course`."""
     risen: bool
     """Whether the last window exceeds the first, or held-out prompts their first evaluation, by more than noise."""
     solved: bool
@@ -371,6 +376,8 @@ def _reward(evidence: Evidence) -> _Reward | None:
     risen = level[-1] - level[0] > ERRORS * error
     risen |= len(held_out) == 2 and held_out[1] - held_out[0] > ERRORS * math.sqrt(2 * noise)
     done = risen and solved(level[0], level[-1], evidence.spread)
+    if len(level) >= _WINDOWS[0]:
+        error = max(error, _typical(np.diff(level)))
     return _Reward(level, steps[len(rewards) % size :: size], error, bool(risen), bool(done))
 
 

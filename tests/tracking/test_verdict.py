@@ -175,6 +175,16 @@ def test_a_reward_is_judged_and_not_the_loss_beside_it() -> None:
     assert "too short to judge its reward" in of_rewards(rising[:9]).cause
 
 
+def test_a_reward_whose_noise_is_correlated_has_not_diverged() -> None:
+    found = []
+    for seed in range(30):
+        noise = np.random.default_rng(seed).normal(0, 0.044, 100)
+        for step in range(1, 100):
+            noise[step] += 0.9 * noise[step - 1]
+        found.append(of_rewards(0.4 + noise, **{"reward/spread": 0.45}).word)
+    assert found.count("diverged") <= 1  # 7 if the noise were taken for white
+
+
 def test_a_reward_without_signal_is_said_while_the_run_still_trains() -> None:
     running = Status("running", step=60)
     silent = {"reward/no_signal": 1.0, "reward/spread": 0.0}
