@@ -57,13 +57,13 @@ SOLVED = 0.25
 SETTLING_SIGNALS = ("answer_entropy", "no_signal")
 """Early warnings that are meaningless once the prompts are solved."""
 SKIPPED = 0.05
-"""Share of skipped steps that is a warning, if more than _SETTLING were skipped, which a loss scale needs to settle."""
-_SETTLING, _EXCURSION = 10, 2.0  # the latter as a multiple of the loss before and after
+"""Share of skipped steps that is a warning if more than _SETTLING were skipped, which a loss scale needs to settle."""
+_SETTLING = 10  # a running run that has applied no step is undecided below this many, too
+_EXCURSION = 2.0  # as a multiple of the loss before and after
 _WINDOWS = (5, 50)  # minimum and maximum losses per window; a twentieth of all in between
 _FEW = 10  # with so few losses twice SIGMAS are required, since the noise itself is uncertain
 _SMALLEST = 1e-3  # smaller losses are raised to this before taking logarithms
 _MOST_LOSSES = 4096
-_UNDECIDED_SKIPS = 10  # a running run that has applied no step is undecided below this many
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _not_learning(
 ) -> tuple[str, int] | None:
     """(cause, first step) if a run did not train or its loss has not fallen; else None."""
     attempts, since = evidence.attempts, evidence.first_step
-    if attempts and not evidence.applied and (status.over or attempts >= _UNDECIDED_SKIPS):
+    if attempts and not evidence.applied and (status.over or attempts >= _SETTLING):
         why = f": {status.cause}" if status.cause else ""
         return f"none of its {attempts:,} steps was applied{why}", since
     if status.exit_code == DIVERGED and evidence.skipped_since and "so the run did not train" in status.cause:
@@ -453,9 +453,9 @@ def _warned(evidence: Evidence, course: _Course | None, reward: _Reward | None) 
         if up.size or level.max() > _EXCURSION * max(level[0], level[-1]):
             at = int(up[0]) if up.size else int(level.argmax())
             return f"its loss rose to {number(float(level[at]))} there, and came down again", int(course.since[at])
-    if skipped > max(_SETTLING, SKIPPED * evidence.attempts):
-        cause = f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {percent(SKIPPED)}"
-        return cause, evidence.first_step
+    if skipped > max(_SETTLING, SKIPPED * evidence.attempts) or 2 * skipped > evidence.attempts:
+        share = percent(SKIPPED if skipped > _SETTLING else 0.5)
+        return f"{skipped:,} of {evidence.attempts:,} steps were skipped, more than {share}", evidence.first_step
     return None
 
 

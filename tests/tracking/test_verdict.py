@@ -330,6 +330,14 @@ def test_a_step_that_a_machine_computed_wrongly_is_a_warning() -> None:
     assert "a transient fault of the machine on rank 1 (node-7)" in found.cause
 
 
+def test_a_run_that_skipped_most_of_its_few_steps_is_not_healthy() -> None:
+    evidence = evidence_of([6.9] * 10, applied=False)
+    for step in (11, 12):
+        evidence.add({"event": "step", "step": step, **step_fields(step, loss=6.9)})
+    found = judge(evidence, DONE)
+    assert (found.word, found.cause) == ("finished with warnings", "10 of 12 steps were skipped, more than 50%")
+
+
 def test_a_run_too_short_to_judge_says_so() -> None:
     assert "too short to judge" in of_losses([3.0] * (FEWEST - 1)).cause
     assert of_losses([3.0] * FEWEST).cause == ""
