@@ -21,6 +21,8 @@ State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "
 
 SILENT_STEPS = 10
 """A running run is silent if it records no event for the time of this many steps, and for SILENT_SECONDS."""
+FIRST_SECONDS = 1800.0
+"""The same before a session's first step, which may compile kernels or follow an evaluation."""
 
 _TELEMETRY = beginnings("telemetry")
 
@@ -116,5 +118,6 @@ def _silence(newest: Event | None, since: float | None, now: float) -> str:
     """How long a running run has recorded nothing, as text; empty while that is normal."""
     if newest is None or (since is not None and newest["time"] < since):
         return ""  # still preparing data or building the model
-    usual = max(SILENT_SECONDS, SILENT_STEPS * (newest.get("step_seconds") or 0.0))
+    seconds = newest.get("step_seconds")
+    usual = FIRST_SECONDS if seconds is None else max(SILENT_SECONDS, SILENT_STEPS * seconds)
     return f"no event for {duration(now - newest['time'])}" if now - newest["time"] > usual else ""

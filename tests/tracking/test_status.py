@@ -27,7 +27,7 @@ from tracking import run_lock
 from tracking.environment import environment, safe_variables
 from tracking.run_dir import RunDir
 from tracking.run_lock import LOCK, SILENT_SECONDS, RunLock, created_and_locked
-from tracking.status import Status, run_status
+from tracking.status import FIRST_SECONDS, Status, run_status
 
 
 @pytest.fixture
@@ -75,6 +75,12 @@ def test_a_process_that_stands_still_is_running_and_said_to_be_silent(tmp_path, 
     found = run_status(tmp_path / "demo", now=later)
     assert (found.state, found.over) == ("silent", False)
     assert found.cause.startswith(("no event for 1m5", "no event for 2m"))
+
+
+def test_a_first_step_may_take_longer_than_a_minute(tmp_path, process):
+    record(tmp_path / "demo", steps=0, age=-1.0)
+    assert run_status(tmp_path / "demo", now=time.time() + 300).state == "running"
+    assert run_status(tmp_path / "demo", now=time.time() + FIRST_SECONDS + 60).state == "silent"
 
 
 def test_a_restarted_run_is_running_before_it_has_written_anything(tmp_path, process):
