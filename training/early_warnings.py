@@ -137,6 +137,8 @@ class EarlyWarnings:
         begins; 0: never. in_fp16: whether a module computes in FP16 now."""
         self._section, self._beta2, self._clipping, self._in_fp16 = section, beta2, clipping, in_fp16
         self._memory = SecondMomentMemory()
+        self.jumps: list[EarlyWarning] = []
+        """The gradient jump of this step, told or not, which the guard may refuse."""
         self._active: dict[str, int] = {}  # signals that have warned, and how often in a row they were in range since
         self._kurtosis: dict[str, RobustWindow] = {}
         self._updates = RobustWindow(_UPDATES_WINDOW)
@@ -146,10 +148,13 @@ class EarlyWarnings:
 
     def before_step(self, health: Health) -> list[EarlyWarning]:
         """The warning about the gradient before it is applied, `gradient_jump`, or none."""
+        self.jumps = []
         if self._beta2 is None or not health.finite or self._solved():
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm), self._beta2)
-        return list(self._judge("gradient_jump", {"": jump}, f", {self._memory.age:.3g} updates old"))
+        about = "gradient_jump", {"": jump}, f", {self._memory.age:.3g} updates old"
+        self.jumps = list(self._breaches(*about))
+        return list(self._judge(*about))
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
         """Judge balanced routers and sampled answers. applied: whether the weights changed. warm: whether the warm-up
@@ -231,19 +236,25 @@ class EarlyWarnings:
 
     def _judge(self, signal: str, values: Mapping[str, float], further: str = "") -> Iterator[EarlyWarning]:
         """A warning if a figure has just left its bound. values: by module."""
-        bound = getattr(self._section, signal)
-        if bound is None:
-            return
-        sign = -1 if signal in _AT_LEAST else 1
-        broken = {module: value for module, value in values.items() if sign * (value - bound) > 0}
-        if not broken:
+        found = list(self._breaches(signal, values, further))
+        if not found:
             if signal in self._active and (values or signal == "overflow_steps"):
                 self._active[signal] += 1
                 if self._active[signal] >= REARM:
                     del self._active[signal]
             return
         spoken, self._active[signal] = signal in self._active, 0
-        if spoken:
+        if not spoken:
+            yield from found
+
+    def _breaches(self, signal: str, values: Mapping[str, float], further: str) -> Iterator[EarlyWarning]:
+        """The warning about figures that are out of their bound, told before or not."""
+        bound = getattr(self._section, signal)
+        if bound is None:
+            return
+        sign = -1 if signal in _AT_LEAST else 1
+        broken = {module: value for module, value in values.items() if sign * (value - bound) > 0}
+        if not broken:
             return
         order = sorted(broken, key=lambda module: sign * broken[module], reverse=True)
         worst = order[0]

@@ -70,7 +70,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         telemetry.measure()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
-    guard.warn((each.signal, each.reason) for each in [*warnings, *unlike])
+    guard.warn((each.signal, each.reason) for each in [*parts.warnings.jumps, *unlike])
     modules, _ = promotable(engine.adjustable, causes, to=config.guard.promote_to)
     judgement = guard.judge(health, can_promote=bool(modules), can_roll_back=parts.checkpoints.any_saved)
     rate = scheduled_rate(config, progress.applied) * guard.lr_factor

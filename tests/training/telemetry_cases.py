@@ -253,7 +253,7 @@ class _Oracle:
 
 
 def spiked(world: World, *, stage: int, guard: str) -> dict[str, Any]:
-    """A run whose gradients jump in step 8 of 10: its events but those of steps, and the losses."""
+    """A run whose gradients jump in steps 8 and 9 of 10: its events but those of steps, and the losses."""
     overrides = (
         "optimizer.betas=[0.9, 0.999]",
         "optimizer.gradient_clipping=0",
@@ -261,8 +261,9 @@ def spiked(world: World, *, stage: int, guard: str) -> dict[str, Any]:
         guard,
         "warnings.adam_rms=2.4",
     )
-    fault = "faults=[{kind: gradient_spike, step: 8, rank: 0, module: model.layers.1.mlp.down_proj, factor: 1000.0}]"
-    arguments: dict[str, Any] = {"stage": stage, "compute": "fp32", "overrides": (*overrides, fault)}
+    spike = "rank: 0, module: model.layers.1.mlp.down_proj, factor: 1000.0"
+    faults = ", ".join(f"{{kind: gradient_spike, step: {step}, {spike}}}" for step in (8, 9))
+    arguments: dict[str, Any] = {"stage": stage, "compute": "fp32", "overrides": (*overrides, f"faults=[{faults}]")}
     with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), **arguments) as made:
         parts = replace(made, telemetry=Telemetry(made.engine, probe=False))
         progress = Progress()
