@@ -57,7 +57,7 @@ def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *,
 def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
     """Undo the promotions whose probation is over; returns the changes, module to dtype."""
     changed: dict[str, str] = {}
-    for step in guard.take_due_demotions():
+    for step in reversed(guard.take_due_demotions()):  # the newest first, since they may have the same modules
         for name, compute in promotions.by_step.pop(step, {}).items():
             if regions is not None:
                 regions.set(name, compute, f"clean since the promotion after step {step}")

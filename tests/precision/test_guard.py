@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -14,6 +15,7 @@ from config.schema import GuardSection
 from precision.corruption import different_bits, judge_reexecution, majority, odd_ranks
 from precision.guard import Guard, Judgement, Verdict, rollback_skip
 from precision.step_health import Health
+from training.promotions import Promotions, demote_due, promote
 
 NONE_USED = dict.fromkeys(("skip", "cut_lr", "correct", "promote", "rollback"), 0)
 EVERYTHING = ("skip", "cut_lr", "promote", "rollback", "abort")
@@ -267,6 +269,17 @@ def test_the_last_update_is_judged_by_whoever_resumes_and_not_again_after_a_roll
     assert resumed.judge(HEALTHY, can_roll_back=True).verdict is Verdict.ROLLBACK
     resumed.roll_back(guard.state_dict())
     assert resumed.judge(HEALTHY, can_roll_back=True).verdict is Verdict.STEP
+
+
+def test_a_module_that_was_promoted_twice_returns_to_the_manifests_dtype() -> None:
+    run, promotions = Run(plan("promote", promote_budget=2, probation_steps=2)), Promotions()
+    regions: Any = SimpleNamespace(dtypes={"mlp": "fp8"})
+    regions.set = lambda name, compute, *_: regions.dtypes.update({name: compute})
+    for compute in ("bf16", "fp32"):
+        run.attempt(BROKEN_GRADIENT)
+        promote(regions, promotions, ["mlp"], to=compute, step=run.step)
+    run.verdicts(HEALTHY, 2)
+    assert demote_due(regions, promotions, run.guard) == regions.dtypes == {"mlp": "fp8"}
 
 
 def test_a_rollback_restores_everything_but_the_budgets() -> None:
