@@ -154,7 +154,7 @@ class Guard:
         used = self._used
         self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
         self._used = {name: max(used[name], self._used[name]) for name in used}
-        self.update_ratio = None  # the rollback has answered it
+        self.update_ratio, self._warned = None, ""  # the rollback has answered them
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next judgements depend on, as plain types."""

@@ -298,6 +298,14 @@ def test_a_rollback_restores_everything_but_the_budgets() -> None:
     assert run.guard.state_dict()["loss"] == {"values": []}
 
 
+def test_a_warning_is_answered_by_one_rollback() -> None:
+    run = Run(plan("rollback", warnings=("attention_logit",), rollback_budget=3))
+    run.verdicts(HEALTHY, 3)
+    run.guard.warn([("attention_logit", "layer 3: 200")])
+    run.save()
+    assert run.verdicts(HEALTHY, 3) == ["ROLLBACK", "STEP", "STEP"]
+
+
 def test_repeated_rollbacks_leave_out_more_each_time() -> None:
     assert [rollback_skip(used, 10) for used in (1, 2, 3, 4)] == [10, 20, 40, 80]
     assert rollback_skip(1) == 1 and rollback_skip(50) == rollback_skip(51) == 64
