@@ -68,6 +68,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     measured = telemetry is not None and health.finite
     if telemetry is not None and measured:
         telemetry.measure()
+    elif telemetry is not None:
+        telemetry.forget()
 
     # Judge the step before the optimizer sees it, then apply its gradients or discard them.
     guard.warn((each.signal, each.reason) for each in [*parts.warnings.jumps, *unlike])

@@ -62,9 +62,10 @@ class Telemetry:
             self._rows[module].append(row)
         names = {module: name for name, module in engine.model.named_modules()}
         self._blocks = {names[block]: block for block in blocks_of(engine.model)}
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Drop what was seen of a step, which a later one must not be compared with."""
         self._reference: dict[str, torch.Tensor] = {}
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[tensors.Shard, torch.Tensor]] = {}
@@ -222,7 +223,7 @@ class Telemetry:
         if self._flushed.modules:
             shares = self._flushed.shares(flushes.view_as(flushed))
             fields["fp8_flushed"] = {name: _shortened(row) for name, row in shares.items()}
-        self._forget()
+        self.forget()
         return fields
 
     def _forward_signals(self, largest: list[float], sums: Iterator[torch.Tensor]) -> dict[str, Any]:

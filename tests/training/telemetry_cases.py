@@ -253,16 +253,19 @@ class _Oracle:
 
 
 def spiked(world: World, *, stage: int, guard: str) -> dict[str, Any]:
-    """A run whose gradients jump in steps 8 and 9 of 10: its events but those of steps, and the losses."""
+    """A run whose gradients jump in steps 8 and 9 of 10, after inf in step 7, a measured one: its events but those of
+    steps, and the losses."""
     overrides = (
         "optimizer.betas=[0.9, 0.999]",
         "optimizer.gradient_clipping=0",
         "guard.spike_sigmas=0",
         guard,
         "warnings.adam_rms=2.4",
+        "telemetry.every_steps=7",
     )
-    spike = "rank: 0, module: model.layers.1.mlp.down_proj, factor: 1000.0"
-    faults = ", ".join(f"{{kind: gradient_spike, step: {step}, {spike}}}" for step in (8, 9))
+    where = "rank: 0, module: model.layers.1.mlp.down_proj"
+    faults = ", ".join(f"{{kind: gradient_spike, step: {step}, {where}, factor: 1000.0}}" for step in (8, 9))
+    faults += f", {{kind: inf_gradient, step: 7, {where}}}"
     arguments: dict[str, Any] = {"stage": stage, "compute": "fp32", "overrides": (*overrides, f"faults=[{faults}]")}
     with tempfile.TemporaryDirectory() as folder, parts_of(world, Path(folder), **arguments) as made:
         parts = replace(made, telemetry=Telemetry(made.engine, probe=False))
