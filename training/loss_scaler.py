@@ -28,6 +28,7 @@ class ScaleChange:
     new: float
     reason: str
     """overflow, hysteresis, growth, promoted or resumed."""
+    consecutive_overflows: int
 
 
 class LossScaler(DynamicLossScaler):
@@ -71,7 +72,7 @@ class LossScaler(DynamicLossScaler):
         """Make the last update take effect; returns what changed, or None."""
         reason, self._reason = self._reason, None
         old, self.cur_scale = self.cur_scale, self.policy.scale
-        return ScaleChange(old, self.cur_scale, reason) if reason else None
+        return ScaleChange(old, self.cur_scale, reason, self.policy.consecutive_overflows) if reason else None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next decision depends on, as plain types."""

@@ -69,7 +69,7 @@ def record_step(
             previous=change.old,
             new=change.new,
             reason=change.reason,
-            consecutive_overflows=progress.consecutive_skips,
+            consecutive_overflows=change.consecutive_overflows,
             lr=update.lr,
             momentum_norm=momentum_norm(engine),
         )

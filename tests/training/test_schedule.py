@@ -147,18 +147,21 @@ def test_it_survives_a_round_trip_at_any_step(policy, tmp_path):
 def test_a_change_waits_for_the_end_of_the_step_and_says_why():
     scaler = LossScaler(LossScaleSection(initial=8.0, window=2, hysteresis=2, minimum=4.0))
     rows = []
+    with scaler.ignoring_overflow():  # a step that the guard refuses for another reason
+        scaler.update_scale(True)
     for overflow in (False, True, True, True, False, False, False):
         scaler.update_scale(overflow)
         during, change = scaler.cur_scale, scaler.apply_change()
-        rows.append((during, scaler.cur_scale, change.reason if change else None, scaler.policy.at_minimum))
+        why = change and (change.reason, change.consecutive_overflows)
+        rows.append((during, scaler.cur_scale, why, scaler.policy.at_minimum))
     assert rows == [
         (8.0, 8.0, None, False),
-        (8.0, 8.0, "hysteresis", False),
-        (8.0, 4.0, "overflow", False),
+        (8.0, 8.0, ("hysteresis", 1), False),
+        (8.0, 4.0, ("overflow", 2), False),
         (4.0, 4.0, None, True),
         (4.0, 4.0, None, False),
         (4.0, 4.0, None, False),
-        (4.0, 8.0, "growth", False),
+        (4.0, 8.0, ("growth", 0), False),
     ]
 
 
