@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,7 @@ import torch
 LOSS = "loss"
 """`Finding.module` for what is computed after the model: the loss itself, or its gradient entering the model."""
 MOST_FINDINGS = 5
-"""Most findings that an Inspector keeps: the first cause, and a few others that do not follow from it."""
+"""Most findings that are kept of each kind: the first cause, and a few others that do not follow from it."""
 
 Kind = Literal["inf", "nan"]
 What = Literal["activation", "gradient", "parameter", "loss"]
@@ -78,9 +79,9 @@ def largest_half(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def check_parameters(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[Finding]:
-    """One Finding for each tensor (weights or masters, by full name) that is not finite, in the order given."""
+    """Up to MOST_FINDINGS findings of tensors (weights or masters, by full name) that are not finite, in order."""
     described = ((name, describe(tensor)) for name, tensor in named_tensors)
-    bad = [(name, found) for name, found in described if found]
+    bad = islice(((name, found) for name, found in described if found), MOST_FINDINGS)
     return [Finding(name, "parameter", *found, order) for order, (name, found) in enumerate(bad)]
 
 

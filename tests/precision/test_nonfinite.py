@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.linear_cross_entropy import label_loss_sum
-from precision.findings import LOSS, Finding, check_parameters
+from precision.findings import LOSS, MOST_FINDINGS, Finding, check_parameters
 from precision.nonfinite import Inspector
 from tests.support.models.small_models import VOCABULARY, small_model
 
@@ -242,6 +242,7 @@ def test_a_bad_weight_is_named_before_the_module_it_spoils(recompute):
     assert (module.module, module.tensor, module.order) == ("model.layers.1.mlp.up_proj", "activation", 1)
     checked = check_parameters(model.named_parameters())
     assert [(found.module, found.count) for found in checked] == [("model.layers.1.mlp.up_proj.weight", 1)]
+    assert len(check_parameters((name, weight * NAN) for name, weight in model.named_parameters())) == MOST_FINDINGS
 
 
 @RECOMPUTE
