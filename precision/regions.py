@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,16 +43,6 @@ from precision.manifest import (
 from precision.shared_inputs import SharedInputs, cast_once
 
 _FLOATS = tuple(DTYPES.values())
-
-
-@dataclass(frozen=True)
-class Change:
-    """A region that changed its dtype after it was built."""
-
-    name: str
-    old: str
-    new: str
-    reason: str
 
 
 class Regions:
@@ -105,14 +94,10 @@ class Regions:
     def names_in(self, compute: str) -> tuple[str, ...]:
         return tuple(name for name, now in self._compute.items() if now == compute)
 
-    def set(self, name: str, compute: str, reason: str) -> Change | None:
-        """Change a region's dtype from the next pass on, identically on every rank; None if it has that dtype."""
+    def set(self, name: str, compute: str) -> None:
+        """Change a region's dtype from the next pass on, identically on every rank."""
         self._check(name, compute)
-        old = self._compute[name]
-        if old == compute:
-            return None
         self._compute[name] = compute
-        return Change(name, old, compute, reason)
 
     def state_dict(self) -> dict[str, str]:
         """Region name to dtype, of the regions whose dtype is no longer the manifest's."""
@@ -124,7 +109,7 @@ class Regions:
             self._check(name, compute)
         wanted = {name: str(given.compute) for name, given in self.assignments.items()} | state
         for name, compute in wanted.items():
-            self.set(name, compute, "resumed")
+            self.set(name, compute)
 
     @contextmanager
     def ambient(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *,
     """Move `modules` to `to`, remembering their previous dtypes."""
     promotions.by_step[step] = {name: regions.dtypes[name] for name in modules}
     for name in modules:
-        regions.set(name, to, f"promoted after step {step}")
+        regions.set(name, to)
 
 
 def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
@@ -60,7 +60,7 @@ def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) ->
     for step in reversed(guard.take_due_demotions()):  # the newest first, since they may have the same modules
         for name, compute in promotions.by_step.pop(step, {}).items():
             if regions is not None:
-                regions.set(name, compute, f"clean since the promotion after step {step}")
+                regions.set(name, compute)
                 changed[name] = compute
     return changed
 

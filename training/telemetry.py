@@ -325,12 +325,12 @@ class Telemetry:
         assert regions is not None
         before = dict(regions.dtypes)
         for name in before:
-            regions.set(name, "fp32", "telemetry probe")
+            regions.set(name, "fp32")
         engine.forward_backward(batch, step=0)
         pairs = [(name, tensors.whole_gradient(engine, parameter)) for name, parameter in self._parameters.items()]
         engine.discard_gradients()
         for name, compute in before.items():
-            regions.set(name, compute, "telemetry probe")
+            regions.set(name, compute)
         return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:

@@ -162,12 +162,12 @@ def test_a_module_can_leave_it_and_return_between_steps() -> None:
     with in_regions(model, manifest()) as regions:
         _, before = gradients(model)
         name = "model.layers.0.mlp.down_proj"
-        assert regions.set(name, "bf16", "promoted") is not None
+        regions.set(name, "bf16")
         assert regions.state_dict() == {name: "bf16"}
         with Observation(model) as seen:
             _, promoted = gradients(model)
         verify(seen, regions.dtypes, may_idle=regions.may_idle)
-        regions.set(name, "fp8", "back")
+        regions.set(name, "fp8")
         _, after = gradients(model)
     assert not torch.equal(before[f"{name}.weight"], promoted[f"{name}.weight"])
     assert all(torch.equal(before[key], value) for key, value in after.items())

@@ -274,7 +274,7 @@ def test_the_last_update_is_judged_by_whoever_resumes_and_not_again_after_a_roll
 def test_a_module_that_was_promoted_twice_returns_to_the_manifests_dtype() -> None:
     run, promotions = Run(plan("promote", promote_budget=2, probation_steps=2)), Promotions()
     regions: Any = SimpleNamespace(dtypes={"mlp": "fp8"})
-    regions.set = lambda name, compute, *_: regions.dtypes.update({name: compute})
+    regions.set = lambda name, compute: regions.dtypes.update({name: compute})
     for compute in ("bf16", "fp32"):
         run.attempt(BROKEN_GRADIENT)
         promote(regions, promotions, ["mlp"], to=compute, step=run.step)

@@ -77,7 +77,7 @@ def manifest_steps(world: World, *, stage: int, folder: str, manifest: dict, ove
         verify(seen, engine.regions.dtypes, may_idle=engine.regions.may_idle)
         engine.discard_gradients()
         changed = next(iter(name for name in engine.regions.dtypes if name.endswith("down_proj")))
-        engine.regions.set(changed, "fp32", "a test")
+        engine.regions.set(changed, "fp32")
         with Observation(engine.model) as after:
             engine.forward_backward(batch_of(world, 4, seed=9), step=9)
         engine.discard_gradients()

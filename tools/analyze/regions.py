@@ -104,12 +104,12 @@ def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
     regions = engine.regions
     assert regions is not None
     for name in unit.names:
-        regions.set(name, dtype, "survey")
+        regions.set(name, dtype)
     try:
         yield
     finally:
         for name in unit.names:
-            regions.set(name, "fp32", "survey")
+            regions.set(name, "fp32")
 
 
 def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:

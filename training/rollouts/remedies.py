@@ -34,7 +34,7 @@ class Remedies:
         corrected = self.dtypes.get(CORRECTION) != self._start.get(CORRECTION)
         return facts | {"gap/corrected": 1.0} if corrected else facts
 
-    def set(self, name: str, state: str, reason: str) -> None:
+    def set(self, name: str, state: str) -> None:
         """Change one remedy, on every rank alike."""
         self.dtypes[name] = state
         if name == CORRECTION:
@@ -52,7 +52,7 @@ class Remedies:
     def load_state_dict(self, state: dict[str, str]) -> None:
         """The inverse of `state_dict`."""
         for name, start in self._start.items():
-            self.set(name, state.get(name, start), "resumed")
+            self.set(name, state.get(name, start))
 
 
 def _computed(head: torch.nn.Linear, dtype: torch.dtype, states: torch.Tensor) -> torch.Tensor:

@@ -68,7 +68,7 @@ def errors(world: World, *, stage: int, folder: str, trees: dict[str, dict[str, 
                 found[f"cast {compute}"] = (error.error, error.whole)
                 assert error.finite == 1.0
         again = reference.error().error
-        engine.regions.set("model.layers.1.self_attn.v_proj", "bf16", "a test")
+        engine.regions.set("model.layers.1.self_attn.v_proj", "bf16")
         found["set by hand"] = (reference.error().error, reference.error().whole)
         after = masters_of(engine)
     plain = {name: _plain_gradients(resolved, weights, world, Path(folder), tree) for name, tree in trees.items()}

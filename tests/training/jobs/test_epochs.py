@@ -168,8 +168,8 @@ def test_regions_that_change_to_and_fro_leave_nothing_behind() -> None:
     def to_and_fro(times: int) -> None:
         for _ in range(times):
             for name, compute in regions.dtypes.items():
-                regions.set(name, "fp32", "a probe")
-                regions.set(name, compute, "a probe")
+                regions.set(name, "fp32")
+                regions.set(name, compute)
 
     to_and_fro(2)
     tracemalloc.start()
