@@ -30,8 +30,6 @@ class ScalePolicy:
     """Factor on the loss of the next step."""
     consecutive_overflows: int
     """Overflows in a row, the last update included."""
-    at_minimum: bool
-    """The last update was an overflow and the scale could not get smaller."""
     reason: Reason | None
     """Why the last update changed the scale or the hysteresis; None if it changed neither."""
 
@@ -43,13 +41,11 @@ class ScalePolicy:
         self._full_hysteresis = self.hysteresis = section.tolerated_overflows
         self.scale = section.initial_scale
         self.consecutive_overflows = 0
-        self.at_minimum = False
         self.reason = None
 
     def update(self, overflow: bool) -> None:
         """Decide the scale of the next step. overflow: this step's gradients were not finite on some rank."""
         scale, hysteresis = self.scale, self.hysteresis
-        self.at_minimum = False
         if overflow:
             self.consecutive_overflows += 1
             self._after_overflow()
@@ -70,14 +66,13 @@ class ScalePolicy:
         """The inverse of `state_dict` within the config's limits; another policy's counters are ignored."""
         self.scale = min(max(float(state["scale"]), self._minimum), self._maximum)
         self.consecutive_overflows = int(state["consecutive_overflows"])
-        self.at_minimum, self.reason = False, None
+        self.reason = None
         if state["policy"] == self.name:
             for key, name in self._COUNTERS.items():
                 saved = state[key]
                 setattr(self, name, [int(item) for item in saved] if isinstance(saved, list) else int(saved))
 
     def _back_off(self, factor: float) -> None:
-        self.at_minimum = self.scale <= self._minimum
         self.scale = max(self.scale / factor, self._minimum)
 
     def _grow(self, factor: float) -> None:
@@ -180,7 +175,7 @@ class AdaptivePolicy(ScalePolicy):
 
 
 class StaticPolicy(ScalePolicy):
-    """Always `initial`. An overflow still skips its step, and is counted; `at_minimum` stays False."""
+    """Always `initial`. An overflow still skips its step, and is counted."""
 
     name = "static"
 

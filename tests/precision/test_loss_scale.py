@@ -110,8 +110,6 @@ def test_the_scale_is_a_power_of_two_within_its_limits_and_moves_the_right_way(s
         if expected is None and policy.hysteresis != tolerance:
             expected = "hysteresis"
         assert policy.reason == expected
-        if policy.at_minimum:
-            assert overflow and policy.scale == before == section.minimum and policy.reason is None
 
 
 @settings(max_examples=200, deadline=None)
@@ -130,7 +128,7 @@ def test_the_state_survives_json_at_any_step(section, pattern, data) -> None:
 
 
 def facts(policy: Any) -> tuple:
-    return policy.state_dict(), policy.at_minimum, policy.reason
+    return policy.state_dict(), policy.reason
 
 
 @settings(max_examples=100, deadline=None)
@@ -158,8 +156,8 @@ def test_a_static_scale_never_moves_and_counts_its_overflows() -> None:
     seen = []
     for overflow in (True, True, False, True):
         policy.update(overflow)
-        seen.append((policy.scale, policy.consecutive_overflows, policy.at_minimum, policy.reason))
-    assert seen == [(1000.0, n, False, None) for n in (1, 2, 0, 1)]
+        seen.append((policy.scale, policy.consecutive_overflows, policy.reason))
+    assert seen == [(1000.0, n, None) for n in (1, 2, 0, 1)]
 
 
 def test_the_state_of_another_policy_brings_its_scale_and_nothing_else() -> None:
