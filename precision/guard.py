@@ -149,10 +149,10 @@ class Guard:
             del self._probation[step]
         return due
 
-    def roll_back(self, state: dict[str, Any] | None) -> None:
-        """Return to the guard's `state_dict` in a checkpoint, if it has one, but keep the used budgets."""
+    def roll_back(self, state: dict[str, Any]) -> None:
+        """Return to the guard's `state_dict` in a checkpoint, but keep the used budgets."""
         used = self._used
-        self.load_state_dict(state if state is not None else Guard(self._section).state_dict())
+        self.load_state_dict(state)
         self._used = {name: max(used[name], self._used[name]) for name in used}
         self.update_ratio, self._warned = None, ""  # the rollback has answered them
 
@@ -220,12 +220,10 @@ class Guard:
         return f"{texts[name]}, {self._used[name] + 1} of {self._budgets[name]} (guard.{name}_budget)"
 
 
-def rollback_skip(n_used: int, since_checkpoint: int = 1) -> int:
+def rollback_skip(n_used: int, since_checkpoint: int) -> int:
     """The number of batches after the checkpoint's position that the n-th rollback of a run skips.
 
     The first skips everything seen since the checkpoint (`since_checkpoint`, which counts skipped batches too); the
     n-th 2^(n-1) times as much, at most 64 times, so that a longer stretch of bad data is passed sooner or later.
     """
-    if n_used < 1 or since_checkpoint < 1:
-        raise ValueError(f"rollback {n_used} over {since_checkpoint} batches leaves nothing out")
     return since_checkpoint * 2 ** min(n_used - 1, _MOST_DOUBLINGS)
