@@ -22,8 +22,8 @@ class History:
     """A run so far. If a resumed run repeats steps, the last attempt counts."""
 
     path: Path
-    losses: dict[int, float] = field(default_factory=dict)
-    """Step to training loss, or to the negated reward for a run followed by its reward."""
+    losses: dict[int, float | None] = field(default_factory=dict)
+    """Step to training loss, or to the negated reward for a run followed by its reward; None if it was not applied."""
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step to validation loss."""
     speeds: list[float] = field(default_factory=list)
@@ -53,7 +53,7 @@ class History:
                 for later in range(event["step"] + 1, max(self.losses, default=0) + 1):
                     self.losses.pop(later, None)
                 name, value = followed(event)
-                self.losses[event["step"]] = value if name == "loss" else -value
+                self.losses[event["step"]] = None if not event["applied"] else value if name == "loss" else -value
                 self.speeds.append(math.nan if event["tokens_per_second"] is None else event["tokens_per_second"])
             case "eval":
                 self.evaluations[event["step"]] = math.nan if event["loss"] is None else event["loss"]
@@ -80,9 +80,9 @@ class History:
 
     @property
     def training_loss(self) -> float | None:
-        """[nats] Mean over the last LAST_STEPS steps; None before the first step."""
-        last = sorted(self.losses)[-LAST_STEPS:]
-        return fmean(self.losses[step] for step in last) if last else None
+        """[nats] Mean over the last LAST_STEPS applied steps; None before the first."""
+        known = [loss for _, loss in sorted(self.losses.items()) if loss is not None]
+        return fmean(known[-LAST_STEPS:]) if known else None
 
     @property
     def validation_loss(self) -> float | None:

@@ -105,7 +105,8 @@ def _over_seeds(results: Mapping[str, Any]) -> Table:
     groups: dict[str, list[float]] = {}
     for trial in results["trials"]:
         rest = label_of({key: value for key, value in trial["overrides"].items() if key != "run.seed"})
-        if trial["status"] == "done" and trial[field] is not None and "run.seed" in trial["overrides"]:
+        known = trial[field] is not None and math.isfinite(trial[field])
+        if trial["status"] == "done" and known and "run.seed" in trial["overrides"]:
             groups.setdefault(rest, []).append(trial[field])
     table = Table(("over seeds", "runs done", "mean loss", "standard deviation"))
     if any(len(losses) > 1 for losses in groups.values()):

@@ -18,9 +18,10 @@ import yaml
 from config.cli import REPOSITORY
 from launch.sweep.events import History
 from launch.sweep.file import as_setting, read_sweep
-from launch.sweep.folder import prepare
+from launch.sweep.folder import Outcome, prepare
 from launch.sweep.rule import Hopeless, Report, hopeless_reason
 from launch.sweep.slots import slot_environments
+from launch.sweep.table import as_markdown, results_of
 from launch.sweep.trial import RUN_FOLDER_VARIABLE, command_of
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN, children, events
@@ -117,6 +118,7 @@ def test_the_rule_is_viziers_median_stopping_rule():
 def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
     path = tmp_path / "events.jsonl"
     steps = [("step", n, step_fields(n, loss=float(n))) for n in range(1, 9)]
+    steps[1] = ("step", 2, step_fields(2, loss=math.nan, applied=False))
     steps[2] = ("step", 3, step_fields(3, loss=0.0) | {"metrics": {"reward/mean": -3.0}})  # followed by its reward
     again = [("step", n, step_fields(n, loss=math.inf if n == 6 else 100.0 + n)) for n in (5, 6)]
     lines = [("run_start", 0, start_fields(world_size=4)), *steps, ("run_end", 8, {"status": "x", "exit_code": 75})]
@@ -129,10 +131,20 @@ def test_events_are_read_as_they_come_and_the_later_attempt_counts(tmp_path):
         history.refresh()
     path.write_bytes(text + b'{"event": "step", "st')
     history.refresh()
-    assert history.losses == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 105.0, 6: math.inf}
+    assert history.losses == {1: 1.0, 2: None, 3: 3.0, 4: 4.0, 5: 105.0, 6: math.inf}
     assert (history.validation_loss, history.world_size, history.ended, history.steps) == (7.5, 2, None, 6)
-    assert history.reports(Hopeless(every_steps=2)) == [Report(2, 1.5), Report(4, 3.5), Report(6, math.inf)]
+    assert history.reports(Hopeless(every_steps=2)) == [Report(2, 1.0), Report(4, 3.5), Report(6, math.inf)]
     assert history.reports(Hopeless(loss="validation")) == [Report(6, 7.5)]
+
+
+def test_a_seed_that_diverged_is_left_out_of_the_mean_over_seeds(tmp_path):
+    plan, _ = prepare(read_sweep(sweep_file(tmp_path, grid=None, seeds=3)))
+    for entry, loss in zip(plan.trials, (1.0, 2.0, math.nan), strict=True):
+        plan.record(entry, Outcome("done"))
+        plan.run_folder(entry).mkdir()
+        step = {"event": "step", "step": 1, "time": 1.0, **step_fields(1, loss=loss)}
+        (plan.run_folder(entry) / "events.jsonl").write_bytes(encode(step))
+    assert "| 2         | 1.5000    | 0.7071 " in as_markdown(results_of(plan))
 
 
 @pytest.mark.parametrize(

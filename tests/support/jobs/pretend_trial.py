@@ -42,7 +42,7 @@ def main() -> int:
         time.sleep(float(settings.get("optimizer.eps", 0)) if first else 0)
         rate = float(yaml.safe_load(settings["optimizer.learning_rate"]))
         loss = 1 + abs(math.log10(rate) + 3) + 9 / step
-        write(folder, "step", step, loss="nan" if how == "diverge" else loss, tokens_per_second=1000.0)
+        write(folder, "step", step, loss="nan" if how == "diverge" else loss, applied=True, tokens_per_second=1000.0)
         saved.mkdir(parents=True, exist_ok=True)
         if how == "late" and first:
             return 1
