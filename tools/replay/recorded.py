@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from config.errors import UserError
 from config.resolved import Resolved
@@ -43,7 +43,7 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
         lambda pair: pair[1]["position"] == steps[-1]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
         enumerate(further, start=1),
     )
-    of_it = [*takewhile(lambda event: event["event"] != "step", events[at + 1 :])]
+    of_it = _until_next_step(events, at)
     incidents = [event for event in of_it if event["event"] == "incident" and event["step"] == step]
     return Recorded(
         steps=steps,
@@ -63,7 +63,9 @@ def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
     if not reached:
         raise UserError(f"--step {step}: the run has no such step; its events end at step {last_step(events)}")
-    bad = [i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in events[i : i + 30])]
+    bad = [
+        i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in _until_next_step(events, i))
+    ]
     index = (bad or reached)[-1]
     chain: list[Event] = []
     for event in reversed(events[: index + 1]):
@@ -71,6 +73,11 @@ def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
         if event["event"] == "step" and event["step"] == wanted:
             chain.append(event)
     return chain[::-1]
+
+
+def _until_next_step(events: list[Event], at: int) -> list[Event]:
+    """The events after that of index `at`, up to the next `step`."""
+    return [*takewhile(lambda event: event["event"] != "step", islice(events, at + 1, None))]
 
 
 def require_layout(session: Event, resolved: Resolved) -> None:

@@ -111,6 +111,9 @@ def test_the_record_of_an_attempt_ends_where_the_run_went_back():
     trace = [START, first, failed, INCIDENT, again, step(3, position=3), step(4, position=5)]
     found = read_recorded(trace, 2)
     assert found.steps == [first, failed] and found.incident is INCIDENT and found.after == []
+    causes = [{"event": "nonfinite", "step": 2, "rank": rank} for rank in range(40)]
+    found = read_recorded([*trace[:3], *causes, *trace[3:]], 2)
+    assert found.incident is INCIDENT and found.causes == causes
     found = read_recorded([START, first, again, *trace[5:]], 2)
     assert found.incident is None
     assert [event["step"] for event in found.after] == [3], "step 4 left a batch out"
