@@ -94,7 +94,8 @@ class Shape:
     trained_block: int
     """[parameters] Trained parameters of the largest transformer block."""
     matmul_parameters: int
-    """[parameters] Number used in matmuls per token: includes the head, excludes embeddings that are only looked up."""
+    """[parameters] Number used in matmuls per token: includes the head and the experts chosen for the token, excludes
+    embeddings that are only looked up."""
     trained_matmul: int
     """[parameters] Trained part of `matmul_parameters`, which needs one more matmul in the backward pass."""
     groups: tuple[Group, ...]
@@ -304,7 +305,9 @@ def sizes_of(
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
     # a fully trained module keeps an unused copy of its original
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
-    matmuls = [(item, size) for item, size in used.values() if id(item) not in looked_up | _embeddings(model)]
+    matmuls = [
+        (item, _per_token(item, text)) for item, _ in used.values() if id(item) not in looked_up | _embeddings(model)
+    ]
     inside = list(block.parameters())
     trained = [size for item, size in parameters.values() if item.requires_grad]
     head = model.get_output_embeddings()
@@ -331,6 +334,14 @@ def sizes_of(
         attention=str(model.config._attn_implementation),
         codes=codes,
     )
+
+
+def _per_token(item: Any, text: Any) -> int:
+    """[parameters] Number of a tensor that one token uses: of fused experts, those that its router chooses."""
+    whole, experts = (how.whole(item.shape) if (how := cut(item)) else item.shape), expert_count(text)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    fused = bool(chosen) and len(whole) == 3 and whole[0] == experts
+    return int(item.numel() * chosen // item.shape[0] if fused else item.numel())
 
 
 _BLOCK, _SCALES = 64, 256

@@ -197,13 +197,17 @@ def test_a_block_keeps_what_is_counted(family: str, compute: str, manifest: str)
 def test_a_tensor_of_fused_experts_is_planned_as_its_matrices() -> None:
     sizes = GATED | {"num_key_value_heads": 4, "num_local_experts": 3, "num_hidden_layers": 2}
     config, section = AutoConfig.for_model("mixtral", **sizes), OptimizerSection(name="muon")
-    found, *_ = sizes_of(empty_model(ModelSection(), config), AdapterSection(), section).groups
+    shape = sizes_of(empty_model(ModelSection(), config), AdapterSection(), section)
+    found, *_ = shape.groups
     model = AutoModelForCausalLM.from_config(config)
     matrices, *_ = parameter_groups(model, section)
     largest = max(matrices["params"], key=torch.numel)
     assert largest.dim() == 3 and found.matrix
     assert (found.parameters, found.largest) == (sum(map(torch.numel, matrices["params"])), largest.numel())
     assert found.sides == tuple(sorted(largest.shape[1:]))
+    experts = sum(item.numel() for item in model.parameters() if item.dim() == 3)
+    unused = model.get_input_embeddings().weight.numel() + experts // 3  # two of three experts compute a token
+    assert shape.matmul_parameters == shape.trained_matmul == shape.parameters - unused
 
 
 @pytest.mark.slow
