@@ -75,6 +75,16 @@ class Chat:
         self._refuse_control_tokens(messages)
         return self._encode(self._render(example, messages, generate=True), [], control_tokens=True)[0]
 
+    def end_of_turn(self) -> int | None:
+        """The control token that ends an answer in the template; None without one."""
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            found = self.tokens(Example(messages=turns))
+        except BadRow:
+            return None
+        last = int(found.ids[found.trained][-1])
+        return last if last in self._special else None
+
     def _require_template(self, example: Example) -> None:
         """Raises BadRow for a conversation without a template to render it."""
         if example.messages is not None and not (self.renders(example) or example.prompt):

@@ -21,9 +21,10 @@ from config.errors import UserError, one_line
 from config.files import file_sha256, flush
 from config.load import load_config
 from config.redact import redact
-from config.schema import Config
+from config.schema import SAMPLING_TASKS, Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
+from data.sources.chat import Chat
 from data.text.tokenizer import load_tokenizer, vocabulary_size
 from modeling.build import count_parameters, empty_model, model_config
 from precision.dtypes import DTYPES
@@ -215,12 +216,17 @@ def build_skeleton(
 
 
 def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, the tokenizer and, for models that generate, the base's generation settings or new ones."""
-    section = config.model
+    """config.json, the tokenizer and, for models that generate, the base's generation settings or new ones, with every
+    token that ends a text of the base or of the run."""
+    section, ends = config.model, [tokenizer.eos_token_id]
+    if config.task in ("sft", "dpo", *SAMPLING_TASKS):
+        ends += [Chat(tokenizer, template=None, train_on="assistant").end_of_turn()]
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id
         if config.task != "seq2seq":  # its sources were padded with the existing pad token
             shape.pad_token_id = tokenizer.pad_token_id
+    elif shape.eos_token_id is not None and config.task not in ENCODER_TASKS:
+        shape.eos_token_id = _joined(shape.eos_token_id, ends)
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.task in ENCODER_TASKS:
@@ -232,9 +238,16 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
     if generation is None and config.task == "seq2seq":
         generation = GenerationConfig.from_model_config(shape)
     if generation is None:
-        ends = tokenizer.eos_token_id
-        generation = GenerationConfig(bos_token_id=shape.bos_token_id, eos_token_id=ends, pad_token_id=ends)
+        generation = GenerationConfig(bos_token_id=shape.bos_token_id, pad_token_id=tokenizer.eos_token_id)
+    generation.eos_token_id = _joined(generation.eos_token_id, ends)
     generation.save_pretrained(folder)
+
+
+def _joined(given: int | list[int] | None, further: list[int | None]) -> Any:
+    """The ids of both without repeats, the given ones first; an id by itself if there is only one."""
+    found = dict.fromkeys([*(given if isinstance(given, list) else [given]), *further])
+    ids = [number for number in found if number is not None]
+    return ids if len(ids) > 1 else ids[0]
 
 
 def _require_loadable(folder: Path, skeleton: PreTrainedModel, config: Config) -> None:

@@ -14,14 +14,16 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.schema import Config, ModelSection
 from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support.jobs import launches
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.rows.chats import write_base
 from tests.support.runs.exports import exported, exported_adapter, source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.checkpoint import resume_cases as cases
@@ -29,7 +31,7 @@ from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained
 from tests.training.tasks.conftest import folder
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main
-from tools.export_hf.export import export, find_source
+from tools.export_hf.export import _write_settings, export, find_source
 from tools.export_hf.facts import run_facts
 from tools.export_hf.gap import row_gap
 from tools.export_hf.rows import rows_of_run
@@ -136,6 +138,21 @@ def test_the_exported_folder_loads_and_computes_what_the_masters_do(job, tmp_pat
     assert "20 of 20 tensors were compared with a second copy" in said
     [*_, command] = (line for line in said.splitlines() if line.startswith("record it in wandb: "))
     assert shlex.split(command)[-2] == str(out)
+
+
+def test_generation_ends_where_a_text_of_the_base_or_of_the_run_ends(tmp_path):
+    base = write_base(tmp_path / "base", eos_token_id=7)
+    tokenizer, given = AutoTokenizer.from_pretrained(base), {"name_or_path": str(base)}
+    end, turn = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+    for task, section, ends in (
+        ("pretrain", ModelSection(**given), [7, end]),
+        ("sft", ModelSection(**given), [7, end, turn]),
+        ("sft", ModelSection(), [end, turn]),
+    ):
+        config = Config(task=task, model=section)
+        _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), tokenizer)
+        assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
+        assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == (ends if section.name_or_path else end)
 
 
 def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_path):
