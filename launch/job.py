@@ -52,6 +52,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_LINES = 400
 _LOST_LINE = re.compile(r"error: (rank \d+ .*?); rank \d+ stops, exit code")
 _TORCHRUN_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
+_RUNS_SCRIPT = re.compile(r"[^\0]*python[^/\0]*\0(-[XW]\0[^\0]+\0|-[^mc\0][^\0]*\0)*[^-\0][^\0]*\.py\0")
 _MODULES = {
     ("deepspeed",): "deepspeed.launcher.runner",
     ("torchrun",): "torch.distributed.run",
@@ -395,11 +396,17 @@ class Job:
                 yield int(environment["RANK"]), pid
 
     def _single_process(self) -> dict[int, int]:
-        """{0: pid} if the command is `python train.py` without a launcher; else empty. It sets RANK=0 for itself after
-        it starts, which /proc shows only in the environment of its helpers."""
-        program, script = self._command[0], self._command[1]
-        alone = Path(program).name.startswith("python") and script.endswith(".py")
-        return {0: self._launcher.pid} if alone and self._launcher.returncode is None else {}
+        """{0: pid} of `python train.py`, however it was started without a launcher; else empty. It sets RANK=0 for
+        itself after it starts, which /proc shows only in the environment of its helpers."""
+        launchers = {*(words[0] for words in _MODULES), *_MODULES.values()}
+        if launchers.intersection(Path(word).name for word in self._command):
+            return {}
+        for pid in _descendants(os.getpid()):  # parents first
+            with suppress(OSError):
+                command = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes())
+                if _RUNS_SCRIPT.match(command) and not {"RANK", "LOCAL_RANK"} <= environment_of(pid).keys():
+                    return {0: pid}
+        return {}
 
     def _reap_orphans(self) -> None:
         """Reap adopted processes that have ended, since DeepSpeed's launcher waits 30 s for a zombie."""

@@ -24,9 +24,9 @@ DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
 
 
-def pretended(folder, *plan, options=(), overrides=()):
+def pretended(folder, *plan, options=(), overrides=(), program=("python",)):
     """A supervised job that does what `plan` says."""
-    job = ["python", f"{REPOSITORY}/tests/support/jobs/pretend_train.py", "--config", "config/recipes/demo.yaml"]
+    job = [*program, f"{REPOSITORY}/tests/support/jobs/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
     command = [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job]
     return launches.start(["env", f"PRETEND={json.dumps(plan)}", *command])
@@ -86,10 +86,17 @@ def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
     assert "given up after 3 restarts within 60 minutes" in output.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "program"),
+    [
+        (signal.SIGTERM, ["python"]),
+        (signal.SIGUSR1, ["nice", "python", "-u", "-X", "dev"]),
+        (signal.SIGINT, ["sh", "-c", '"$@"; exit $?', "sh", "python"]),
+    ],
+)
+def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number, program):
     """A run without a launcher, and not its helper: wandb's service inherits the RANK that the run gave itself."""
-    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True})
+    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True}, program=program)
     launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
     time.sleep(0.2)  # until the helper is there
     job.send_signal(number)
