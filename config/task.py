@@ -129,6 +129,11 @@ def _decided(source: str, path: str | None) -> Any:
         return source
     if path is None:
         return "stdlib"
+    return source_of(path)
+
+
+def source_of(path: str) -> Any:
+    """The data.source that a file's suffixes say; hub if they say none."""
     name = path.partition("?")[0] if is_url(path) else path
     suffixes = [suffix for suffix in PurePath(name).suffixes if suffix not in _COMPRESSED]
     return _SUFFIXES.get(suffixes[-1] if suffixes else "", "hub")

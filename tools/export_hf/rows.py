@@ -14,7 +14,7 @@ import torch
 from config.errors import UserError
 from config.load import load_config
 from config.schema import Config
-from config.task import CAUSAL_LM, model_class_of, settle_task
+from config.task import CAUSAL_LM, model_class_of, settle_task, source_of
 from data.batches.loader import IGNORED_LABEL, Batch
 from data.corpora.corpus import Corpus, open_corpus
 from data.corpora.row_shards import RowShards
@@ -26,7 +26,6 @@ ROWS = 8
 _TOKENS = 512
 """At most this many tokens of a row are used, and never more than a sequence of the run, the model's positions."""
 _CONFIGS = (".yaml", ".yml")
-_COMPRESSED = (".gz", ".zst")
 
 Unit = Literal["token", "label", "number"]
 
@@ -151,7 +150,8 @@ def _of_file(data: str, config: Config) -> Config:
     """The run's config with this file as its only data, none of it held out."""
     if not Path(data).expanduser().exists():
         raise UserError(f"--compare-logits {data}: is not there; give a run config or a file of rows or text")
-    kind, task = _kind(data), config.task
+    known, task = source_of(data), config.task
+    kind: Any = known if known in ("jsonl", "parquet") else "text"
     if kind == "text" and model_class_of(config) == CAUSAL_LM:
         task = "pretrain"
     elif kind == "text" and task != "mlm":
@@ -164,9 +164,3 @@ def _of_file(data: str, config: Config) -> Config:
 def _spread(available: int, count: int) -> Any:
     taken = min(available, count)
     return np.arange(taken, dtype=np.int64) * available // max(taken, 1)
-
-
-def _kind(path: str) -> Any:
-    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
-    known = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-    return known.get(suffixes[-1] if suffixes else "", "text")

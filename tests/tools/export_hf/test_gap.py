@@ -1,5 +1,6 @@
 """The train-inference gap, of each task, equals an independent computation, and a wrong export is found and named."""
 
+import bz2
 import functools
 import json
 import math
@@ -59,6 +60,9 @@ def test_rows_are_those_of_the_data_that_is_named(chats: Path) -> None:
     texts = {tokenizer.apply_chat_template(turns, tokenize=False) for turns in whole}
     assert len(of_file) == 3
     assert {tokenizer.decode(ids_of(row)) for row in of_file} <= texts
+    (chats / "others.jsonl.bz2").write_bytes(bz2.compress((chats / "others.jsonl").read_bytes()))
+    packed = rows_of_data(str(chats / "others.jsonl.bz2"), config, chats / "base", 3)
+    assert [ids_of(row).tolist() for row in packed] == [ids_of(row).tolist() for row in of_file]
     written = yaml.safe_load(to_yaml(config)) | {"task": "sft"}
     written["data"] |= {"path": str(chats / "others.jsonl"), "tokenizer": "bytes", "validation": []}
     (chats / "other.yaml").write_text(yaml.safe_dump(written))
