@@ -12,7 +12,7 @@ from tracking.compare.differences import Difference, differences
 from tracking.compare.divergence import COMPARED, Divergence, Tolerance, find_divergence
 from tracking.compare.groups import Group, seed_groups
 from tracking.compare.measures import Measure, measures
-from tracking.compare.winners import find_winners
+from tracking.compare.winners import TOTALS, find_winners
 from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts
 
@@ -89,6 +89,8 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
     known, groups = caveats(runs, found), seed_groups(runs)
     voided = {key: text.partition(":")[0] for text, voids in reversed(known) for key in voids}
+    if len({len(run.columns) for run in runs}) > 1:
+        voided = dict.fromkeys(TOTALS, "different numbers of steps") | voided
     rows, means, verdicts = find_winners(runs, measures(runs, price=price), groups, voided)
     return Comparison(runs, [text for text, _ in known], found, pairs, rows, means, verdicts, groups)
 

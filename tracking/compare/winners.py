@@ -24,6 +24,9 @@ MAIN_MEASURES = frozenset(
     }
 )
 
+TOTALS = ("skipped", "nonfinite", "incidents", "abandoned", "cost")
+"""Measures that grow with the number of steps."""
+
 _AS = {"loss": "loss_at_equal_tokens", "validation": "validation_at_equal_tokens"}
 """Measure whose caveat also applies to the loss where a run ended."""
 

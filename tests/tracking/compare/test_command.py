@@ -433,6 +433,7 @@ def test_a_run_that_ended_early_does_not_cut_the_others_short(tmp_path: Path) ->
     assert math.isnan(rows["validation_at_equal_tokens"].values[2])
     alone = {row.key: row for row in _compared(runs[0], early).measures}
     assert f"at {12 * TOKENS_PER_STEP:,} tokens" in alone["loss_at_equal_tokens"].title, "there is nobody to cut short"
+    assert alone["skipped"].withheld == "different numbers of steps"
 
 
 def test_each_run_that_came_less_far_is_compared_at_its_own_last_point(tmp_path: Path) -> None:
