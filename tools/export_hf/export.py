@@ -302,7 +302,8 @@ def _labels(config: Config, shape: PretrainedConfig) -> Mapping[Any, str] | None
 
 def _seal(folder: Path, facts: dict[str, Any]) -> None:
     """Hash the files, write facts and card, hash these too, and flush all to disk."""
-    facts["export"]["files"] = {path.name: file_sha256(path) for path in sorted(folder.iterdir())}
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    facts["export"]["files"] = {path.relative_to(folder).as_posix(): file_sha256(path) for path in files}
     plain = redact(json.loads(encode(facts)))
     (folder / FACTS).write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(plain), encoding="utf-8")
@@ -310,10 +311,11 @@ def _seal(folder: Path, facts: dict[str, Any]) -> None:
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
     (folder / SUMS).write_text(lines, encoding="utf-8")
     mode = (folder / CARD).stat().st_mode
-    for path in folder.iterdir():
+    for path in (*files, folder / FACTS, folder / CARD, folder / SUMS):
         path.chmod(mode)  # safetensors makes its files readable by their owner only
         flush(path)
-    flush(folder)
+    for path in {folder, *(path.parent for path in files)}:
+        flush(path)
 
 
 def _publish(aside: Path, out: Path) -> None:

@@ -31,7 +31,7 @@ from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained
 from tests.training.tasks.conftest import folder
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main
-from tools.export_hf.export import _write_settings, export, find_source
+from tools.export_hf.export import _seal, _write_settings, export, find_source
 from tools.export_hf.facts import run_facts
 from tools.export_hf.gap import row_gap
 from tools.export_hf.rows import rows_of_run
@@ -153,6 +153,16 @@ def test_generation_ends_where_a_text_of_the_base_or_of_the_run_ends(tmp_path):
         _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), tokenizer)
         assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
         assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == (ends if section.name_or_path else end)
+
+
+def test_further_chat_templates_are_hashed_in_their_folder(tmp_path, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(write_base(tmp_path / "base"))
+    tokenizer.chat_template = dict.fromkeys(("default", "tool_use"), tokenizer.chat_template)
+    tokenizer.save_pretrained(tmp_path / "out")
+    monkeypatch.setattr("tools.export_hf.export.model_card", lambda facts: "a card")
+    _seal(tmp_path / "out", {"export": {}})
+    done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path / "out", capture_output=True, text=True)
+    assert done.returncode == 0 and "additional_chat_templates/tool_use.jinja: OK" in done.stdout
 
 
 def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_path):
