@@ -15,8 +15,14 @@ from config.errors import UserError
 from config.redact import HIDDEN, redact
 
 OPTION = "--push-to-hub"
-_STALE = ["model*.safetensors", "model.safetensors.index.json"]
-"""Weights that an earlier push may have left under other names: `from_pretrained` could prefer them."""
+_STALE = [
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*",
+    "adapter_model*",
+    "adapter_config.json",
+]
+"""Weights that an earlier push may have left under other names: `from_pretrained` could prefer or add them."""
 
 
 @dataclass(frozen=True)

@@ -269,7 +269,13 @@ def push(job: Path, out: Path, hub: Hub, name: str) -> subprocess.CompletedProce
 def test_a_push_uploads_what_was_written_and_verified(job, tmp_path):
     with running() as hub:
         kept = {".gitattributes": b"*", "notes.md": b"mine"}
-        hub.repos[f"{USER}/tiny"] = Repo(private=True, files={"model-00001-of-00002.safetensors": b"old", **kept})
+        old = (
+            "model-00001-of-00002.safetensors",
+            "pytorch_model.bin",
+            "adapter_model.safetensors",
+            "adapter_config.json",
+        )
+        hub.repos[f"{USER}/tiny"] = Repo(private=True, files={**dict.fromkeys(old, b"old"), **kept})
         done = push(job, tmp_path / "out", hub, "tiny")
         assert done.returncode == 0, done.stderr
         repo = hub.repos[f"{USER}/tiny"]
