@@ -123,7 +123,7 @@ def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[s
     section = resolved.config.precision
     manifest: dict[str, Any] = {"default": resolved.compute, "rules": []}
     if section.manifest is not None:
-        manifest = json.loads(Path(section.manifest).read_text(encoding="utf-8"))
+        manifest = json.loads((REPOSITORY / section.manifest).read_text(encoding="utf-8"))
         manifest.pop("$schema", None)  # relative to the original file
     rules = [{"match": name, "compute": "fp32", "reason": "its check against FP32 failed"} for name in modules]
     path = folder / "promoted.json"

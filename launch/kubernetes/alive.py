@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.error
-import urllib.request
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 
 from config.cli import Arguments, entry_point
 
@@ -23,16 +23,13 @@ ANSWER_SECONDS = 10.0
 def last_event(port: int) -> float | None:
     """Time of rank 0's last event, in seconds since the epoch; None without one, or if the port is closed. Raises
     TimeoutError or OSError if something listens there but does not answer."""
-    url = f"http://127.0.0.1:{port}/metrics?name[]={METRIC}"
-    try:
-        with urllib.request.urlopen(url, timeout=ANSWER_SECONDS) as answer:
-            text = answer.read().decode()
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, ConnectionRefusedError):
-            return None
-        raise
-    values = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(METRIC)]
-    return float(values[0]) if values else None
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)  # urlopen would obey http_proxy
+    with closing(connection), suppress(ConnectionRefusedError):
+        connection.request("GET", f"/metrics?name[]={METRIC}")
+        text = connection.getresponse().read().decode()
+        values = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(METRIC)]
+        return float(values[0]) if values else None
+    return None
 
 
 @entry_point()

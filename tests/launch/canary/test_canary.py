@@ -94,7 +94,8 @@ def test_a_run_that_is_there_is_not_taken_over(tmp_path, refusal):
     assert not (tmp_path / "runs/it-canary").exists()
 
 
-def test_a_fallback_is_a_run_that_resolves(tmp_path):
+def test_a_fallback_is_a_run_that_resolves(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     cast = plan_of(tmp_path).resolved
     there = plan_of(tmp_path, *promoted(cast, [MODULE], tmp_path)).resolved
     assert (there.compute, there.config.precision.path) == ("fp32", "manifest")

@@ -142,7 +142,11 @@ def test_the_liveness_probe_strikes_only_when_something_is_wrong(capsys, monkeyp
     assert probe(port) == 0  # nothing recorded yet: it starts
     sink.write({"event": "note", "step": 0, "time": time.time() - 59 * 60, "tokens": 0, "text": "it"})
     assert probe(port) == 0
-    assert probe(port, minutes=58) == 1
+    with monkeypatch.context() as proxied:
+        proxied.setenv("http_proxy", "http://127.0.0.1:9")
+        proxied.setenv("no_proxy", "")
+        proxied.setattr(urllib.request, "_opener", None)  # it has the proxies of its first use
+        assert probe(port, minutes=58) == 1
     assert "nothing recorded for 59 minutes" in capsys.readouterr().out
     assert scrapes(sink) == 0  # a probe is no scrape: the run's end would take it for Prometheus
     sink.close()
