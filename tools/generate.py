@@ -16,9 +16,10 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from config import json_text
 from config.cli import Arguments, entry_point
@@ -27,8 +28,11 @@ from config.options import positive_int, positive_number
 from config.printable import printable
 from config.schema import AdapterSection
 from data.sources.file_rows import json_rows
-from data.sources.row_formats import BadRow, read_example
+from data.sources.row_formats import BadRow, Example, read_example
 from tracking.serve.notes import Notes, read_notes, write_notes
+
+if TYPE_CHECKING:
+    from data.sources.chat import Chat
 
 
 @entry_point()
@@ -160,31 +164,39 @@ _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 
 
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
-    """The model's continuation of the prompt, or its answer to each of the user's turns."""
+    """The model's continuation of the prompt, or its answer to each of the user's turns. Raises UserError."""
+    reads, chat = model.config.is_encoder_decoder, _chat_of(model, tokenizer)
     if not options.chat:
-        reads = model.config.is_encoder_decoder
-        ids = tokenizer(options.prompt, add_special_tokens=reads).input_ids
+        own = tokenizer(options.prompt, add_special_tokens=reads).input_ids
+        ids = own if reads else [*chat.prompt(Example()).tolist(), *own]
         answer = generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
         yield answer if reads else options.prompt + answer
         return
     messages: list[dict[str, str]] = []
     for said in [options.prompt] if options.prompt is not None else _typed():
         messages.append({"role": "user", "content": said})
-        answer = _reply(model, tokenizer, messages, options)
+        try:
+            ids = chat.prompt(Example(messages=messages)).tolist()
+        except BadRow as problem:
+            raise UserError(f"--chat: {problem}") from problem
+        answer = generate(model, tokenizer, ids, options)
         messages.append({"role": "assistant", "content": answer})
         yield answer
 
 
-def _reply(model: Any, tokenizer: Any, messages: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    """The model's next turn of a conversation."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    ids = tokenizer(text, add_special_tokens=model.config.is_encoder_decoder).input_ids
-    return generate(model, tokenizer, ids, options)
+def _chat_of(model: Any, tokenizer: Any) -> Chat:
+    """The maker of prompts from texts and conversations, as in training."""
+    from data.sources.chat import Chat
+    from data.sources.seq2seq_rows import SourceAndTarget
+
+    if model.config.is_encoder_decoder:
+        return SourceAndTarget(tokenizer, template=None)
+    return Chat(tokenizer, template=None, train_on="assistant")
 
 
 def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
     """Each answer to a row of `options.rows`, and the number that match its last turn exactly. Raises UserError."""
-    chats = _chats(options.rows)
+    chats = _chats(options.rows, _chat_of(model, tokenizer))
     passes = {"exact match": nullcontext()}
     if hasattr(model, "disable_adapter"):
         passes = {"exact match before training": model.disable_adapter(), "after training": nullcontext()}
@@ -192,9 +204,9 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
     for name, manner in passes.items():
         right = 0
         with manner:
-            for *asked, wanted in chats:
-                answer = _reply(model, tokenizer, asked, options).strip()
-                same = answer == wanted["content"].strip()
+            for ids, wanted in chats:
+                answer = generate(model, tokenizer, ids, options).strip()
+                same = answer == wanted.strip()
                 right += same
                 yield f"{'right' if same else 'wrong'}: {shorten(answer, 100)}"
         counts.append(f"{name} {right} of {len(chats)}")
@@ -205,19 +217,20 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
     yield found
 
 
-def _chats(path: Path) -> list[list[dict[str, Any]]]:
-    """The conversations of a JSONL file. Raises UserError naming the first bad line."""
+def _chats(path: Path, chat: Chat) -> list[tuple[list[int], str]]:
+    """(prompt, answer) of each conversation of a JSONL file. Raises UserError naming the first bad line."""
     found = []
     for where, row in json_rows(str(path)):
         try:
             if isinstance(row, BadRow):
                 raise row
-            messages = read_example(row, "messages", "text").messages or []
-            if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            example = read_example(row, "messages", "text")
+            *asked, wanted = example.messages or [{}]
+            if not asked or wanted["role"] != "assistant":
                 raise BadRow("messages", "do not end with an assistant's turn after another one; correct the row")
+            found.append((chat.prompt(replace(example, messages=asked)).tolist(), wanted["content"]))
         except BadRow as problem:
             raise UserError(f"{where}: {problem}") from problem
-        found.append(messages)
     if not found:
         raise UserError(f"--rows {path}: has no rows; give chats, one a line")
     return found

@@ -45,6 +45,15 @@ class SourceAndTarget(Chat):
             answer = np.append(answer, self._tokenizer.eos_token_id)
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
 
+    def prompt(self, example: Example) -> np.ndarray:
+        """(n,) int64: the source of a row whose answer is to be generated. Raises BadRow."""
+        self._require_template(example)
+        if not self.renders(example):
+            return self._with_specials(example.prompt, control_tokens=False)
+        messages = example.messages or []
+        self._refuse_control_tokens(messages)
+        return self._with_specials(self._render(example, messages, generate=True), control_tokens=True)
+
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
         """The row, both sides cut to their maximum lengths (a target loses its end), or nothing; updates `counts`."""
         source, target = sides(row.ids, row.trained)

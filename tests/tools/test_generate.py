@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.cli import REPOSITORY
 from config.machine.processes import free_port
 from config.printable import printable
 from tests.support.rows.chats import write_base
-from tools.generate import main
+from tools.generate import answers, load, main, read_options, scores
 from tracking.serve.notes import Notes, read_notes, write_notes
 
 
@@ -85,6 +86,24 @@ def test_it_counts_answers_to_rows_with_and_without_the_adapter(base, tmp_path, 
     assert read_notes(run) == Notes(("kept",), f"kept, too\n{count}")
     assert main([str(base), "--rows", str(rows), "--tokens", "8"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"exact match 1 of 2 ({rows})"
+
+
+def test_the_model_is_given_what_training_would_give_it(base, tmp_path, monkeypatch) -> None:
+    seen: list[str] = []
+    model, tokenizer = load(base, dtype="fp32")
+    end = ("</s>", tokenizer.eos_token_id)
+    single = TemplateProcessing(single="</s> $A", special_tokens=[end])
+    tokenizer.backend_tokenizer.post_processor = single
+    tokenizer.chat_template = "{{ tools[0].name }} {{ manner }}: {{ messages[0].content }}"
+    row = {"messages": [{"role": "user", "content": "the rank"}, {"role": "assistant", "content": "run"}]}
+    row |= {"tools": [{"name": "adam"}], "chat_template_kwargs": {"manner": "half"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    monkeypatch.setattr(
+        "tools.generate.generate", lambda model, tokenizer, ids, options: seen.append(tokenizer.decode(ids)) or ""
+    )
+    assert [*answers(model, tokenizer, read_options([str(base), "--prompt", "the loss"]))] == ["the loss"]
+    assert len([*scores(model, tokenizer, read_options([str(base), "--rows", f"{tmp_path}/rows.jsonl"]))]) == 2
+    assert seen == ["</s>the loss", "adam half: the rank"]
 
 
 def test_it_loads_a_checkpoint(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
