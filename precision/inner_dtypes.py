@@ -113,7 +113,7 @@ class InnerDtypes:
             return
         given = args[0] if args else None
         result = output[0] if isinstance(output, tuple | list) and output else output
-        if not (_is_float(given) and isinstance(result, torch.Tensor)):
+        if not (is_float(given) and isinstance(result, torch.Tensor)):
             return
         if where in self._norms and self._is_norm_step(where, name, args, result):
             return
@@ -133,7 +133,7 @@ class InnerDtypes:
         elif name in _SOFTMAXES:
             self._found(SOFTMAX, where, self._of_kernel(where, given))
         elif name in _ANGLES:
-            self._found(ROTARY, where, _narrowest(*map(_name, filter(_is_float, args))))
+            self._found(ROTARY, where, _narrowest(*map(_name, filter(is_float, args))))
         elif name in _ADDS and where in self._blocks and args[1].shape == given.shape and given.dim() > 1:
             stream = [item for item in args[:2] if self._is_stream(item)]
             if stream:
@@ -227,7 +227,7 @@ class InnerDtypes:
     def _is_square(self, where: str | None, one: torch.Tensor, other: Any) -> bool:
         if one is other:
             return True
-        narrowed = [_is_float(item) and bool(self._narrowed_here(where, item)) for item in (one, other)]
+        narrowed = [is_float(item) and bool(self._narrowed_here(where, item)) for item in (one, other)]
         return all(narrowed) and one.shape == other.shape
 
     def _of_kernel(self, where: str | None, given: torch.Tensor) -> str:
@@ -241,7 +241,7 @@ class InnerDtypes:
 
     def _copied(self, where: str | None, name: str, args: Sequence[Any], result: torch.Tensor) -> None:
         source = args[1] if name == "aten::copy_" else args[0]
-        if not _is_float(source):
+        if not is_float(source):
             return
         if self._is_stream(source):
             self._add_to_stream(result)
@@ -256,10 +256,10 @@ class InnerDtypes:
         if not isinstance(output, torch.Tensor):
             return
         listed = (item for given in args for item in (given if isinstance(given, tuple | list) else (given,)))
-        dtypes = [self._narrowest_of(item) for item in listed if _is_float(item)]
+        dtypes = [self._narrowest_of(item) for item in listed if is_float(item)]
         if name in _ANGLES:
             self._found(ROTARY, where, _narrowest(*dtypes))
-        if _is_float(output):
+        if is_float(output):
             self._know(output, _Known(_narrowest(*dtypes, _name(output)), where))
 
     def _narrowest_of(self, tensor: torch.Tensor) -> str:
@@ -324,7 +324,8 @@ def _rounded_to(tensor: torch.Tensor) -> str | None:
     return next((name for name in ("bf16", "fp16") if torch.equal(values.to(DTYPES[name]).float(), values)), None)
 
 
-def _is_float(value: Any) -> TypeGuard[torch.Tensor]:
+def is_float(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a leaf of a tree is a floating-point tensor."""
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from modeling.tensor_parallel import Cut
 from precision.dtypes import DTYPES
 from precision.findings import tensors_of
+from precision.inner_dtypes import is_float
 from precision.manifest import find_regions
 from precision.regions import Regions
 from precision.tolerance import unit_roundoff
@@ -535,11 +536,6 @@ def floats_of(tree: Any) -> list[torch.Tensor]:
 def _converted(tree: Any, dtype: torch.dtype | None) -> Any:
     """A copy whose floating-point tensors are in `dtype`, or in their own dtype for None."""
     return map_floats(lambda value: value.to(dtype or value.dtype, copy=True), tree)  # some modules work in place
-
-
-def is_float(value: Any) -> bool:
-    """Whether a leaf of a tree is a floating-point tensor."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def map_floats(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
