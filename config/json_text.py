@@ -18,6 +18,15 @@ def parse(text: str | bytes) -> Any:
         raise ValueError("is nested too deeply") from None
 
 
+def object_in(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if the file is missing or damaged, or holds something else."""
+    try:
+        found = parse(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def read_object(path: Path, what: str) -> dict[str, Any]:
     """The object in a hand-written JSON file, no key repeated. what: its kind, for the error. Raises UserError."""
 

@@ -105,12 +105,12 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     from precision.dtypes import DTYPES
 
     _require_generative(folder)
-    settings = _settings(folder)
+    settings = json_text.object_in(folder / "config.json")
     try:
         if (folder / "adapter_config.json").is_file():
             from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
 
-            answers = _settings(folder, "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
+            answers = json_text.object_in(folder / "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
             adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
             section = _base_of(folder)
             quantised = section.base != "compute"
@@ -131,18 +131,9 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _settings(folder: Path, file: str = "config.json") -> dict[str, Any]:
-    """A JSON file of the folder; empty if it is missing or damaged, which from_pretrained reports."""
-    try:
-        found = json_text.parse((folder / file).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _base_of(folder: Path) -> AdapterSection:
     """How an exported adapter's base was stored in training; as floats if nothing says so."""
-    facts = _settings(folder, "mantissa.json").get("adapter")
+    facts = json_text.object_in(folder / "mantissa.json").get("adapter")
     known = facts if isinstance(facts, dict) else {}
     if known.get("base") not in ("nf4", "int8"):
         return AdapterSection()
@@ -151,9 +142,9 @@ def _base_of(folder: Path) -> AdapterSection:
 
 def _require_generative(folder: Path) -> None:
     """Raises UserError for the folder of an encoder, which `from_pretrained` would load with a random head."""
-    adapter = _settings(folder, "adapter_config.json")
+    adapter = json_text.object_in(folder / "adapter_config.json")
     base = Path(str(adapter.get("base_model_name_or_path"))) if adapter else folder
-    classes = map(str, _settings(base).get("architectures") or [])
+    classes = map(str, json_text.object_in(base / "config.json").get("architectures") or [])
     encoder = next((name for name in classes if name.endswith(_ENCODERS)), "")
     if encoder or adapter and adapter.get("task_type") not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"):
         what = "an adapter of an encoder" if adapter else f"a {encoder}"

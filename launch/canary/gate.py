@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import shutil
@@ -46,7 +45,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
     code = job.wait()
     timer.cancel()
     hours = (time.monotonic() - started) * plan.ranks / 3600
-    found = read_json(folder / "parity.json")
+    found = json_text.object_in(folder / "parity.json")
     further: dict[str, Any] = {"device_hours": hours, "report": str(folder / "parity.md")}
     if stopped:
         text = f"{signal.Signals(stopped[0]).name}: the canary was ended without a verdict; nothing started"
@@ -56,7 +55,7 @@ def run_gate(plan: Plan, journal: Journal) -> int:
         text = f"the canary took more than canary.device_hours = {section.device_hours:g}: no verdict, nothing started"
         journal.add("gate", 0, text, verdict="none", **further)
         return DIVERGED
-    if found is None:
+    if not found:
         journal.add("gate", 0, f"the canary could not be judged (exit code {code}); nothing started", **further)
         return code if code > 0 else 1
     said, fields = shares(plan, found["conditions"])
@@ -84,11 +83,3 @@ def shares(plan: Plan, conditions: Mapping[str, Any]) -> tuple[str, dict[str, An
     said = f"{100 * share:.3g}% of the run's, {tokens:,} tokens"
     said += "" if of_epoch is None else f", {100 * of_epoch:.3g}% of an epoch"
     return said, {"tokens": tokens, "share_of_run": share, "share_of_epoch": of_epoch}
-
-
-def read_json(path: Any) -> dict[str, Any] | None:
-    """The JSON object in a file; None if the file is missing or unreadable."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json_text.parse(path.read_bytes())
-        return found if isinstance(found, dict) else None
-    return None

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from config import json_text
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
-from launch.canary.gate import read_json
 from launch.canary.plan import Plan, in_fp32, promoted
 from launch.canary.record import Journal, log
 from launch.job import error_line_of, kill, start, with_project
@@ -162,8 +162,8 @@ class RunMonitor:
 
     def _finish_check(self, check: Check) -> Breach | None:
         hours = (time.monotonic() - check.started) * self._plan.ranks / 3600
-        found = read_json(check.out)
-        if found is None:
+        found = json_text.object_in(check.out)
+        if not found:
             self._unchecked.add(check.step)
             why = error_line_of(check.log)
             text = f"step {check.step} could not be compared with FP32: {why}; see {check.log}"
