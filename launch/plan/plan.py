@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
 
 from config.batch import divisors
 from config.command_line import read_command_line
@@ -210,21 +209,19 @@ def _device(options: argparse.Namespace) -> Device:
 
 def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
     """Share of the peak that a run reached, from its median speed without the first tenth of steps, and its source."""
-    from tracking.compare.surviving import read_run_events  # imports orjson, which is not needed to start
+    from tracking.run_facts import median  # imports orjson, which is not needed to start
+    from tracking.summary import read_run
 
-    world, rates = 0, []
     try:
-        for event in read_run_events(folder / "events.jsonl"):
-            world = event["world_size"] if event["event"] == "run_start" else world
-            rates += [float(event["tokens_per_second"])] if event["event"] == "step" else []
+        run = read_run(folder)
     except UserError as error:
         raise UserError(f"command line: --measured {folder}: {error}") from error
-    rates = rates[max(1, len(rates) // 10) :]
-    if not rates or not world:
+    rate = median(run.columns.tokens_per_second[max(1, len(run.columns) // 10) :])
+    if not rate > 0:
         raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")
-    resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(world))
-    layout = layout_of(resolved, world=world, on_cpu=device.is_cpu)
-    found = mfu_of(median(rates), read_shape(resolved.config, layout), layout, device)
+    resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(run.world_size))
+    layout = layout_of(resolved, world=run.world_size, on_cpu=device.is_cpu)
+    found = mfu_of(rate, read_shape(resolved.config, layout), layout, device)
     if found > 1:
         raise UserError(f"command line: --measured {folder}: is faster than the peak of --device {device.name}")
     return found, f"measured in {folder}"

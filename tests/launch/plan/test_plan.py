@@ -191,8 +191,8 @@ def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
     rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
     steps = [("step", step_fields(1, tokens_per_second=speed)) for speed in (1.0, *[rate] * 5)]
     events = [
-        {"event": kind, "step": 1, "time": 1.0, **fields}
-        for kind, fields in [("run_start", start_fields(world_size=1)), *steps]
+        {"event": kind, "step": step, "time": 1.0, **fields}
+        for step, (kind, fields) in enumerate([("run_start", start_fields(world_size=1)), *steps])
     ]
     (tmp_path / "events.jsonl").write_bytes(b"".join(map(encode, events)))
     (tmp_path / "config.yaml").write_text((RECIPES / "demo.yaml").read_text())
