@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from config.files import write_atomically
 from config.printable import shown
 
 _FILE = "progress"
@@ -60,9 +61,7 @@ class ProgressFile:
         self._display.show(line)
         if time.monotonic() >= self._next_write:
             self._next_write = time.monotonic() + _SECONDS_BETWEEN_WRITES
-            aside = self._path.with_suffix(".new")
-            aside.write_text(line, encoding="utf-8")
-            aside.replace(self._path)
+            write_atomically(self._path, line.encode(), flushed=False)
 
 
 def read_progress(corpus_folder: Path) -> str:
