@@ -36,6 +36,8 @@ from launch.job import Job, log
 MAX_STARTS_WITHOUT_PROGRESS = 2
 """Consecutive starts without a new step or checkpoint after which the supervisor gives up."""
 LONGEST_WAIT_SECONDS = 300.0
+FINAL = (CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)
+"""Exit codes of failures that no restart changes."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def final_exit_code(
         return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
     if session.exit_code is not None:
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
-    final = next((code for code in codes if code in (CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)), None)
+    final = next((code for code in codes if code in FINAL), None)
     if final is None and stop_requested:
         return codes[0] if codes[0] > 0 else 1
     return final

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import sys
 
-from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, DONE, UNSAVED
+from config.cli import DONE
 from launch import supervise
 
-FINAL = (DONE, CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)
 TRY_AGAIN = 143
 
 
 def main(arguments: list[str]) -> int:
     code = supervise.main(arguments)
-    return code if code in FINAL else TRY_AGAIN
+    return code if code in (DONE, *supervise.FINAL) else TRY_AGAIN
 
 
 if __name__ == "__main__":
