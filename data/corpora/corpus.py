@@ -119,9 +119,19 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         train_bytes=index["train"]["text_bytes"],
         validation_bytes=index["validation"]["text_bytes"],
         counts=index.get("counts", {}),
-        notes=tuple(index.get("notes", ())),
+        notes=tuple(index.get("notes", _left_out(index))),
         labels=tuple(index.get("labels", ())),
     )
+
+
+def _left_out(index: dict[str, Any]) -> list[str]:
+    """A line on the documents that were left out, if any were; the standard library always has some."""
+    places = index.get("skipped_places", {})
+    said = [
+        f"{count:,} {reason}" + (f" (the first: {places[reason]})" if reason in places else "")
+        for reason, count in sorted(index["skipped"].items())
+    ]
+    return [f"data: documents left out: {', '.join(said)}"] if said and index["source"] != "data.source=stdlib" else []
 
 
 def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> TokenShards | RowShards:

@@ -87,7 +87,8 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
     sets = own | {name: _renumbered(part.train, part.labels, labels) for name, part in parts.items()}
     counts = {name: part.counts for name, part in parts.items() if part.counts}
     notes = [
-        f"data: validation set {name}: {_size(part, length)}, not trained on{lost(part.counts)}"
+        f"data: validation set {name}: {_size(part, length)}, not trained on"
+        + lost(part.counts or {"skipped": sum(part.skipped.values())})
         for name, part in parts.items()
     ]
     return replace(

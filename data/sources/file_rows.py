@@ -28,13 +28,16 @@ _PARQUET_ROWS = 256
 def text_rows(paths: Sequence[str], separator: str | None) -> Iterator[Found]:
     """{text} of each file, or of each piece between separators; null where bytes are not UTF-8. Raises UserError."""
     for path in paths:
+        start = 0
         with reading(path), decompressed(path) as file:
             for raw in [file.read()] if separator is None else pieces(file, separator.encode()):
+                where = path
                 try:
                     text = raw.decode("utf-8")
-                except UnicodeDecodeError:  # one bad file must not end a corpus
-                    text = None
-                yield path, {"text": text}
+                except UnicodeDecodeError as error:  # one bad file must not end a corpus
+                    where, text = f"{path}: byte {start + error.start}", None
+                yield where, {"text": text}
+                start += len(raw) + len((separator or "").encode())
 
 
 def parquet_rows(path: str) -> Iterator[Found]:

@@ -69,8 +69,10 @@ class Source:
     ids_field: str | None = None
     """Field with a document's token ids, if it is already tokenized."""
 
-    def documents(self, skipped: Counter[str]) -> Iterator[str]:
-        """Every document's text; `skipped` counts those left out, by reason. Raises UserError."""
+    def documents(self, skipped: Counter[str], places: dict[str, str] | None = None) -> Iterator[str]:
+        """Every document's text; `skipped` counts those left out, by reason. places: gets where the first null document
+        is. Raises UserError."""
+        places = {} if places is None else places
         seen: set[bytes] = set()
         lacking: list[dict[str, Any]] | None = []  # None: the field was seen
         for where, row in self.rows():
@@ -85,6 +87,7 @@ class Source:
             text = row.get(self.text_field)
             if text is None:
                 skipped[self.null_means] += 1
+                places.setdefault(self.null_means, where)
             elif text == "":
                 skipped["no text"] += 1
             elif not isinstance(text, str):

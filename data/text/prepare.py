@@ -180,11 +180,12 @@ def _fill(
     end_of_document = tokenizer.eos_token_id
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
+    places: dict[str, str] = {}
     if source.ids_field is None:
         # tokenizing bytes again is faster than reading kept results
         kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
         work = _work(data, folder / TOKENIZER)
-        batches = results(work, _batches(source.documents(skipped)), data.workers, kept)
+        batches = results(work, _batches(source.documents(skipped, places)), data.workers, kept)
     else:
         batches = copied(data, source, skipped, size=vocab_size, end_of_document=end_of_document, dtype=dtype)
     with closing(batches):
@@ -220,6 +221,7 @@ def _fill(
             "end_of_document": end_of_document,
             "tokenizer_sha256": header["tokenizer_sha256"],
             "skipped": dict(skipped),
+            "skipped_places": places,
             **splits,
         },
     )

@@ -140,6 +140,13 @@ def test_one_split_file_is_prepared_as_a_file_for_each_document(
     assert len({corpus.fingerprint, *(corpus_fingerprint(split, other) for other in others)}) == 3
 
 
+@pytest.mark.parametrize(("separator", "text", "byte"), [(None, b"ab\xff", 2), ("\n\n", b"ab\n\ncd\n\nef\xff", 10)])
+def test_documents_left_out_are_a_note_with_the_first_place(section, texts, separator, text, byte) -> None:
+    (texts / "099.txt").write_bytes(text)
+    corpus = prepare(replace(section, document_separator=separator), progress=False)
+    assert corpus.notes == (f"data: documents left out: 1 not utf-8 (the first: {texts / '099.txt'}: byte {byte})",)
+
+
 def test_a_separator_that_is_nowhere_is_a_mistake(section: DataSection) -> None:
     with pytest.raises(UserError, match=r'data.document_separator="\\\\n": is not in data.path=') as caught:
         prepare(replace(section, document_separator="\\n"), progress=False)
