@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class Chat:
             return np.concatenate([np.array(self._leading, dtype=np.int64), ids])
         messages = example.messages or []
         self._refuse_control_tokens(messages)
-        return self._encode(self._render(example, messages, generate=True), [], control_tokens=True)[0]
+        return self._encode(self._whole(example, messages, generate=True), [], control_tokens=True)[0]
 
     def end_of_turn(self) -> int | None:
         """The control token that ends an answer in the template; None without one."""
@@ -112,7 +113,7 @@ class Chat:
         if not answers and self._train_on != "all":
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages[example.context :]))
             raise BadRow("messages", f"has no assistant's turn to train on, its roles are {roles}")
-        text = self._render(example, messages)
+        text = self._whole(example, messages)
         if self._train_on == "all":
             spans, ends = [(0, len(text))], [len(text)]
         else:
@@ -132,6 +133,23 @@ class Chat:
             ids, trained = np.append(ids, self._tokenizer.eos_token_id), np.append(trained, True)
         trained[0] = False
         return Tokens(ids, trained)
+
+    def _whole(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
+        """The text of a conversation. Raises BadRow if the template leaves out its tools or their calls."""
+        text = self._render(example, messages, generate=generate)
+        others = [("tools", replace(example, tools=None), messages)] if example.tools else []
+        for index, message in enumerate(messages):
+            if message.get("tool_calls"):
+                silent = {key: value for key, value in message.items() if key != "tool_calls"}
+                changed = [*messages[:index], silent, *messages[index + 1 :]]
+                others.append((f"messages[{index}].tool_calls", example, changed))
+        for where, without, turns in others:
+            rendered = None
+            with suppress(BadRow):  # a template that refuses the rest reads them
+                rendered = self._render(without, turns, generate=generate)
+            if rendered == text:
+                raise BadRow(where, "are left out by the chat template; set data.chat_template to one that has them")
+        return text
 
     def _render(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
         """The text of some turns. generate: followed by the generation prompt."""

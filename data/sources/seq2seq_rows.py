@@ -86,7 +86,7 @@ class SourceAndTarget(Chat):
         if len(messages) == 1:
             raise BadRow("messages", "has no turn before the answer, which would be the source")
         if self.template is not None:
-            return self._render(example, messages[:-1], generate=True), last["content"]
+            return self._whole(example, messages[:-1], generate=True), last["content"]
         if len(messages) > 2 or not isinstance(messages[0]["content"], str):
             problem = "has more than a question and an answer, and the tokenizer has no chat template to join turns"
             raise BadRow("messages", f"{problem}; set data.chat_template")

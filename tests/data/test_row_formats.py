@@ -286,6 +286,16 @@ def test_a_call_of_a_tool_is_trained_and_what_the_tool_says_is_not(begin: str, e
     assert row.trained.tolist() == [bool(s[1]) for s, part in zip(segments, parts, strict=True) for _ in part]
 
 
+@pytest.mark.parametrize(("tools", "named"), [(None, r"messages\[1\].tool_calls"), ([{"name": "f"}], "tools")])
+def test_a_template_that_leaves_out_tools_is_refused(tools: list[Any] | None, named: str) -> None:
+    chat = Chat(tokenizer_of(SHAPES["chatml"].special), template=SHAPES["chatml"].jinja, train_on="assistant")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    example = Example(messages=[{"role": "user", "content": "Hi"}, call], tools=tools)
+    for read in (chat.tokens, chat.prompt):
+        with pytest.raises(BadRow, match=f"{named}: are left out by the chat template; set data.chat_template"):
+            read(example)
+
+
 def test_turns_of_a_prompt_are_not_trained() -> None:
     """A completion is what is learned, as TRL has it, also after answers that the prompt holds."""
     tokenizer, turns = tokenizer_of(SHAPES["chatml"].special), CONVERSATIONS["three turns"]
