@@ -489,8 +489,11 @@ def _validation(config: Config) -> Iterator[Problem]:
         yield "data.validation", "has a name that another set or source has; give each its own"
     if OWN in {item.name for item in sets}:
         yield "data.validation", f"names a set '{OWN}', the name of the data's own held-out set; choose another"
+    trained = [_rows_of(config.data, item) for item in (config.data.sources or (config.data,))]
     for index, item in enumerate(sets):
         yield from _item(config, f"data.validation[{index}]", item)
+        if _rows_of(config.data, item) in trained:
+            yield f"data.validation[{index}]", "names the rows that are trained on; name another path, or another split"
     if config.evaluate.every_steps and config.data.validation_fraction == 0 and not sets:
         fix = "set data.validation_fraction above 0, or name data.validation"
         yield "evaluate.every_steps", f"= {config.evaluate.every_steps} needs held-out text; {fix}"
@@ -504,7 +507,16 @@ def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
         yield f"{key}.path", f"= '{item.path}' matches no file; give a file, a folder or a glob that exists"
     if item.source in _OF_DOCUMENTS and (config.learns_rows or config.task == "classify"):
         yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
+    for name in ("split", "configuration") if isinstance(item, ValidationSection) and item.source != "hub" else ():
+        if getattr(item, name) is not None:
+            yield f"{key}.{name}", f"= '{getattr(item, name)}' is only read by source = hub; remove it"
     yield from _url(f"{key}.path", item)
+
+
+def _rows_of(data: DataSection, item: _Place) -> tuple[str | None, ...]:
+    """What decides the rows of a path and source."""
+    of_hub = (item.split or data.split, getattr(item, "configuration", None) or data.name)
+    return item.source, item.path, *(of_hub if item.source == "hub" else ())
 
 
 def _formats(data: DataSection) -> list[tuple[str, str]]:

@@ -252,6 +252,10 @@ class ValidationSection:
     """[text] Name in the record. null: validation 1, 2, ... or source 1, 2, ..."""
     format: RowFormat = "auto"
     """[choice] Same as data.format."""
+    split: str | None = None
+    """[text] Split of a hub dataset. null: data.split."""
+    configuration: str | None = None
+    """[text] Configuration name of a hub dataset. null: data.name."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ import pytest
 import data.sources.files
 import data.sources.sources
 from config.errors import UserError
-from config.schema import DataSection
+from config.schema import DataSection, ValidationSection
+from data.corpora.mix import section_of
 from data.sources.files import pieces
 from data.sources.sources import open_source
 from tests.support.refusals import refused
@@ -147,6 +148,8 @@ def test_a_local_dataset_folder_of_the_hub_kind(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
     documents, _ = read(section("hub", tmp_path, name="german", split="test", text_field="content"))
     assert documents == [f"german test {i}" for i in range(3)]
+    own = ValidationSection(str(tmp_path), source="hub", split="test", configuration="german")
+    assert read(section_of(section("hub", tmp_path, text_field="content"), own))[0] == documents
     for chosen, missing in (({"name": "french"}, "french"), ({"name": "german", "split": "nosplit"}, "nosplit")):
         with pytest.raises(UserError, match=rf"data.path=.*cannot be read.*{missing}"):
             read(section("hub", tmp_path, **chosen, text_field="content"))
