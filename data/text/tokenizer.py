@@ -36,8 +36,10 @@ def tokenizer_identity(spec: str) -> str:
     if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
         return spec
     digest = hashlib.sha256()
+    slow = () if (folder / "tokenizer.json").is_file() else (".model", "vocab.txt")  # only then are they read
     for path in sorted(folder.iterdir()):
-        if path.is_file() and ("token" in path.name or path.name in {"vocab.json", "merges.txt"}):
+        named = "token" in path.name or path.name in {"vocab.json", "merges.txt"} or path.name.endswith(slow)
+        if path.is_file() and named:
             digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
     return f"folder:{digest.hexdigest()}"
 

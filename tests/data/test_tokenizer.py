@@ -140,8 +140,15 @@ def test_identity_follows_a_folders_contents(tmp_path: Path) -> None:
     folder = word_level(tmp_path / "a", eos_token="<end>")
     identity = tokenizer_identity(str(folder))
     assert identity == tokenizer_identity(str(word_level(tmp_path / "b", eos_token="<end>")))
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert identity != tokenizer_identity(str(folder))
+    for name in ("vocab.txt", "spiece.model"):
+        (folder / name).write_text("")
+        assert identity == tokenizer_identity(str(folder)), "what tokenizer.json replaces"
+    (folder / "tokenizer.json").unlink()
+    seen = {identity, tokenizer_identity(str(folder))}
+    for name in ("vocab.txt", "spiece.model", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+        seen.add(tokenizer_identity(str(folder)))
+    assert len(seen) == 5
 
 
 @given(text=st.text(alphabet=st.sampled_from("ab\n"), max_size=60), limit=st.integers(1, 12))
