@@ -377,7 +377,7 @@ class MlmSection:
     probability: float = limit(0.15, above=0.0, at_most=1.0)
     """[fraction] Share of tokens to predict: 80% masked, 10% another token, 10% unchanged (Devlin et al. 2019)."""
     whole_word: bool = True
-    """[true or false] Choose whole words with all their tokens."""
+    """[true or false] Choose whole words with all their tokens, or single tokens of words longer than 16."""
 
 
 @dataclass(frozen=True)

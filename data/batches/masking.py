@@ -26,6 +26,8 @@ from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
 
 MASKED, REPLACED = 0.8, 0.1
 """Shares of the chosen tokens replaced by the mask token, or by another one."""
+LONGEST_WORD = 16
+"""[tokens] Longer words are hidden token by token: text without spaces, such as Chinese, would be one word."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,12 @@ class Masking:
         return seen, np.where(chosen, ids, IGNORED_LABEL)
 
     def words(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) index of each token's word, from 0. A special token is a word by itself."""
+        """(n,) index of each token's word, from 0. Special tokens and those of overlong words are words."""
         first = np.ones(len(ids), dtype=bool)
         inside = ~self.special[ids]
         first[1:] = ~(self.begins[ids[1:]] & self.ends[ids[:-1]] & inside[1:] & inside[:-1])
-        return np.cumsum(first) - 1
+        word = np.cumsum(first) - 1
+        return np.cumsum(first | (np.bincount(word)[word] > LONGEST_WORD)) - 1
 
     @cached_property
     def _others(self) -> np.ndarray:

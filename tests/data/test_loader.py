@@ -352,7 +352,8 @@ def test_whole_words_of_a_byte_level_tokenizer() -> None:
     settings = {"eos_token": "</s>", "mask_token": "[MASK]", "pad_token": "[PAD]"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(290, (), TEXT), **settings)
     ids = np.array(tokenizer(TEXT).input_ids)
-    found = Masking.of(tokenizer, probability=0.15, whole_word=True).words(ids)
+    masking = Masking.of(tokenizer, probability=0.15, whole_word=True)
+    found = masking.words(ids)
     texts: dict[int, list[int]] = {}
     for token, word in zip(ids.tolist(), found.tolist(), strict=True):
         texts.setdefault(word, []).append(token)
@@ -361,3 +362,5 @@ def test_whole_words_of_a_byte_level_tokenizer() -> None:
         assert word in whole, whole
     assert whole.count("first_one") == 2
     assert max(len(tokens) for tokens in texts.values()) > 3
+    *long, last = np.bincount(masking.words(np.array(tokenizer("日本" * 9 + " 日本").input_ids)))
+    assert max(long) == 1 < last, "text without spaces is no word"
