@@ -18,7 +18,7 @@ from config.cli import Arguments, entry_point
 from config.load import load_config
 from config.options import positive_int
 from config.printable import printable
-from config.schema import Config, DataSection
+from config.schema import SAMPLING_TASKS, Config, DataSection
 from config.task import settle_task
 from data.batches.loader import IGNORED_LABEL
 from data.batches.masking import masking_of
@@ -27,6 +27,7 @@ from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mix import corpus_of
 from data.corpora.row_shards import RowShards
 from data.rows.prepare_labelled import prepare_labelled
+from data.rows.prepare_prompts import prepare_prompts
 from data.rows.prepare_rows import prepare_rows
 from data.text.prepare import prepare
 from data.text.tokenizer import load_tokenizer
@@ -50,6 +51,8 @@ def _prepared(config: Config) -> Corpus:
     def of(data: DataSection) -> Corpus:
         if config.task == "classify":
             return prepare_labelled(data, progress=True)
+        if config.task in SAMPLING_TASKS:
+            return prepare_prompts(data, progress=True)
         if config.learns_rows:
             return prepare_rows(data, progress=True)
         return prepare(data, progress=True, for_encoder=config.task == "mlm")

@@ -69,6 +69,12 @@ def test_bad_rows_are_counted_by_reason_with_the_first_places(show: Show, tmp_pa
     assert f"{first}; of 7 rows up to {tmp_path}/rows.jsonl:7 6 do not fit: {reasons}" in said
 
 
+def test_prompts_are_shown_without_labels(show: Show, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": GOOD["messages"][:1], "answer": "7"}))
+    out = show("task=grpo", "grpo={rewards: [exact_match], max_new_tokens: 8}")
+    assert "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n" in out and ", 0 of them labels" in out
+
+
 def test_a_row_may_have_fields_that_json_lacks(show: Show, tmp_path: Path) -> None:
     columns = {"prompt": ["a"], "completion": ["b"], "asked": [datetime(2026, 1, 2)], "hash": [b"\xff"]}
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
