@@ -277,7 +277,7 @@ class DataSection:
     packages. text, jsonl, parquet: files at data.path (text: one document a file, or several by
     data.document_separator). hub: the dataset data.path of the Hugging Face hub, or a local dataset folder. megatron:
     documents that Megatron-LM tokenized, .bin files with their .idx. auto: stdlib without a data.path, else by its
-    extension: .jsonl and .json, .parquet, .txt, .idx, and hub for the rest."""
+    extension: .jsonl, .json and .ndjson, .parquet, .txt, .idx, and hub for the rest."""
     path: str | None = None
     """[path, glob, URL or hub id] File, folder or glob; for text, jsonl and parquet also a URL that fsspec supports,
     such as s3://bucket/*.jsonl. For megatron also the common prefix of .bin and .idx; for hub the dataset's id."""

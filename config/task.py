@@ -50,8 +50,10 @@ ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"
 OWN = "held out"
 """Name of the validation set held out of the only source, if there are other sets."""
 
-_SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".idx": "megatron", ".txt": "text"}
-_COMPRESSED = (".gz", ".zst", ".bz2")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""Compression of text by file suffix."""
+JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_SUFFIXES = {**dict.fromkeys(JSON_SUFFIXES, "jsonl"), ".parquet": "parquet", ".idx": "megatron", ".txt": "text"}
 
 
 def model_class_of(config: Config) -> str:
@@ -135,5 +137,5 @@ def _decided(source: str, path: str | None) -> Any:
 def source_of(path: str) -> Any:
     """The data.source that a file's suffixes say; hub if they say none."""
     name = path.partition("?")[0] if is_url(path) else path
-    suffixes = [suffix for suffix in PurePath(name).suffixes if suffix not in _COMPRESSED]
+    suffixes = [suffix for suffix in PurePath(name).suffixes if suffix not in COMPRESSIONS]
     return _SUFFIXES.get(suffixes[-1] if suffixes else "", "hub")

@@ -10,10 +10,8 @@ from typing import BinaryIO, cast
 import pyarrow
 
 from config.errors import UserError, one_line
-from config.task import is_url
+from config.task import COMPRESSIONS, is_url
 
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-"""Compression by file suffix."""
 BLOCK_BYTES = 1 << 20
 """[bytes] Block size for reading a file that is split at separators."""
 
@@ -29,7 +27,7 @@ def opened(path: str, *, seekable: bool = False) -> BinaryIO:
 
 def compression_of(path: str) -> str | None:
     """The compression of a file or URL, by its name; None if uncompressed."""
-    return _COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
+    return COMPRESSIONS.get(PurePosixPath(path.partition("?")[0] if is_url(path) else path).suffix)
 
 
 def decompressed(path: str) -> BinaryIO:

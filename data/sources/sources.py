@@ -25,7 +25,7 @@ from typing import Any
 from config.errors import UserError, one_line
 from config.files import file_sha256, hidden, no_file
 from config.schema import DataSection
-from config.task import is_url
+from config.task import COMPRESSIONS, JSON_SUFFIXES, is_url
 from data.sources import megatron
 from data.sources.file_rows import json_rows, parquet_rows, text_rows
 from data.sources.files import compression_of
@@ -39,7 +39,7 @@ _ROWS_WITHOUT = 1000
 _NO_TEXT = "not text; correct the row, or set data.text_field to the field that holds the document"
 _PATTERNS = {
     "text": ("*",),
-    "jsonl": ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.jsonl.bz2", "*.json"),
+    "jsonl": tuple(f"*{name}{packed}" for name in JSON_SUFFIXES for packed in ("", *COMPRESSIONS)),
     "parquet": ("*.parquet",),
     "megatron": ("*.idx",),
 }

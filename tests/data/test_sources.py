@@ -77,7 +77,11 @@ def test_what_is_compressed_reads_as_what_is_not(tmp_path: Path, suffix: str) ->
     lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
     packed(tmp_path / f"a.jsonl{suffix}", b"".join(lines[:2]), lines[2])
     (tmp_path / "b.jsonl").write_bytes(lines[3])
-    assert read(section("jsonl", tmp_path / "*.jsonl*")) == (TEXTS, {})
+    for path in (tmp_path / "*.jsonl*", tmp_path):
+        assert read(section("jsonl", path)) == (TEXTS, {})
+    (tmp_path / "b.jsonl").rename(tmp_path / "b.ndjson")
+    (tmp_path / f"a.jsonl{suffix}").rename(tmp_path / f"a.json{suffix}")
+    assert read(section("jsonl", tmp_path)) == (TEXTS, {})
     packed(tmp_path / f"a.txt{suffix}", TEXTS[0].encode()[:1], TEXTS[0].encode()[1:])
     packed(tmp_path / f"latin.txt{suffix}", "Käse".encode("latin-1"))
     assert read(section("text", tmp_path / "*.txt*")) == ([TEXTS[0]], {"not utf-8": 1})
