@@ -1,7 +1,7 @@
 """The samples of several sources in a global batch: still a pure function of seed and position.
 
-The order is cut into blocks of BLOCK samples. Up to the end of any block each source has had its share of all samples
-so far, rounded down (the largest source takes the rest). Within a block the sources are shuffled, and each source gives
+The order is cut into blocks of equal size. Up to the end of any block each source has had its share of all samples so
+far, rounded down (the largest source takes the rest). Within a block the sources are shuffled, and each source gives
 its own samples in the order of its own epochs (`sampler.permute`).
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from data.corpora.sampler import permute
 
 BLOCK = 1024
-"""[samples] Block size; at the end of each block every source is within one sample of its share."""
+"""[samples] Block size of up to 32 sources, and unit of that of more."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,18 @@ class Mixture:
     weights: tuple[float, ...]
     """Above 0; only their ratios matter."""
 
+    @property
+    def block_size(self) -> int:
+        """[samples] The largest source's share of a block covers what rounding may give the others, one sample each."""
+        return max(-(-len(self.names) * (len(self.names) - 1) // BLOCK), 1) * BLOCK
+
     def sample_ids(self, position: int, *, seed: int, global_size: int) -> np.ndarray:
         """Samples of one global batch, (global_size,) int64. position: global batches consumed before this one."""
         numbers = position * global_size + np.arange(global_size, dtype=np.int64)
         found = np.empty_like(numbers)
-        for block in np.unique(numbers // BLOCK):
-            inside = numbers // BLOCK == block
-            found[inside] = self.block(int(block), seed=seed)[numbers[inside] % BLOCK]
+        for block in np.unique(numbers // self.block_size):
+            inside = numbers // self.block_size == block
+            found[inside] = self.block(int(block), seed=seed)[numbers[inside] % self.block_size]
         return found
 
     def source_of(self, ids: np.ndarray) -> np.ndarray:
@@ -47,14 +52,15 @@ class Mixture:
 
     @lru_cache(maxsize=8)  # noqa: B019, a mixture lives as long as its run
     def block(self, block: int, *, seed: int) -> np.ndarray:
-        """The samples of one block, (BLOCK,) int64; cached because many batches need the same one."""
-        before, after = self._taken(block * BLOCK), self._taken((block + 1) * BLOCK)
+        """The samples of one block, (block_size,) int64; cached because many batches need the same one."""
+        places = self.block_size
+        before, after = self._taken(block * places), self._taken((block + 1) * places)
         counts = [stop - start for start, stop in zip(before, after, strict=True)]
         slots = permute(
-            np.arange(BLOCK), samples=BLOCK, seed=_seed(seed, -1), epoch=np.full(BLOCK, block, dtype=np.int64)
+            np.arange(places), samples=places, seed=_seed(seed, -1), epoch=np.full(places, block, dtype=np.int64)
         )
         owners = np.repeat(np.arange(len(counts)), counts)[slots]
-        found, first = np.empty(BLOCK, dtype=np.int64), 0
+        found, first = np.empty(places, dtype=np.int64), 0
         for number, (size, start, stop) in enumerate(zip(self.samples, before, after, strict=True)):
             if stop > start:
                 epoch, within = np.divmod(np.arange(start, stop, dtype=np.int64), size)
@@ -65,7 +71,8 @@ class Mixture:
 
     def bounds(self, place: int, *, seed: int, about: int) -> tuple[int, int]:
         """The part [first, end) of the order around a place in which no source begins another pass over its samples."""
-        span = max(about // BLOCK, 1) * BLOCK
+        size = self.block_size
+        span = max(about // size, 1) * size
         window = place // span * span
         cuts = _passes(self, window, span, seed)
         index = int(np.searchsorted(cuts, place, side="right"))
@@ -87,7 +94,8 @@ class Mixture:
 @lru_cache(maxsize=4)
 def _passes(mixture: Mixture, window: int, span: int, seed: int) -> np.ndarray:
     """The places of a window at which a source begins a pass over its samples, with the window's own two ends."""
-    blocks = [mixture.block(block, seed=seed) for block in range(window // BLOCK, (window + span) // BLOCK)]
+    numbers = range(window // mixture.block_size, (window + span) // mixture.block_size)
+    blocks = [mixture.block(number, seed=seed) for number in numbers]
     owners = mixture.source_of(np.concatenate(blocks))
     cuts = [np.array([0, span])]
     for number, (size, taken) in enumerate(zip(mixture.samples, mixture._taken(window), strict=True)):

@@ -197,6 +197,14 @@ def test_grouping_by_length_keeps_the_passes_and_shares_of_sources(sources, size
         first += own_size
 
 
+@pytest.mark.parametrize("sources", [32, 33, 39])
+def test_many_sources_have_their_shares(sources: int) -> None:
+    mixture = Mixture(tuple(map(str, range(sources))), (1000,) * sources, (1.0,) * sources)
+    for block in range(2 * sources):
+        counts = np.bincount(mixture.source_of(mixture.block(block, seed=0)), minlength=sources)
+        assert np.abs(counts[1:] - mixture.block_size / sources).max() < 1
+
+
 def test_a_block_is_shuffled() -> None:
     sources = MIXED.source_of(order(MIXED, BLOCK))
     runs = int((np.diff(sources) != 0).sum())

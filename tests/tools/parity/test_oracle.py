@@ -509,13 +509,13 @@ def test_both_orders_are_one(samples: int, seed: int, epoch: int, data: st.DataO
     assert permuted(index, samples=samples, seed=seed, epoch=epoch) == expected[0]
 
 
-@pytest.mark.parametrize("weights", [(3.0, None, None), (None, None, None), (0.1, 0.7, 0.2)])
+@pytest.mark.parametrize("weights", [(3.0, None, None), (None, None, None), (0.1, 0.7, 0.2), (1.0,) * 39])
 def test_both_mixtures_are_one(weights: tuple[float | None, ...]) -> None:
     """Over three blocks, in which the small sources come to their next epochs."""
-    sizes = (700, 90, 13)
+    sizes = (700, 90, 13, *[5] * 36)[: len(weights)]
     sources = [SourceSection(weight=weight, epochs=1.5 if weight is None else None) for weight in weights]
     shares = tuple(size * 1.5 if weight is None else weight for size, weight in zip(sizes, weights, strict=True))
-    expected = Mixture(("a", "b", "c"), sizes, shares).sample_ids(0, seed=7, global_size=2500).tolist()
+    expected = Mixture(tuple(map(str, sizes)), sizes, shares).sample_ids(0, seed=7, global_size=2500).tolist()
     mixed = Mixed(sources, sizes, seed=7)
     assert [mixed.sample(index) for index in range(2500)] == expected
 

@@ -80,7 +80,7 @@ class Order:
         if self._mixed is None:
             start, end = place - place % self._samples, place - place % self._samples + self._samples
         else:
-            start, end = self._mixed.without_repeats(place, max(longest // _BLOCK, 1) * _BLOCK)
+            start, end = self._mixed.without_repeats(place, longest)
         whole = start + -start % size  # where the first batch begins that lies in this pass
         borders = [start, *range(whole + longest, end, longest), end]
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
@@ -138,17 +138,20 @@ class Mixed:
             Fraction(size * (source.epochs or 1.0) if source.weight is None else source.weight)
             for source, size in zip(sources, sizes, strict=True)
         ]
+        others = len(sizes) - 1  # each may have one sample more than its share in a block
+        self._length = -(-max(len(sizes) * others, 1) // _BLOCK) * _BLOCK
         self._shares, self._sizes, self._seed = [weight / sum(weights) for weight in weights], sizes, seed * 1_000_003
         self._block = cache(self._drawn)
         self._window = cache(self._begun)
 
     def sample(self, index: int) -> int:
         """The sample at a place of the order."""
-        block, within = divmod(index, _BLOCK)
+        block, within = divmod(index, self._length)
         return self._block(block)[within]
 
-    def without_repeats(self, place: int, span: int) -> tuple[int, int]:
-        """The bounds around a place, in whole blocks of `span` samples, between which no source begins another pass."""
+    def without_repeats(self, place: int, about: int) -> tuple[int, int]:
+        """The bounds around a place, in whole blocks, between which no source begins another pass."""
+        span = max(about // self._length, 1) * self._length
         borders = self._window(place // span * span, span)
         return next((a, b) for a, b in pairwise(borders) if a <= place < b)
 
@@ -163,11 +166,11 @@ class Mixed:
 
     def _drawn(self, block: int) -> list[int]:
         """The samples of a block: the next ones of each source, at shuffled places."""
-        drawn, until = self._given(block * _BLOCK), self._given((block + 1) * _BLOCK)
+        drawn, until = self._given(block * self._length), self._given((block + 1) * self._length)
         owners = [number for number in range(len(drawn)) for _ in range(until[number] - drawn[number])]
         found = []
-        for place in range(_BLOCK):
-            owner = owners[permuted(place, samples=_BLOCK, seed=self._seed + 1, epoch=block)]
+        for place in range(self._length):
+            owner = owners[permuted(place, samples=self._length, seed=self._seed + 1, epoch=block)]
             epoch, within = divmod(drawn[owner], self._sizes[owner])
             drawn[owner] += 1
             own = permuted(within, samples=self._sizes[owner], seed=self._seed + owner + 2, epoch=epoch)
