@@ -53,6 +53,13 @@ _NEEDED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size"),
     *EXPERT_COUNTS,
 )
+_AFTER_PADDING = frozenset(
+    {
+        *("camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "mpnet", "roberta"),
+        *("roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+    }
+)
+"""Architectures whose first position is the padding token's id plus one."""
 _IN_A_BLOCK = re.compile(r"\.\d+\.")
 """Found in the names of a block's parameters, such as model.layers.1.mlp.up_proj.weight."""
 
@@ -79,9 +86,11 @@ def model_config(
             f"raise model.config.vocab_size or choose a smaller data.tokenizer"
         )
     context = getattr(text, "max_position_embeddings", None)
-    if context is not None and context < sequence_length:
+    before = _positions_before(text.model_type, getattr(text, "pad_token_id", None))
+    if context is not None and context - before < sequence_length:
         raise UserError(
-            f"data.sequence_length = {sequence_length}: longer than the model's max_position_embeddings = {context}; "
+            f"data.sequence_length = {sequence_length}: longer than the model's max_position_embeddings = {context}"
+            f"{f', {before} of which stand before the text' if before else ''}; "
             f"shorten the sequences or raise model.config.max_position_embeddings"
         )
     if model_class == SEQ2SEQ_LM:
@@ -90,6 +99,11 @@ def model_config(
         _require_causal(section, config)
     config.use_cache = False
     return config
+
+
+def _positions_before(architecture: str, pad: int | None) -> int:
+    """The number of positions that a model of RoBERTa's kind never gives to text: it counts on from its padding id."""
+    return 0 if pad is None or architecture not in _AFTER_PADDING else pad + 1
 
 
 def require_shares(config: PretrainedConfig) -> None:
@@ -450,7 +464,8 @@ def _new_config(
     _check_keys(section.config, defaults, model_class)
     given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **decided}
     if hasattr(defaults, "max_position_embeddings"):
-        given["max_position_embeddings"] = sequence_length
+        before = _positions_before(architecture, {**given, **section.config}["pad_token_id"])
+        given["max_position_embeddings"] = sequence_length + before
     try:
         return AutoConfig.for_model(architecture, **{**given, **section.config})
     except Exception as error:  # from huggingface_hub, or caused by a wrong size

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
@@ -180,6 +180,16 @@ def test_an_encoder_that_would_see_what_it_predicts_is_refused():
     changed = torch.cat([ids[:, :-1], ids[:, -1:] + 1], 1)
     assert torch.equal(model(input_ids=ids).logits[:, :-1], model(input_ids=changed).logits[:, :-1])
     assert not model_config(section, vocab_size=64, sequence_length=16, model_class=MASKED_LM).is_decoder
+
+
+def test_positions_of_robertas_kind_begin_after_the_padding_token():
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    given = {"vocab_size": 64, "sequence_length": 16, "model_class": MASKED_LM}
+    config = model_config(ModelSection(architecture="roberta", config=shape), given={"pad_token_id": 40}, **given)
+    AutoModelForMaskedLM.from_config(config)(input_ids=torch.zeros(1, 16, dtype=torch.long))
+    section = ModelSection(architecture="roberta", config={**shape, "max_position_embeddings": 17})
+    with pytest.raises(UserError, match="max_position_embeddings = 17, 2 of which stand before the text; shorten"):
+        model_config(section, given={"pad_token_id": 1}, **given)
 
 
 @pytest.mark.parametrize(

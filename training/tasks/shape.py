@@ -22,7 +22,7 @@ _DECIDE = (*ENCODER_TASKS, "seq2seq")
 _UNKNOWN_LABELS = ("0", "1")
 """Placeholder for labels that are found in the data; each adds one row to the last layer."""
 _TOKENIZER = SimpleNamespace(eos_token_id=0, pad_token_id=0, cls_token_id=1, sep_token_id=2)
-"""Placeholder for a tokenizer that is not loaded yet; the ids of special tokens change no size."""
+"""Placeholder for a tokenizer that is not loaded yet; the ids of special tokens change no size but RoBERTa's positions."""
 _LARGE_VOCABULARY = 1 << 18
 
 
@@ -112,6 +112,7 @@ def given_by_task(config: Config, tokenizer: Any) -> dict[str, Any]:
     elif config.model.name_or_path is None and config.task in ENCODER_TASKS:
         given = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("cls", "sep", "pad")}
     if config.task == "classify":
+        given["pad_token_id"] = tokenizer.pad_token_id  # models of text read the class at the last other token
         regression = config.classify.kind == "regression"
         names = ["number"] if regression else list(config.classify.labels)
         given["id2label"] = dict(enumerate(names))

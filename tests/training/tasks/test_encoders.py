@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
+from config.schema import Config, ModelSection
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.jobs.task_jobs import overrides_of
 from tests.support.models import plain_steps
@@ -23,6 +25,7 @@ from tests.training.tasks.mlm_cases import mlm
 from tests.training.tasks.test_classify import require_equal
 from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
+from training.tasks.shape import given_by_task
 from training.tasks.task import prepare
 
 DROPOUT = "model.config={hidden_dropout_prob: 0.1, attention_probs_dropout_prob: 0.1}"
@@ -71,6 +74,11 @@ def test_it_starts_from_the_folder_and_draws_only_what_that_lacks(pair, encoders
             assert torch.equal(found[0][own], value.detach()), own
     for name, value in found[0].items():
         assert torch.equal(value, found[1][name]), name
+
+
+def test_the_padding_token_of_a_saved_model_is_its_tokenizer_s() -> None:
+    config = Config(task="classify", model=ModelSection(name_or_path="qwen"))
+    assert given_by_task(config, SimpleNamespace(pad_token_id=7))["pad_token_id"] == 7
 
 
 @pytest.mark.parametrize("family", FAMILIES)
