@@ -536,6 +536,10 @@ def _documents(config: Config) -> Iterator[Problem]:
     if data.document_separator == "":
         yield "data.document_separator", "is empty; give the separator between documents, or null"
     ids = data.input_ids_field
+    if data.begin_of_document != "none" and (config.learns_rows or config.task in ENCODER_TASKS):
+        yield "data.begin_of_document", "= auto is for documents of task = pretrain and distill; remove it"
+    if data.begin_of_document != "none" and (ids is not None or "megatron" in kinds):
+        yield "data.begin_of_document", "= auto adds nothing to documents that are tokens already; remove it"
     if ids is not None and (config.learns_rows or config.task == "classify"):
         problem = f"= '{ids}' is for documents, and task = {config.task} trains on rows"
         yield "data.input_ids_field", f"{problem}; remove it, or set task=pretrain"

@@ -284,6 +284,9 @@ class DataSection:
     document_separator: str | None = None
     """[text] For source text: separator between the documents of a file, such as "\\n\\n" in double quotes. Empty
     documents are left out and counted. null: one document per file."""
+    begin_of_document: Literal["none", "auto"] = "none"
+    """[choice] auto: documents begin with the token that the tokenizer puts before a text, if it has one, such as <bos>
+    of Gemma and Llama. none: they only end with a token."""
     sources: tuple[SourceSection, ...] = ()
     """[list] Several sources instead of data.path, each {path, name, format, weight or epochs}. Each is prepared and
     split by itself; samples are drawn by share (docs/data.md)."""

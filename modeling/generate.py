@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,10 +25,13 @@ def sample_text(
     seed: int,
     device: torch.device,
     has_encoder: bool = False,
+    begin: Sequence[int] = (),
 ) -> str:
     """The prompt continued by `tokens` sampled tokens, or, for an encoder-decoder, the answer on the next line. Every
-    rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed."""
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=has_encoder).input_ids.to(device)
+    rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed. begin: [ids]
+    put before the prompt."""
+    asked = tokenizer(prompt, add_special_tokens=has_encoder).input_ids
+    ids = torch.tensor([[*begin, *asked]], device=device)
     was_training = model.training
     model.eval()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -17,6 +17,7 @@ from config.schema import GuardSection
 from config.task import ENCODER_TASKS, loss_unit
 from data.batches.loader import Batches
 from data.corpora.corpus import Corpus
+from data.sources.chat import leading_tokens
 from data.text.tokenizer import load_tokenizer
 from modeling.build import count_parameters, drawn_notes
 from modeling.generate import sample_text
@@ -112,6 +113,7 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
     if problem is not None or tokenizer is None:
         record.note(str(problem))
         return ""
+    begins = resolved.config.learns_rows or resolved.config.data.begin_of_document == "auto"
     text = sample_text(
         engine.model,
         tokenizer,
@@ -121,6 +123,7 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
         seed=resolved.config.run.seed,
         device=engine.world.device,
         has_encoder=engine.model.config.is_encoder_decoder,
+        begin=leading_tokens(tokenizer.backend_tokenizer) if begins else (),
     )
     return str(redact(text))
 

@@ -119,19 +119,23 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         train_bytes=index["train"]["text_bytes"],
         validation_bytes=index["validation"]["text_bytes"],
         counts=index.get("counts", {}),
-        notes=tuple(index.get("notes", _left_out(index))),
+        notes=tuple(index.get("notes", _of_documents(index))),
         labels=tuple(index.get("labels", ())),
     )
 
 
-def _left_out(index: dict[str, Any]) -> list[str]:
-    """A line on the documents that were left out, if any were; the standard library always has some."""
+def _of_documents(index: dict[str, Any]) -> list[str]:
+    """Lines on the documents that were left out, which the standard library always has, and on their first token."""
     places = index.get("skipped_places", {})
     said = [
         f"{count:,} {reason}" + (f" (the first: {places[reason]})" if reason in places else "")
         for reason, count in sorted(index["skipped"].items())
     ]
-    return [f"data: documents left out: {', '.join(said)}"] if said and index["source"] != "data.source=stdlib" else []
+    notes = [f"data: documents left out: {', '.join(said)}"] if said and index["source"] != "data.source=stdlib" else []
+    if index.get("left_off"):
+        what = f"data: documents begin without {index['left_off']}, which the tokenizer puts before a text"
+        notes.append(f"{what}; set data.begin_of_document=auto if the model was trained with it")
+    return notes
 
 
 def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> TokenShards | RowShards:

@@ -68,8 +68,8 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
 
 def section_of(data: DataSection, item: SourceSection | ValidationSection) -> DataSection:
     """The data section of one source, or of one validation set, alone."""
-    hub = {"split": item.split or data.split, "name": item.configuration or data.name}
-    return replace(data, sources=(), validation=(), source=item.source, path=item.path, format=item.format, **hub)
+    of_hub = replace(data, split=item.split or data.split, name=item.configuration or data.name)
+    return replace(of_hub, sources=(), validation=(), source=item.source, path=item.path, format=item.format)
 
 
 def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus:

@@ -52,7 +52,7 @@ class Chat:
         words = sorted({str(tokenizer.convert_ids_to_tokens(i)) for i in self._special}, key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, words))) if words else None
         self._encoder = _with_exact_offsets(tokenizer)
-        self._leading = _leading(self._encoder)
+        self._leading = leading_tokens(self._encoder)
 
     def renders(self, example: Example) -> bool:
         """Whether the chat template makes the row's text."""
@@ -280,7 +280,7 @@ def _with_exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(document))
 
 
-def _leading(encoder: Tokenizer) -> list[int]:
+def leading_tokens(encoder: Tokenizer) -> list[int]:
     """Tokens that the tokenizer puts before every text, such as one for the beginning of a document."""
     plain, full = (encoder.encode("a", add_special_tokens=added).ids for added in (False, True))
     return full[: full.index(plain[0])] if plain and plain[0] in full else []

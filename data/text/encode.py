@@ -30,9 +30,16 @@ class DocumentEncoder:
     """Turns batches of documents into token ids."""
 
     def __init__(
-        self, tokenizer_json: str, end_of_document: int, dtype: str, validation_fraction: float, bytewise: bool = False
+        self,
+        tokenizer_json: str,
+        end_of_document: int,
+        dtype: str,
+        validation_fraction: float,
+        bytewise: bool = False,
+        *begin: int,
     ) -> None:
-        """bytewise: the tokenizer is that of `bytes`, which is applied by table lookup."""
+        """bytewise: the tokenizer is that of `bytes`, which is applied by table lookup. begin: [ids] put before every
+        document."""
         # Parallelism comes from the processes; threads in each of them would only compete for the cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
@@ -40,7 +47,7 @@ class DocumentEncoder:
         self._tokenizer.no_padding()
         # Text that spells a special token stays text: only the end of a document becomes an end-of-document token.
         self._tokenizer.encode_special_tokens = True
-        self._end = np.array([end_of_document], dtype=dtype)
+        self._begin, self._end = np.array(begin, dtype=dtype), np.array([end_of_document], dtype=dtype)
         self._fraction = validation_fraction
         self._byte_ids = byte_ids().astype(dtype) if bytewise else None
 
@@ -51,6 +58,7 @@ class DocumentEncoder:
         for text in documents:
             split = int(is_validation(text, self._fraction))
             raw = text.encode()
+            parts[split].append(self._begin)
             if self._byte_ids is not None:
                 parts[split].append(self._byte_ids[np.frombuffer(raw, dtype=np.uint8)])
             else:

@@ -39,6 +39,7 @@ from data.corpora.corpus import (
     write_index,
 )
 from data.corpora.shards import FORMAT_VERSION, token_dtype, write_shard
+from data.sources.chat import leading_tokens
 from data.sources.sources import Source, open_source
 from data.text.batch_results import Work, kept_folder, results
 from data.text.cache_folder import cache_folder
@@ -120,6 +121,7 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
     """Name of the corpus: 20 hex digits of a hash over everything that determines its tokens."""
     parts = [FORMAT_VERSION, data.source, source.identity, source.text_field, str(source.deduplicate)]
     parts += [tokenizer_identity(data.tokenizer), repr(data.validation_fraction), *["encoder"] * for_encoder]
+    parts += ["begin"] * (data.begin_of_document == "auto")
     return fingerprint_of_parts(parts)
 
 
@@ -181,10 +183,13 @@ def _fill(
     writers = {split: _SplitWriter(folder, split, dtype, header, end_of_document) for split in SPLITS}
     skipped: Counter[str] = Counter()
     places: dict[str, str] = {}
+    leading: list[int] = []
     if source.ids_field is None:
         # tokenizing bytes again is faster than reading kept results
         kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
-        work = _work(data, folder / TOKENIZER)
+        leading = [] if make is make_masking_tokenizer else leading_tokens(tokenizer.backend_tokenizer)
+        begin = leading if data.begin_of_document == "auto" else []
+        work = _work(data, folder / TOKENIZER, begin)
         batches = results(work, _batches(source.documents(skipped, places)), data.workers, kept)
     else:
         batches = copied(data, source, skipped, size=vocab_size, end_of_document=end_of_document, dtype=dtype)
@@ -222,16 +227,18 @@ def _fill(
             "tokenizer_sha256": header["tokenizer_sha256"],
             "skipped": dict(skipped),
             "skipped_places": places,
+            "left_off": tokenizer.decode(leading) if data.begin_of_document == "none" else "",
             **splits,
         },
     )
 
 
-def _work(data: DataSection, tokenizer_folder: Path) -> Work:
+def _work(data: DataSection, tokenizer_folder: Path, begin: list[int]) -> Work:
     tokenizer = load_tokenizer(tokenizer_folder)
     tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
     dtype = token_dtype(vocabulary_size(tokenizer))
-    arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, data.tokenizer == "bytes")
+    bytewise = data.tokenizer == "bytes"
+    arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, bytewise, *begin)
     parts = [_RESULTS_VERSION, FORMAT_VERSION, tokenizers.__version__, *arguments]
     identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Work(DocumentEncoder, arguments, identity)

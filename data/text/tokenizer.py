@@ -2,7 +2,7 @@
 
 It is always saved with the corpus as a Hugging Face tokenizer folder, so that a corpus and a checkpoint stay readable
 when its origin has changed or is unreachable. `bytes` and `bpe` decode to exactly the text that was
-encoded. No beginning-of-document token is added; a document ends with the tokenizer's end-of-document (eos) token.
+encoded. A document ends with the tokenizer's end-of-document (eos) token.
 """
 
 from __future__ import annotations

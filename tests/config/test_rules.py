@@ -82,6 +82,8 @@ REFUSED = [
     ),
     (["data.validation=[{path: a.txt, split: x}]"], "data.validation[0].split = 'x' is only read by source = hub"),
     (["data.name=en"], "data.name = 'en' is only read by data.source = hub"),
+    (["task=sft", "data.begin_of_document=auto"], "data.begin_of_document = auto is for documents of task = pretrain"),
+    (["data={source: megatron, path: corpus, begin_of_document: auto}"], "data.begin_of_document = auto adds nothing"),
     (["data.document_separator=ab"], 'data.document_separator = "ab" is only read by data.source = text; remove it'),
     (["data.source=text", "data.path=a.txt", 'data.document_separator=""'], "data.document_separator is empty … null"),
     (["data={source: jsonl, path: a.txt, input_ids_field: ids}", "task=sft"], "data.input_ids_field = 'ids' … = sft"),

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 import data.text.encode
@@ -149,6 +149,21 @@ def test_identity_follows_a_folders_contents(tmp_path: Path) -> None:
         (folder / name).write_text("{}")
         seen.add(tokenizer_identity(str(folder)))
     assert len(seen) == 5
+
+
+def test_documents_begin_with_the_tokenizers_first_token_if_asked(tmp_path: Path) -> None:
+    folder = word_level(tmp_path / "tokenizer", eos_token="<end>")
+    tokenizer = load_tokenizer(folder)
+    first = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 1)])
+    tokenizer.backend_tokenizer.post_processor = first
+    tokenizer.save_pretrained(folder)
+    path = write_jsonl(tmp_path / "texts.jsonl", [{"text": "hello"}, {"text": "world world"}])
+    given = {"tokenizer": str(folder), "cache_dir": str(tmp_path / "cache"), "validation_fraction": 0.0}
+    section = DataSection(source="jsonl", path=str(path), **given)  # type: ignore[arg-type]
+    plain, begun = (prepare(replace(section, begin_of_document=how), progress=False) for how in ("none", "auto"))  # type: ignore[arg-type]
+    assert [shard.array.tolist() for shard in plain.train.shards] == [[2, 1, 70000, 70000, 1]]
+    assert [shard.array.tolist() for shard in begun.train.shards] == [[1, 2, 1, 1, 70000, 70000, 1]]
+    assert "begin without <end>, which the tokenizer puts before a text" in plain.notes[0] and not begun.notes
 
 
 @given(text=st.text(alphabet=st.sampled_from("ab\n"), max_size=60), limit=st.integers(1, 12))

@@ -315,7 +315,7 @@ class Letters:
     eos_token_id = 0
 
     def __call__(self, text, **options):
-        return type("Encoded", (), {"input_ids": torch.tensor([[ord(c) % 64 for c in text]])})
+        return type("Encoded", (), {"input_ids": [ord(c) % 64 for c in text]})
 
     def decode(self, ids, **options):
         return "".join(chr(48 + int(i)) for i in ids)
@@ -332,6 +332,7 @@ def test_a_sample_is_as_long_as_asked_repeatable_and_leaves_no_trace():
     assert len(first) == 12
     assert first == sample_text(model, Letters(), seed=1, **options)
     assert first != sample_text(model, Letters(), seed=2, **options)
+    assert sample_text(model, Letters(), seed=1, begin=[7], **options).startswith(chr(48 + 7) + first[:3])
     assert model.training
 
 

@@ -22,7 +22,7 @@ _DECIDE = (*ENCODER_TASKS, "seq2seq")
 _UNKNOWN_LABELS = ("0", "1")
 """Placeholder for labels that are found in the data; each adds one row to the last layer."""
 _TOKENIZER = SimpleNamespace(eos_token_id=0, pad_token_id=0, cls_token_id=1, sep_token_id=2)
-"""Placeholder for a tokenizer that is not loaded yet; the ids of special tokens change no size but RoBERTa's positions."""
+"""Placeholder for a tokenizer that is not loaded yet; their ids change no size but that of RoBERTa's positions."""
 _LARGE_VOCABULARY = 1 << 18
 
 
