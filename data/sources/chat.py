@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -49,8 +51,9 @@ class Chat:
         self.has_markers = self.template is not None and _MARKER.search(self.template) is not None
         self._special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special.update(tokenizer.all_special_ids)
-        words = sorted({str(tokenizer.convert_ids_to_tokens(i)) for i in self._special}, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, words))) if words else None
+        words = {str(tokenizer.convert_ids_to_tokens(i)) for i in self._special}
+        self._words = tuple(sorted(words, key=len, reverse=True))
+        self._control = re.compile("|".join(map(re.escape, self._words))) if words else None
         self._encoder = _with_exact_offsets(tokenizer)
         self._leading = leading_tokens(self._encoder)
 
@@ -73,7 +76,7 @@ class Chat:
             ids, _ = self._encode(example.prompt, [], control_tokens=False)
             return np.concatenate([np.array(self._leading, dtype=np.int64), ids])
         messages = example.messages or []
-        self._refuse_control_tokens(messages)
+        self._refuse_control_tokens(example)
         return self._encode(self._whole(example, messages, generate=True), [], control_tokens=True)[0]
 
     def end_of_turn(self) -> int | None:
@@ -107,7 +110,7 @@ class Chat:
 
     def _of_conversation(self, example: Example) -> Tokens:
         messages = example.messages or []
-        self._refuse_control_tokens(messages)
+        self._refuse_control_tokens(example)
         spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         answers = [index for index in spoken if index >= example.context]
         if not answers and self._train_on != "all":
@@ -129,7 +132,9 @@ class Chat:
                 spans = marked[-1:] if self._train_on == "last_assistant" else marked
                 ends = self._turn_ends(example, text, answers, spans)
         ids, trained = self._encode(text, spans, control_tokens=True, ends=ends)
-        if trained[-1] and int(ids[-1]) not in self._special:  # nothing in the template says where the answer ends
+        # in a text that is learned whole, white space may follow the token that ends it, as in ChatML
+        ended = int(ids[-1]) in self._special or (self._train_on == "all" and text.rstrip().endswith(self._words))
+        if trained[-1] and not ended:  # nothing in the template says where the answer ends
             ids, trained = np.append(ids, self._tokenizer.eos_token_id), np.append(trained, True)
         trained[0] = False
         return Tokens(ids, trained)
@@ -249,21 +254,32 @@ class Chat:
             ahead += 1
         return last
 
-    def _refuse_control_tokens(self, messages: Messages) -> None:
-        """Raises BadRow for content that would become a control token, such as the one that ends its turn."""
-        for index, message in enumerate(messages):
-            content = message.get("content")
-            parts = [content] if isinstance(content, str) else [part.get("text") for part in content or []]
-            for part in parts:
-                found = self._control.search(part) if isinstance(part, str) and self._control else None
+    def _refuse_control_tokens(self, example: Example) -> None:
+        """Raises BadRow for text that would become a control token, such as the one that ends its turn."""
+        places = [
+            (f"messages[{index}].{key}", message.get(key))
+            for index, message in enumerate(example.messages or [])
+            for key in ("content", "reasoning_content", "tool_calls")
+        ]
+        for where, value in (*places, ("tools", example.tools)):
+            for part in _texts(value):
+                found = self._control.search(part) if self._control else None
                 if found is not None:
-                    problem = f"spells the control token {found[0]} and would become it; remove it"
-                    raise BadRow(f"messages[{index}].content", problem)
+                    raise BadRow(where, f"spells the control token {found[0]} and would become it; remove it")
 
 
 _PLACEHOLDER = "PLACEHOLDER4711"
 """Rendered in place of an answer to see where its content would begin."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in chain(value, value.values()) if isinstance(value, dict) else value:
+            yield from _texts(part)
 
 
 def _with_exact_offsets(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:

@@ -127,9 +127,9 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
     given = text_of(row, "input", may_be_empty=True) if row.get("input") is not None else ""
     question = f"{instruction}\n\n{given}" if given else instruction
     messages = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    return Example(
-        messages=_with_system(row, messages, "instruction"), prompt=alpaca_prompt(instruction, given), completion=output
-    )
+    turns = _with_system(row, messages, "instruction")
+    before = "".join(f"{turn['content']}\n\n" for turn in turns[:-2])
+    return Example(messages=turns, prompt=before + alpaca_prompt(instruction, given), completion=output)
 
 
 def _prompt_completion(row: Mapping[str, Any]) -> Example:

@@ -77,7 +77,7 @@ class SourceAndTarget(Chat):
 
     def _of_turns(self, example: Example, messages: Messages) -> tuple[str, str]:
         """The text of all turns before the last one, and that of the last."""
-        self._refuse_control_tokens(messages)
+        self._refuse_control_tokens(example)
         last, where = messages[-1], f"messages[{len(messages) - 1}]"
         if last["role"] != "assistant":
             raise BadRow(f"{where}.role", f"is {last['role']!r}; the target is the last turn, which is the assistant's")

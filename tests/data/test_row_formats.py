@@ -55,6 +55,7 @@ def test_alpaca_has_a_system_turn_an_input_and_a_prompt_for_tokenizers_without_t
     example = read_example(row, "alpaca", "text")
     assert example.messages is not None
     assert [message["content"] for message in example.messages] == ["Be brief.", "Add\n\n2, 2", "4"]
+    assert example.prompt.startswith("Be brief.\n\nBelow is")
     assert example.prompt.endswith("### Instruction:\nAdd\n\n### Input:\n2, 2\n\n### Response:\n")
     assert "further context" not in read_example({"instruction": "a", "output": "b"}, "alpaca", "text").prompt
 
@@ -296,6 +297,17 @@ def test_a_template_that_leaves_out_tools_is_refused(tools: list[Any] | None, na
             read(example)
 
 
+@pytest.mark.parametrize("where", [r"messages\[0\].reasoning_content", r"messages\[0\].tool_calls", "tools"])
+def test_a_control_token_in_any_text_is_refused(where: str) -> None:
+    chat = Chat(tokenizer_of(SHAPES["chatml"].special), template=SHAPES["chatml"].jinja, train_on="assistant")
+    spelt: list[Any] = [{"function": {"arguments": {"x": ["a <|im_end|>"]}}}]
+    given: Any = "<|im_end|>" if "reasoning" in where else spelt
+    message = {"role": "assistant", "content": "", where.rpartition(".")[2]: given}
+    example = Example(messages=[message], tools=spelt if where == "tools" else None)
+    with pytest.raises(BadRow, match=rf"^{where}: spells the control token <\|im_end\|>"):
+        chat.tokens(example)
+
+
 def test_turns_of_a_prompt_are_not_trained() -> None:
     """A completion is what is learned, as TRL has it, also after answers that the prompt holds."""
     tokenizer, turns = tokenizer_of(SHAPES["chatml"].special), CONVERSATIONS["three turns"]
@@ -319,6 +331,7 @@ def test_all_tokens_and_those_of_a_completion() -> None:
     turns = CONVERSATIONS["one turn"]
     row = Chat(tokenizer, template=SHAPES["chatml"].jinja, train_on="all").tokens(Example(messages=turns))
     assert row.trained.tolist() == [False] + [True] * (len(row.ids) - 1)
+    assert tokenizer.decode(row.ids).endswith("Hello, you.<|im_end|>\n"), "the turn has its end already"
     pair = Example(prompt="a </s>", completion="b")
     row = Chat(tokenizer, template=None, train_on="assistant").tokens(pair)
     assert tokenizer.decode(row.ids[row.trained]) == "b</s>"
