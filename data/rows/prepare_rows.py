@@ -147,6 +147,9 @@ class RowEncoder(BatchEncoder):
         if not all(side.trained.any() for side in cut):
             counts["dropped, because cutting left no label"] += 1
             return []
+        if len(cut) > 1 and np.array_equal(cut[0].ids, cut[1].ids):
+            counts["dropped, because cutting left no difference"] += 1
+            return []
         counts["truncated"] += 1
         return cut
 

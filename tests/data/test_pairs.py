@@ -132,6 +132,15 @@ def test_show_prints_both_sides(show: Show, tmp_path: Path) -> None:
     assert "6 pairs to train on" in show("data.too_long=truncate_left")
 
 
+def test_pairs_that_cutting_makes_the_same_are_dropped(show: Show, tmp_path: Path) -> None:
+    write_pairs(tmp_path / "pairs.jsonl", 6)
+    chosen, rejected = ([{"role": "assistant", "content": "b " * 120 + end}] for end in "cd")
+    with (tmp_path / "pairs.jsonl").open("a") as file:
+        file.write(json.dumps({"prompt": [ASKED], "chosen": chosen, "rejected": rejected}) + "\n")
+    out = show("data.too_long=truncate_right")
+    assert "6 pairs to train on" in out and "dropped, because cutting left no difference 1" in out
+
+
 REFUSED = [
     ("preference.loss=hinge preference.label_smoothing=0.1", "preference.label_smoothing = 0.1 is only read by"),
     ("preference.beta=0", "preference.beta"),
