@@ -36,6 +36,8 @@ def text_rows(paths: Sequence[str], separator: str | None) -> Iterator[Found]:
                     text = raw.decode("utf-8")
                 except UnicodeDecodeError as error:  # one bad file must not end a corpus
                     where, text = f"{path}: byte {start + error.start}", None
+                if start == 0 and text:
+                    text = text.removeprefix("\ufeff")  # Windows writes a byte order mark
                 yield where, {"text": text}
                 start += len(raw) + len((separator or "").encode())
 

@@ -44,7 +44,7 @@ def read(data: DataSection) -> tuple[list[str], dict[str, int]]:
 def test_text_is_one_document_a_file_sorted_exact_and_bad_files_are_counted(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     for name, text in zip(["a.txt", "b/a.md", "b/b", "c.txt"], TEXTS, strict=True):
-        (tmp_path / name).write_bytes(text.encode())
+        (tmp_path / name).write_text(text, encoding="utf-8-sig" if name == "c.txt" else "utf-8", newline="")
     (tmp_path / "empty.txt").touch()
     (tmp_path / "latin.txt").write_bytes("Käse".encode("latin-1"))
     (tmp_path / ".hidden").write_text("not read")
