@@ -48,16 +48,10 @@ class Corpus:
     """May be empty."""
     train_documents: int
     validation_documents: int
-    train_bytes: int
-    """[bytes] UTF-8 text in the training split."""
-    validation_bytes: int
-    """[bytes] UTF-8 text in the validation split."""
     skipped: dict[str, int]
     """Documents left out, by reason: "not utf-8", "no text", "duplicate"; rows: those that do not fit their format."""
     source: str
     """The config's key and value that named the source."""
-    revision: str | None
-    """Revision of the hub dataset that was read, when it is known."""
     tail_tokens: int = 0
     """[tokens] Held out from the end of the longest document, because no whole document was (data/text/holdout.py)."""
     counts: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +101,7 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         raise damaged(folder / TOKENIZER, f"its tokenizer.json cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(folder / TOKENIZER, "its tokenizer.json is not the one the tokens were made with")
-    same = ("fingerprint", "vocab_size", "end_of_document", "skipped", "source", "revision")
+    same = ("fingerprint", "vocab_size", "end_of_document", "skipped", "source")
     return Corpus(
         **{key: index[key] for key in same},
         folder=folder,
@@ -116,8 +110,6 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         validation=validation,
         train_documents=index["train"]["documents"],
         validation_documents=index["validation"]["documents"],
-        train_bytes=index["train"]["text_bytes"],
-        validation_bytes=index["validation"]["text_bytes"],
         counts=index.get("counts", {}),
         notes=tuple(index.get("notes", _of_documents(index))),
         labels=tuple(index.get("labels", ())),

@@ -31,11 +31,10 @@ from data.sources.row_formats import BadRow, Found
 from data.sources.row_sources import is_held_out, located_rows
 from data.sources.sources import Source
 from data.text.preparation_progress import ProgressFile
+from data.text.prepare import SHARD_TOKENS
 from data.text.tokenizer import vocabulary_size
 
 BATCH_ROWS = 512
-SHARD_TOKENS = 1 << 26
-"""[tokens] A shard is closed once it holds this many."""
 _DETAIL = re.compile(r"(?<=\w)\[\d+\]| \((?:[^()]|\([^()]*\))*\)")
 """The part of a reason that differs from row to row: a number in a list, or a parenthesis."""
 _REASONS, _PLACES = 4, 3

@@ -1,6 +1,7 @@
 """Preparation: exact content and holdout, done once, whatever the workers, killed or not; its folder, its progress."""
 
 import itertools
+import json
 import os
 import random
 import subprocess
@@ -97,7 +98,9 @@ def test_every_document_comes_back_once_in_its_split(section: DataSection, texts
     assert documents(corpus, "train") == [text for text in originals if not is_validation(text, 0.2)]
     assert documents(corpus, "validation") == [text for text in originals if is_validation(text, 0.2)]
     assert corpus.train_documents + corpus.validation_documents == 100
-    assert corpus.train_bytes + corpus.validation_bytes == sum(path.stat().st_size for path in texts.iterdir())
+    index = json.loads(contents(corpus))["content"]
+    sizes = [index[split]["text_bytes"] for split in ("train", "validation")]
+    assert sum(sizes) == sum(path.stat().st_size for path in texts.iterdir())
     assert 0 < corpus.validation_documents < corpus.train_documents
 
 

@@ -1,19 +1,19 @@
 """Masked language modelling by an encoder, on packed documents."""
 
+from functools import partial
+
 from transformers import PreTrainedModel
 
-from config.schema import Config, DataSection
+from config.schema import Config
 from data.batches.masking import masking_of as make_batch
-from data.corpora.corpus import Corpus
 from data.text.prepare import prepare as prepare_text
 from modeling.objectives.label_prediction import LabelPrediction
 
 __all__ = ["make_batch", "objective", "prepare"]
 
 
-def prepare(data: DataSection, *, progress: bool) -> Corpus:
-    """Packed documents as for pretrain, with an encoder's tokenizer."""
-    return prepare_text(data, progress=progress, for_encoder=True)
+prepare = partial(prepare_text, for_encoder=True)
+"""Packed documents as for pretrain, with an encoder's tokenizer."""
 
 
 def objective(config: Config, model: PreTrainedModel) -> LabelPrediction:
