@@ -514,7 +514,7 @@ def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
 
 
 def _rows_of(data: DataSection, item: _Place) -> tuple[str | None, ...]:
-    """What decides the rows of a path and source."""
+    """Values that decide the rows of a path and source."""
     of_hub = (item.split or data.split, getattr(item, "configuration", None) or data.name)
     return item.source, item.path, *(of_hub if item.source == "hub" else ())
 
