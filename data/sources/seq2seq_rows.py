@@ -50,9 +50,8 @@ class SourceAndTarget(Chat):
         self._require_template(example)
         if not self.renders(example):
             return self._with_specials(example.prompt, control_tokens=False)
-        messages = example.messages or []
-        self._refuse_control_tokens(messages)
-        return self._with_specials(self._render(example, messages, generate=True), control_tokens=True)
+        self._refuse_control_tokens(example)
+        return self._with_specials(self._whole(example, example.messages or [], generate=True), control_tokens=True)
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
         """The row, both sides cut to their maximum lengths (a target loses its end), or nothing; updates `counts`."""
