@@ -7,11 +7,9 @@ advantages, metrics) every rank computes from the answers of all.
 """
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,13 +29,14 @@ from data.rows.prepare_prompts import read_prompt, row_of
 from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
+from modeling.objectives.objective import Forward
 from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages
 from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
 from training.engine.ledger import PrecisionError
 from training.rollouts import rollouts as files
 from training.rollouts.continuous_sampler import ContinuousSampler
-from training.rollouts.gap import Gap
+from training.rollouts.gap import measure
 from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Reward, Rewards, digest
 from training.rollouts.rollouts import Rollouts, padded
@@ -47,7 +46,6 @@ from training.rollouts.vllm_sampler import VllmSampler
 
 _SAMPLERS = {"transformers": TransformersSampler, "continuous": ContinuousSampler, "vllm": VllmSampler}
 EXAMPLES, EXAMPLE_CHARACTERS = 4, 400
-_TARGETS = "targets"
 
 
 class RolloutBatches(Batches):
@@ -84,7 +82,6 @@ class RolloutBatches(Batches):
             self._start = bit_sums(self._reference.parameters())
             copies.append(self._reference)
         engine.adjustable = self._remedies = Remedies(engine, *copies)
-        self._gap = Gap(self._section.max_gap)
         self._held: tuple[int, Rollouts] | None = None
         self._said, self._examples = set[tuple[str, ...]](), ""
         super().__init__(corpus.train, **order)
@@ -149,15 +146,15 @@ class RolloutBatches(Batches):
         if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
             same = (kept.version, kept.sources) == (version, self._sources)
             if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
-                self._gap.usual = kept.facts.get("gap/self_usual")
                 return kept
-        if self._gap.usual is None and (before := self._kept(step - self._section.updates)) is not None:
-            self._gap.usual = before.facts.get("gap/self_usual")
+        before = self._kept(step - self._section.updates) if self._held is None else self._held[1]
         assert isinstance(self._shards, RowShards)
         own = self._sampled(prompts, self._shards, version, str(step), resamples=self._section.resamples)
-        own, self_gaps = self._with_log_probs(own)
-        found = files.interleaved(world.gather_objects(own))
-        facts = self._facts(found, world.gather_objects(self_gaps)) | {"sync/seconds": seconds}
+        parts, self_gaps = zip(*world.gather_objects(self._with_log_probs(own)), strict=True)
+        found = files.interleaved(parts)
+        facts = self._facts(found) | {"sync/seconds": seconds}
+        apart, usual = found.old - found.sampler, before.facts if before is not None else {}
+        facts |= measure(apart, found.mask, self_gaps, self._section.max_gap, usual)
         found = replace(found, facts=facts, sources=self._sources)
         if self._publishes and self._folder is not None and world.is_main:
             path = files.path_of(self._folder, step)
@@ -250,7 +247,7 @@ class RolloutBatches(Batches):
         for n, group in enumerate(self._rewards.total(found.rewards)[:EXAMPLES]):
             tokens = found.prompts[n, : found.prompt_lengths[n]], found.answers[n, 0, : found.lengths[n, 0]]
             asked, said = (self._tokenizer.decode(ids.tolist()) for ids in tokens)  # as sampler and trainer have them
-            about = f"reward {group[0]:.4g} (mean of {len(group)}: {_mean(group, math.nan):.4g})"
+            about = f"reward {group[0]:.4g} (mean of {len(group)}: {_mean(group, np.nan):.4g})"
             parts.append(f"{about}: {asked[-EXAMPLE_CHARACTERS:]} -> {said[:EXAMPLE_CHARACTERS]}")
         return "\n".join(parts)
 
@@ -270,10 +267,7 @@ class RolloutBatches(Batches):
         for rows in np.array_split(np.arange(micro), min(micro, 2)):  # in halves, each padded to its own longest answer
             length = padded_length(ends[rows], self._longest)
             again[rows, :length] = self._scored(inputs[rows, :length], labels[rows, :length], len(rows))
-        ids, targets = (torch.from_numpy(rows[:micro]).to(self._engine.world.device) for rows in (inputs, labels))
-        with torch.no_grad():
-            given, temperature = {"input_ids": ids, _TARGETS: targets}, self._section.temperature
-            wide = answer_log_probs(self.sampler.in_fp32(), given, temperature).cpu().numpy()[first]
+        wide = self._scored(inputs[:micro], labels[:micro], micro, by=self.sampler.in_fp32())[first]
         drawn, scored = own.sampler[own.mask][: len(wide)], old[:micro][first]
         return own, [again[first] - scored, wide - scored, wide - drawn]
 
@@ -287,24 +281,25 @@ class RolloutBatches(Batches):
             labels[row, start - 1 : end] = answer
         return inputs, labels
 
-    def _scored(self, inputs: np.ndarray, labels: np.ndarray, micro: int, *, reference: bool = False) -> np.ndarray:
-        """(answers, length) FP32: log-probabilities of the labels by the trainer or the reference, without dropout."""
+    def _scored(self, inputs: np.ndarray, labels: np.ndarray, micro: int, by: Forward | None = None) -> np.ndarray:
+        """(rows, length) FP32: log-probabilities of the labels without dropout, by the trainer or another model."""
         mine = np.zeros((len(inputs) // micro, micro), dtype=np.int64)
-        batch = batch_of(0, mine.reshape(-1), mine, inputs, inputs, {_TARGETS: labels})
-        compute, engine = partial(answer_log_probs, temperature=self._section.temperature), self._engine
-        if reference and self._reference is not None:
-            if bit_sums(self._reference.eval().parameters()) != self._start:
-                why = "the reference of grpo.beta has other weights than at the start; nothing was learned"
-                raise PrecisionError(why)
-            with torch.no_grad():
-                found = [compute(self._reference, given) for given, _ in batch.micro_batches(engine.world.device)]
-        else:
-            with adapter_off(engine.model) if reference else nullcontext():
-                found = list(engine.infer(compute, [batch]))
-        return np.asarray(torch.cat(found).cpu())
+        batch = batch_of(0, mine.reshape(-1), mine, inputs, inputs, {"targets": labels})
+        compute = partial(answer_log_probs, temperature=self._section.temperature)
+        found = self._engine.infer(lambda trainer, given: compute(by or trainer, given), [batch])
+        return np.asarray(torch.cat(list(found)).cpu())
 
-    def _facts(self, found: Rollouts, self_gaps: list[list[np.ndarray]]) -> dict[str, float]:
-        """Metrics of the step's answers."""
+    def _scored_by_reference(self, inputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """(rows, length) FP32: those by the start weights, from the base where an adapter is trained."""
+        if self._reference is None:
+            with adapter_off(self._engine.model):
+                return self._scored(inputs, labels, self._plan.micro_size)
+        if bit_sums(self._reference.eval().parameters()) != self._start:
+            raise PrecisionError("the reference of grpo.beta has other weights than at the start; nothing was learned")
+        return self._scored(inputs, labels, self._plan.micro_size, by=self._reference)
+
+    def _facts(self, found: Rollouts) -> dict[str, float]:
+        """Metrics of the step's answers and rewards."""
         facts = {"length": float(found.lengths.mean()), "truncated": 1 - float(found.ended.mean())}
         if self._rewards.names:
             totals = self._rewards.total(found.rewards)
@@ -313,7 +308,7 @@ class RolloutBatches(Batches):
             facts["reward/no_signal"] = float((self._advantages(found) == 0).all(1).mean())
         for number, name in enumerate(self._rewards.names if len(self._rewards.names) > 1 else ()):
             facts[f"reward/{name.rpartition(':')[2]}"] = _mean(found.rewards[..., number])
-        return facts | self._gap.measure(found.old - found.sampler, found.mask, self_gaps)
+        return facts
 
     def _batch(self, prompts: Batch, found: Rollouts, *, position: int, evaluates: bool = False) -> Batch:
         """This rank's micro-batches of the answers of all ranks."""
@@ -337,7 +332,7 @@ class RolloutBatches(Batches):
                 further[name] = np.zeros(labels.shape)
                 further[name][labels != IGNORED_LABEL] = values[own.mask]
             if section.beta:
-                further[REFERENCE] = self._scored(inputs, labels, micro, reference=True)
+                further[REFERENCE] = self._scored_by_reference(inputs, labels)
         return batch_of(
             position,
             np.repeat(prompts.sample_ids, section.group_size),

@@ -19,44 +19,36 @@ import numpy as np
 FLOOR = 1e-9  # smallest self-gap: FP32's was 5e-11, and a tiny model may repeat itself bit for bit
 OF_SAMPLER = 4.0
 ONE_SIDED = 0.3  # largest healthy |mean d| / mean |d|
-_MEMORY = 0.9  # of the self-gap's moving average, since a step measures it on few tokens
+_MEMORY = 0.9  # of the self-gap's moving average (self_usual), since a step measures it on few tokens
 
 
-class Gap:
-    """Measures the answers of each step, before anything is truncated."""
-
-    def __init__(self, bound: float) -> None:
-        """bound: grpo.max_gap."""
-        self._bound = bound
-        self.usual: float | None = None  # moving average of the self-gap; a resumed run has it from the last file
-
-    def measure(
-        self, apart: np.ndarray, mask: np.ndarray, self_gaps: Sequence[Sequence[np.ndarray]]
-    ) -> dict[str, float]:
-        """Metrics of a step, the same on all ranks. apart: (prompts, group, tokens) d, where `mask` is true. self_gaps:
-        of each rank, d of the trainer and either recomputation, and of FP32 and the sampler."""
-        apart = apart.astype(np.float64).clip(max=100.0)  # of which e^d can be squared
-        tokens, excess = apart[mask], np.expm1(apart) - apart
-        shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
-        own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))
-        self.usual = own if self.usual is None else _MEMORY * self.usual + (1 - _MEMORY) * own
-        reference = max(own, self.usual)
-        k3, mean, size = _k3(tokens), float(tokens.mean()), float(np.abs(tokens).mean())
-        judged = len(apart) > 1 and size > math.sqrt(2 * FLOOR)
-        beyond = (abs(mean) - _errors(len(apart)) * _error(apart, mask, mean)) / size if judged else 0.0
-        further = max(0.0, k3 - _error(excess, mask, k3)) / (self._bound * reference)
-        found = {
-            "gap/k1": -mean,
-            "gap/k3": k3,
-            "gap/largest": float(np.abs(tokens).max()),
-            "gap/one_sided": abs(mean) / size if size else 0.0,
-            "gap/self_k3": own,
-            "gap/self_usual": self.usual,
-            "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
-            "gap/of_bound": max(further, beyond / ONE_SIDED),
-        }
-        quarter = np.arange(mask.shape[-1]) * 4 // mask.sum(-1, keepdims=True)
-        return found | {f"gap/k3_quarter_{n + 1}": _k3(apart[mask & (quarter == n)]) for n in range(4)}
+def measure(
+    apart: np.ndarray, mask: np.ndarray, self_gaps: Sequence[list[np.ndarray]], bound: float, before: dict[str, float]
+) -> dict[str, float]:
+    """Metrics of a step before anything is truncated, the same on all ranks. apart: (prompts, group, tokens) d, where
+    `mask` is true. self_gaps: of each rank, d of the trainer and either recomputation, and of FP32 and the sampler.
+    bound: grpo.max_gap. before: metrics of the step before, or none."""
+    apart = apart.astype(np.float64).clip(max=100.0)  # of which e^d can be squared
+    tokens, excess = apart[mask], np.expm1(apart) - apart
+    shapes, wide, sampler = (_k3(np.concatenate(parts)) for parts in zip(*self_gaps, strict=True))
+    own = max(FLOOR, min(max(shapes, wide), OF_SAMPLER * sampler))
+    usual = _MEMORY * before.get("gap/self_usual", own) + (1 - _MEMORY) * own
+    k3, mean, size = _k3(tokens), float(tokens.mean()), float(np.abs(tokens).mean())
+    judged = len(apart) > 1 and size > math.sqrt(2 * FLOOR)
+    beyond = (abs(mean) - _errors(len(apart)) * _error(apart, mask, mean)) / size if judged else 0.0
+    further = max(0.0, k3 - _error(excess, mask, k3)) / (bound * max(own, usual))
+    found = {
+        "gap/k1": -mean,
+        "gap/k3": k3,
+        "gap/largest": float(np.abs(tokens).max()),
+        "gap/one_sided": abs(mean) / size if size else 0.0,
+        "gap/self_k3": own,
+        "gap/self_usual": usual,
+        "gap/outside": float((np.abs(np.expm1(tokens)) > 0.1).mean()),
+        "gap/of_bound": max(further, beyond / ONE_SIDED),
+    }
+    quarter = np.arange(mask.shape[-1]) * 4 // mask.sum(-1, keepdims=True)
+    return found | {f"gap/k3_quarter_{n + 1}": _k3(apart[mask & (quarter == n)]) for n in range(4)}
 
 
 def _errors(prompts: int) -> float:

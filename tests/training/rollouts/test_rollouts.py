@@ -14,7 +14,7 @@ import pytest
 from config.errors import UserError
 from config.schema import DataSection, GrpoSection
 from training.rollouts.batches import RolloutBatches
-from training.rollouts.gap import FLOOR, Gap
+from training.rollouts.gap import FLOOR, measure
 from training.rollouts.rewards import SHIPPED, Rewards, digest
 from training.rollouts.rollouts import Rollouts, interleaved, padded, path_of, read, write
 
@@ -236,11 +236,10 @@ def test_the_functions_that_ship() -> None:
 PROMPTS, TOKENS = 16, 96
 
 
-def gap_of(apart: np.ndarray, own: np.ndarray, gap: Gap | None = None) -> dict[str, float]:
+def gap_of(apart: np.ndarray, own: np.ndarray, before: dict[str, float] | None = None) -> dict[str, float]:
     """The gap over a step's prompts (PROMPTS, TOKENS), beside the trainer's distance from itself."""
-    return (gap or Gap(3.0)).measure(
-        apart[:, None], np.ones((len(apart), 1, apart.shape[1]), bool), [[own * 0.5, own, own]]
-    )
+    mask = np.ones((len(apart), 1, apart.shape[1]), bool)
+    return measure(apart[:, None], mask, [[own * 0.5, own, own]], 3.0, before or {})
 
 
 def test_the_estimates_are_those_of_the_definition() -> None:
@@ -258,12 +257,12 @@ def test_the_estimates_are_those_of_the_definition() -> None:
 @pytest.mark.parametrize("size", [1e-7, 1e-5, 3e-3, 0.04])
 def test_two_hundred_sound_steps_of_any_dtype_are_within_the_bounds(size: float) -> None:
     """Tokens of a prompt are alike, as of a tiny model: their differences are drawn once for 8 of them."""
-    draw, gap = np.random.default_rng(1), Gap(3.0)
-    largest = 0.0
+    draw, found, largest = np.random.default_rng(1), dict[str, float](), 0.0
     for _ in range(200):
         apart = draw.normal(0, size, (PROMPTS, TOKENS // 8)).repeat(8, axis=1)
         own = draw.normal(0, size, 64)
-        largest = max(largest, gap_of(apart, own, gap)["gap/of_bound"])
+        found = gap_of(apart, own, found)
+        largest = max(largest, found["gap/of_bound"])
     assert largest < 1
 
 
@@ -295,9 +294,8 @@ def test_noise_in_the_trainer_alone_does_not_hide_itself() -> None:
     """Dropout in its log-probabilities puts the trainer as far from itself as from the sampler."""
     draw = np.random.default_rng(3)
     noise, rounding = draw.normal(0, 0.04, 64), draw.normal(0, 0.001, 64)
-    gap = Gap(3.0)
     apart = draw.normal(0, 0.04, (PROMPTS, 1, TOKENS))
-    found = gap.measure(apart, np.ones_like(apart, bool), [[noise, noise, rounding]])
+    found = measure(apart, np.ones_like(apart, bool), [[noise, noise, rounding]], 3.0, {})
     assert found["gap/of_bound"] > 1
 
 
@@ -309,7 +307,7 @@ def test_exact_agreement_is_none() -> None:
 def test_quarters_are_those_of_each_answer() -> None:
     apart = np.array([[[0.0, 0.0, 0.1, 0.2], [0.1, 9.0, 9.0, 9.0]]])
     mask = np.arange(4) < np.array([[[4], [1]]])
-    found = Gap(3.0).measure(apart, mask, [[apart[0, 0]] * 3])
+    found = measure(apart, mask, [[apart[0, 0]] * 3], 3.0, {})
     k3 = [np.expm1(d) - d for d in (0.1, 0.1, 0.2)]
     quarters = [found[f"gap/k3_quarter_{number}"] for number in range(1, 5)]
     assert quarters == pytest.approx([k3[0] / 2, 0.0, k3[1], k3[2]])
