@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from config.cli import CRASH, DONE, Arguments, entry_point
 from config.command_line import read_command_line
@@ -71,10 +70,10 @@ def _serve(command: Sequence[str]) -> int:
     unless_given = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment = {**unless_given, **os.environ, **own, "PYTHONPATH": str(Path(__file__).parent)}
     job: Job | None = None
-    stopped, short = list[int](), 0
+    stopped, short = list[object](), 0
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.append(number)
+    def stop(*received: object) -> None:
+        stopped.append(received)
         if job is not None:
             job.kill(signal.SIGTERM)
 

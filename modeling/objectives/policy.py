@@ -88,7 +88,7 @@ class PolicyGradient:
         if OLD not in inputs:
             loss, extra = now.sum(1) * 0 - reward, torch.zeros(3, len(now), device=now.device)
         else:
-            by_token, extra = self._losses(inputs, now, mask, lengths)
+            by_token, extra = self._losses(inputs, now, mask)
             loss = torch.where(mask, by_token, 0.0).sum(1)
             if section.loss == "sequence":
                 loss = loss / lengths.clamp(min=1)
@@ -99,14 +99,14 @@ class PolicyGradient:
         return Scored(loss.sum(), sums, loss.detach())
 
     def _losses(
-        self, inputs: dict[str, Any], now: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor
+        self, inputs: dict[str, Any], now: torch.Tensor, mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(micro, length) losses of tokens; and (3, micro), without gradient: clipped tokens, KL, tokens left out."""
         section, old, advantage = self.section, inputs[OLD].to(now.dtype), inputs[ADVANTAGE][:, None]
         log_rho = torch.where(mask, now - old, 0.0)
         ratio = rho = log_rho.exp()
         if section.ratio == "sequence":
-            ratio = (log_rho.sum(1) / lengths.clamp(min=1)).exp()[:, None].expand_as(rho)
+            ratio = (log_rho.sum(1) / mask.sum(1).clamp(min=1)).exp()[:, None].expand_as(rho)
         assert section.clip_low is not None and section.clip_high is not None
         weight = corrections(torch.where(mask, old - inputs[SAMPLER], 0.0), section)
         if section.surrogate == "cispo":

@@ -63,8 +63,7 @@ class RolloutBatches(Batches):
         self._section, self._data, self._plan, self._seed = config.grpo, config.data, resolved.batch, config.run.seed
         decisive = ("group_size", "max_new_tokens", "temperature", "updates")  # for what a step learns from
         self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
-        self._by_rewards = config.task == "grpo"
-        self._engine, self._longest = engine, config.data.sequence_length
+        self._engine, self._by_rewards = engine, config.task == "grpo"
         self._objective: Any = engine.objective
         self._folder: Path | None = None
         self._publishes = False
@@ -198,7 +197,7 @@ class RolloutBatches(Batches):
         by_function = np.array([[value for value, _ in by_answer] for by_answer in rewards])
         found = Rollouts(
             samples=np.array([number for _, number in rows], dtype=np.int64),
-            prompts=padded(prompts, self._longest),
+            prompts=padded(prompts, self._sequence_length),
             prompt_lengths=np.array([len(ids) for ids in prompts], dtype=np.int64),
             answers=padded([answer.ids for answer in answers], longest).reshape(-1, group, longest),
             lengths=np.array([len(answer.ids) for answer in answers], dtype=np.int64).reshape(-1, group),
@@ -265,7 +264,7 @@ class RolloutBatches(Batches):
         own.old[own.mask] = old[where]
         again = np.zeros_like(old[:micro])
         for rows in np.array_split(np.arange(micro), min(micro, 2)):  # in halves, each padded to its own longest answer
-            length = padded_length(ends[rows], self._longest)
+            length = padded_length(ends[rows], self._sequence_length)
             again[rows, :length] = self._scored(inputs[rows, :length], labels[rows, :length], len(rows))
         wide = self._scored(inputs[:micro], labels[:micro], micro, by=self.sampler.in_fp32())[first]
         drawn, scored = own.sampler[own.mask][: len(wide)], old[:micro][first]
@@ -273,7 +272,7 @@ class RolloutBatches(Batches):
 
     def _inputs(self, own: Rollouts, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """(rows, length) int64: prompts with their answers, then rows of padding; and as labels the answers' tokens."""
-        inputs = np.zeros((rows, padded_length(own.places, self._longest)), dtype=np.int64)
+        inputs = np.zeros((rows, padded_length(own.places, self._sequence_length)), dtype=np.int64)
         labels = np.full_like(inputs, IGNORED_LABEL)
         for row, ((n, k), end) in enumerate(np.ndenumerate(own.places)):
             start, answer = own.prompt_lengths[n], own.answers[n, k, : own.lengths[n, k]]
@@ -316,16 +315,16 @@ class RolloutBatches(Batches):
         mine = np.arange(self._rank, len(found.samples), self._world_size)
         own, rows = found.of(mine), prompts.input_ids.numel() * section.group_size  # with padding in an evaluation
         inputs, labels = self._inputs(own, rows)
-        counts = [torch.from_numpy(part.lengths) for part in (own, found)]
+        counts = found.lengths
         further: dict[str, np.ndarray] = {}
 
         def by_row(values: np.ndarray) -> np.ndarray:
             return np.pad(values.ravel(), (0, rows - values.size))
 
         if self._by_rewards:
-            total, of_all = (self._rewards.total(part.rewards) for part in (own, found))
-            further = {REWARD: by_row(np.nan_to_num(total, nan=_mean(of_all))), ENDED: by_row(own.ended)}
-            counts = [torch.ones_like(count) if evaluates else counted_by_answer(count, section) for count in counts]
+            total = self._rewards.total(found.rewards)
+            further = {REWARD: by_row(np.nan_to_num(total, nan=_mean(total))[mine]), ENDED: by_row(own.ended)}
+            counts = np.ones_like(counts) if evaluates else counted_by_answer(torch.from_numpy(counts), section).numpy()
         if self._by_rewards and not evaluates:
             further[ADVANTAGE] = by_row(self._advantages(own))
             for name, values in ((OLD, own.old), (SAMPLER, own.sampler)):
@@ -340,9 +339,9 @@ class RolloutBatches(Batches):
             inputs,
             labels,
             {name: values.astype(np.float32) for name, values in further.items()},
-            label_tokens=int(counts[0].sum()),
-            label_tokens_of_all=int(counts[1].sum()),
-            counts=by_row(counts[0].numpy()).reshape(-1, micro),
+            label_tokens=int(counts[mine].sum()),
+            label_tokens_of_all=int(counts.sum()),
+            counts=by_row(counts[mine]).reshape(-1, micro),
             places_of_all=int(found.places.sum()),
         )
 

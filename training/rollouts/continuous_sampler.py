@@ -15,7 +15,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 from config.errors import UserError, one_line
-from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, drawn, draws_of
+from data.corpora.sampler import uniforms
+from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, drawn
 
 _PAGE = 32  # [tokens] of keys and values that are allocated together
 _HOW: dict[str, Any] = {"allow_block_sharing": False, "use_async_batching": False, "use_cuda_graph": False}
@@ -27,7 +28,8 @@ class _Draws(ContinuousBatchingLogitsProcessor):
     supported_kwargs, ignored_kwargs = dict[str, type](), ()
 
     def __init__(self, requests: Sequence[Request], most: int, temperature: float) -> None:
-        self._draws, self._temperature = {one.key: draws_of(one.key, most) for one in requests}, temperature
+        self._draws = {one.key: uniforms(one.key, most, person=PERSON) for one in requests}
+        self._temperature = temperature
         self.log_probs: dict[str, list[float]] = {key: [] for key in self._draws}
         self._batch: list[str] = []
 
@@ -81,5 +83,4 @@ class ContinuousSampler(TransformersSampler):
         except (RuntimeError, ValueError) as error:
             why = f"transformers cannot sample from {model.config.model_type} so ({one_line(error)})"
             raise UserError(f"grpo.engine = continuous: {why}; set it to transformers") from None
-        found = [(tokens[one.key], np.array(draws.log_probs[one.key], np.float32)) for one in requests]
-        return [Answer(ids, scores, bool(ids[-1] in self._ends)) for ids, scores in found]
+        return [self._answer_of(tokens[one.key], np.array(draws.log_probs[one.key], np.float32)) for one in requests]

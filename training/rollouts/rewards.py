@@ -159,9 +159,7 @@ def json_schema(completions: Sequence[Any], schema: Sequence[Any], **_: Any) -> 
     return _scores(completions, schema, fits)
 
 
-def length(
-    completion_ids: Sequence[Sequence[int]], longest: Sequence[int], slack: Sequence[int], **_: Any
-) -> list[float]:
+def length(completion_ids: Sequence[list[int]], longest: Sequence[int], slack: Sequence[int], **_: Any) -> list[float]:
     """0 up to `longest` - `slack` tokens, then falling to -1 at `longest` (Yu et al. 2025, DAPO, equation 13)."""
     rows = zip(completion_ids, longest, slack, strict=True)
     return [-min(1.0, max(0.0, (len(ids) - most + room) / max(room, 1))) for ids, most, room in rows]

@@ -6,7 +6,7 @@ modules compute with beside their weights. If anything differs, everything is se
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
-from training.rollouts.transformers_sampler import TransformersSampler, differing_from, digest
+from training.rollouts.transformers_sampler import TransformersSampler, Weights, differing_from, digest
 
 _ATTEMPTS, _NAMED = 2, 5
 
@@ -77,9 +77,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
     return numbers | dict(zip(buffers, bit_sums(buffers.values()), strict=True))
 
 
-def _weights(
-    engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None) -> Weights:
     """Every parameter's whole weight under each of its names.
 
     share: takes the digests that this rank computes. frozen: keeps those of weights that are not trained.

@@ -53,11 +53,6 @@ class Answer(NamedTuple):
     ended: bool  # False if it was cut off at grpo.max_new_tokens
 
 
-def draws_of(key: str, count: int) -> np.ndarray:
-    """(count,) float64 in [0, 1): the random numbers of an answer."""
-    return uniforms(key, count, person=PERSON)
-
-
 def drawn(logits: torch.Tensor, draws: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, 1) tokens, where (rows, vocabulary) logits' cumulative distributions reach `draws`, (rows,) in [0, 1); and
     their log-probabilities in FP32."""
@@ -78,11 +73,8 @@ def digest(tensor: torch.Tensor) -> str:
 def differing_from(model: PreTrainedModel, weights: Weights) -> list[str]:
     """Names of the tensors of which the model has another dtype, shape or bit."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    return [
-        name
-        for name, tensor in weights
-        if own[name].dtype != tensor.dtype or not torch.equal(as_integers(own[name]), as_integers(tensor))
-    ]
+    pairs = ((name, own[name], tensor) for name, tensor in weights)
+    return [name for name, a, b in pairs if a.dtype != b.dtype or not torch.equal(as_integers(a), as_integers(b))]
 
 
 def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -> PreTrainedModel:
@@ -156,7 +148,7 @@ class TransformersSampler:
     @torch.no_grad()
     def _drawn(self, requests: Sequence[Request]) -> list[Answer]:
         device, most = self.model.device, self._section.max_new_tokens
-        draws = torch.from_numpy(np.stack([draws_of(each.key, most) for each in requests])).to(device)
+        draws = torch.from_numpy(np.stack([uniforms(each.key, most, person=PERSON) for each in requests])).to(device)
         prompts = [torch.from_numpy(request.prompt) for request in requests]
         places = [torch.ones(len(prompt) + most, dtype=torch.int64) for prompt in prompts]
         ids, mask = (  # padded on the left, so that all answers start at one place
@@ -165,7 +157,7 @@ class TransformersSampler:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded, past, first = not bool(mask.all()), None, 0
         ends, rows = torch.tensor(self._ends, device=device), torch.arange(len(requests), device=device)
-        live = torch.ones_like(rows, dtype=torch.bool)  # of the answers in the batch
+        live, lengths = torch.ones_like(rows, dtype=torch.bool), torch.zeros_like(rows)  # live: in the batch, not ended
         tokens = torch.zeros(len(requests), most, dtype=torch.int64, device=device)
         scores = tokens.float()
         for step in range(most):
@@ -176,6 +168,7 @@ class TransformersSampler:
             past, first = output.past_key_values, last
             ids, log_probs = drawn(output.logits[:, -1], draws[:, step], self._section.temperature)
             tokens[rows, step], scores[rows, step] = ids[:, 0], log_probs[:, 0]
+            lengths[rows] += live
             live &= ~torch.isin(ids[:, 0], ends)
             if not (left := int(live.sum())):
                 break
@@ -183,12 +176,11 @@ class TransformersSampler:
                 kept = live.nonzero()[:, 0]
                 past.reorder_cache(kept)
                 ids, mask, positions, draws, rows, live = (x[kept] for x in (ids, mask, positions, draws, rows, live))
-        answers = []
-        for row, own in zip(tokens.cpu().numpy(), scores.cpu().numpy(), strict=True):
-            ended = np.flatnonzero(np.isin(row, self._ends))
-            length = ended[0] + 1 if len(ended) else most
-            answers.append(Answer(row[:length], own[:length], len(ended) > 0))
-        return answers
+        found = zip(tokens.cpu().numpy(), scores.cpu().numpy(), lengths.tolist(), strict=True)
+        return [self._answer_of(row[:length], own[:length]) for row, own, length in found]
+
+    def _answer_of(self, ids: np.ndarray, log_probs: np.ndarray) -> Answer:
+        return Answer(ids, log_probs, bool(ids[-1] in self._ends))
 
     def in_fp32(self) -> Forward:
         """The copy's forward pass computed in FP32, with its weights and buffers widened."""
