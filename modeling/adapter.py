@@ -55,10 +55,13 @@ def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence
 def add_adapter(
     model: PreTrainedModel, section: AdapterSection, *, seed: int, model_class: str = CAUSAL_LM
 ) -> PreTrainedModel:
-    """Freeze the model and insert the adapter, in place; returns the same model. model_class: from config/task.py.
+    """Freeze the model and insert the adapter, if any, in place; returns the same model. model_class: from
+    config/task.py.
 
     Under ZeRO-3 the weights may be partitioned already, and a model on the meta device stays there. Raises UserError.
     """
+    if section.kind == "none":
+        return model
     adapted: Any = wrapped_with_adapter(model, section, seed=seed, model_class=model_class).get_base_model()
     return adapted
 

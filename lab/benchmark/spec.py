@@ -142,8 +142,7 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Spec:
     else:
         per_step = write_rows(resolved, corpus, tokens, warm_up=warm_up)
     parameters = count_parameters(model)
-    if config.adapter.kind != "none":
-        model = add_adapter(model, config.adapter, seed=config.run.seed)
+    model = add_adapter(model, config.adapter, seed=config.run.seed)
     return Spec(
         model=config.model.name_or_path or str(folder / "weights"),
         attention=attention_of(model),

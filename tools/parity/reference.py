@@ -48,8 +48,7 @@ class Reference:
             section, shape, seed=seed, model_class=model_class, adapter=resolved.config.adapter
         )
         dequantise(self.model)
-        if resolved.config.adapter.kind != "none":
-            self.model = add_adapter(self.model, resolved.config.adapter, seed=seed, model_class=model_class)
+        self.model = add_adapter(self.model, resolved.config.adapter, seed=seed, model_class=model_class)
         self._attention = None
         if world.sequence is not None:
             apart = resolved.config.keeps_documents_apart

@@ -66,8 +66,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
     if world.experts is not None:
         share_experts(model, world.experts, experts_name(world.experts))
-    if config.adapter.kind != "none":
-        model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
+    model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
     notes = drawn_notes(model) + choose_kernels(model, resolved, world)
     if resolved.compute != "fp32" and config.precision.routers == "fp32":  # a manifest's run has parameters in FP32
         routers = compute_routers_in_fp32(model)

@@ -81,8 +81,7 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
     """The run's model with its start weights and the trainer's dtypes, in evaluation mode, whole on this rank."""
     config, seed = resolved.config, resolved.config.run.seed
     model = build_model(config.model, shape, seed=seed, model_class=model_class_of(config), adapter=config.adapter)
-    if config.adapter.kind != "none":
-        model = add_adapter(model, config.adapter, seed=seed, model_class=model_class_of(config))
+    model = add_adapter(model, config.adapter, seed=seed, model_class=model_class_of(config))
     if resolved.compute != "fp32" and config.precision.routers == "fp32":
         compute_routers_in_fp32(model)
     for own, trained in zip(model.parameters(), engine.model.parameters(), strict=True):
@@ -150,10 +149,10 @@ class TransformersSampler:
         device, most = self.model.device, self._section.max_new_tokens
         draws = torch.from_numpy(np.stack([uniforms(each.key, most, person=PERSON) for each in requests])).to(device)
         prompts = [torch.from_numpy(request.prompt) for request in requests]
-        places = [torch.ones(len(prompt) + most, dtype=torch.int64) for prompt in prompts]
-        ids, mask = (  # padded on the left, so that all answers start at one place
-            pad_sequence(rows, batch_first=True, padding_side="left").to(device) for rows in (prompts, places)
-        )
+        # padded on the left, so that all answers start at one place
+        ids = pad_sequence(prompts, batch_first=True, padding_side="left").to(device)
+        absent = ids.shape[1] - torch.tensor([len(prompt) for prompt in prompts], device=device)
+        mask = (torch.arange(ids.shape[1] + most, device=device) >= absent[:, None]).long()
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         padded, past, first = not bool(mask.all()), None, 0
         ends, rows = torch.tensor(self._ends, device=device), torch.arange(len(requests), device=device)
