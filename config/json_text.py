@@ -54,6 +54,11 @@ def sealed(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": _seal(content)}, indent=1) + "\n"
 
 
+def json_sha256(value: Any, *, sort_keys: bool = False) -> str:
+    """SHA-256, in hexadecimal, of a value's JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=sort_keys).encode()).hexdigest()
+
+
 def unsealed(text: bytes) -> tuple[dict[str, Any], bool]:
     """The content of a sealed file, and whether the seal matches. Raises ValueError for other files."""
     try:

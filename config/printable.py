@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 
 from config.redact import Redactor
 
@@ -33,9 +34,14 @@ def shown(value: object) -> str:
     return line(Redactor().text(str(value)))
 
 
-def tell(text: object) -> None:
-    """Print one line for the user, `shown`, to standard error."""
-    print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+def tell(text: object, who: str = "mantissa") -> None:
+    """Print one line for the user, `shown`, to standard error. who: says it."""
+    print(f"{who}: {shown(text)}", file=sys.stderr, flush=True)
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first `most` names, separated by commas, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _escaped(found: re.Match[str]) -> str:

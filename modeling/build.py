@@ -31,6 +31,7 @@ from transformers.initialization import no_init_weights
 from config.errors import UserError, meant, one_line
 from config.files import file_sha256
 from config.load import show
+from config.printable import first_of
 from config.rules import QUANTISED_BASES
 from config.schema import AdapterSection, ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
@@ -293,8 +294,7 @@ def drawn_notes(model: PreTrainedModel) -> list[str]:
     if lacking := getattr(model, "drawn", []):
         notes.append(f"model.name_or_path has no {', '.join(lacking)}: initialised with run.seed")
     if unread := getattr(model, "not_read", []):
-        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
-        notes.append(f"model.name_or_path has unused tensors: {', '.join(unread[:5])}{more}")
+        notes.append(f"model.name_or_path has unused tensors: {first_of(unread, 5)}")
     return notes
 
 

@@ -1,13 +1,12 @@
 """Build a run around a session: checkpoints, guard, record and observers; restored if the run resumes."""
 
-import hashlib
-import json
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from config.errors import one_line
+from config.json_text import json_sha256
 from config.load import to_dict
 from config.optimizers import AVERAGES
 from config.printable import printable
@@ -202,7 +201,7 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         step=progress.step,
         tokens=progress.tokens,
         world_size=resolved.world_size,
-        config_sha256=hashlib.sha256(json.dumps(to_dict(config), sort_keys=True).encode()).hexdigest(),
+        config_sha256=json_sha256(to_dict(config), sort_keys=True),
         parameters=count_parameters(engine.model),
         trained_parameters=count_parameters(engine.model, trained=True),
         compute=resolved.compute,

@@ -1,7 +1,5 @@
 """The teacher of a distillation before the student is built: identified, and its answers computed if cached."""
 
-import hashlib
-import json
 import os
 import shutil
 from contextlib import suppress
@@ -14,6 +12,7 @@ from transformers import AutoTokenizer
 
 from config.errors import UserError, one_line
 from config.files import flush
+from config.json_text import json_sha256
 from config.resolved import Resolved
 from data.batches.loader import NO_SAMPLE, next_tokens
 from data.corpora.corpus import Corpus
@@ -64,7 +63,7 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
     content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
-    key = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    key = json_sha256(content)[:16]
     folder = corpus.folder.with_name(f"{corpus.folder.name}-teacher-{key}")
     lock = FileLock(f"{folder}.lock")
 

@@ -11,7 +11,6 @@ The folder, all of it published at once by a rename:
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from typing import Any
 
 from config import json_text
 from config.errors import UserError
-from config.files import write_flushed
+from config.files import file_sha256, write_flushed
+from config.json_text import json_sha256
 from config.schema import DataSection
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
@@ -78,17 +78,17 @@ def is_prepared(folder: Path) -> bool:
 
 def fingerprint_of_parts(parts: list[Any]) -> str:
     """Name of a corpus: 20 hex digits of a hash over everything that determines it."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
+    return json_sha256(parts)[:20]
 
 
 def write_index(folder: Path, content: dict[str, Any]) -> None:
     """Write index.json to stable storage, with a checksum of its content."""
-    document = {"sha256": _content_sha256(content), "content": content}
+    document = {"sha256": json_sha256(content, sort_keys=True), "content": content}
     write_flushed(folder / INDEX, json.dumps(document, indent=1).encode())
 
 
 def tokenizer_sha256(folder: Path) -> str:
-    return hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
+    return file_sha256(folder / "tokenizer.json")
 
 
 def open_corpus(folder: Path, *, verify: bool) -> Corpus:
@@ -146,16 +146,12 @@ def _read_index(folder: Path) -> dict[str, Any]:
     try:
         document = json_text.parse(path.read_bytes())
         content = document["content"]
-        intact = document["sha256"] == _content_sha256(content)
+        intact = document["sha256"] == json_sha256(content, sort_keys=True)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise damaged(path, f"it cannot be read: {type(error).__name__}") from error
     if not intact:
         raise damaged(path, "its content does not match its sha256")
     return content
-
-
-def _content_sha256(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from filelock import AcquireReturnProxy, FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import UserError
+from config.json_text import json_sha256
 from config.schema import DataSection
 from data.corpora.corpus import (
     SPLITS,
@@ -240,7 +241,7 @@ def _work(data: DataSection, tokenizer_folder: Path, begin: list[int]) -> Work:
     bytewise = data.tokenizer == "bytes"
     arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, bytewise, *begin)
     parts = [_RESULTS_VERSION, FORMAT_VERSION, tokenizers.__version__, *arguments]
-    identity = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    identity = json_sha256(parts)
     return Work(DocumentEncoder, arguments, identity)
 
 

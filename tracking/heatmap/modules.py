@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from config.printable import first_of
+
 _BLOCK = re.compile(r"^(?P<stem>.*?)\.(?P<index>\d+)(?:\.(?P<kind>.+))?$", re.ASCII)
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)", re.ASCII)
 _DIGITS = 6  # maximum for a block number; a longer number is not a block
@@ -54,8 +56,7 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
         blocks = stem.rpartition(".")[2]
         blocks = f"{blocks.removesuffix('s') if numbers.isdecimal() else blocks} {numbers}"
         parts.append(f"{blocks} {last}".strip() if indices else stem.removeprefix("model."))
-    more = f" and {len(parts) - most} more" if len(parts) > most else ""
-    return ", ".join(parts[:most]) + more
+    return first_of(parts, most)
 
 
 def _last(kind: str) -> str:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from config.printable import first_of
 from tracking.numbers import percent
 from tracking.pages.markdown import Table, code, page, section
 from tracking.profile.matmul import BEST, GOOD
@@ -45,8 +46,7 @@ def _verdict(summary: dict[str, Any]) -> tuple[str, list[str]]:
 
 
 def _modules(rows: list[dict[str, Any]]) -> str:
-    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-    return ", ".join(row["modules"] for row in rows[:3]) + more
+    return first_of([row["modules"] for row in rows], 3)
 
 
 def _opening(summary: dict[str, Any], trace: str) -> str:

@@ -7,14 +7,13 @@ published by one rename, so a kill at any moment leaves the previous one in plac
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.errors import UserError, one_line
-from config.printable import shown
+from config.printable import tell
 from training.checkpoint import commit, contents
 from training.checkpoint.choice import Lineage, candidates, choice_remark, newest
 from training.checkpoint.manifest import (
@@ -273,5 +272,5 @@ class Checkpoints:
 
     def _log(self, text: str) -> str:
         if self.world.is_main:
-            print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+            tell(text)
         return text

@@ -1,13 +1,12 @@
 """This rank's part of the FP32 masters and of the optimizer's state, at every ZeRO stage."""
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from config.json_text import json_sha256
 from training.distributed import World
 
 
@@ -21,8 +20,7 @@ class Start:
     """Maps a parameter's name to the checksum of those values (`tensors.checksums_of`)."""
 
     def __str__(self) -> str:
-        digest = hashlib.sha256(json.dumps(self.checksums, sort_keys=True).encode()).hexdigest()
-        return f"{self.source}, equal to the bit (checksum {digest[:16]})"
+        return f"{self.source}, equal to the bit (checksum {json_sha256(self.checksums, sort_keys=True)[:16]})"
 
 
 def local_masters(optimizer: Any) -> list[torch.Tensor]:

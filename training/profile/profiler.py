@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from config.cli import REPOSITORY
-from config.printable import shown
+from config.printable import tell
 from config.resolved import Resolved
 from tracking.profile.ranges import MODULE, STAGE, STEP
 from training.engine import Engine
@@ -117,7 +117,7 @@ class Profiling:
         self._report(f"{headline}; {trace.parent} ({time.perf_counter() - started:.1f} s to write)")
 
     def _report(self, text: str) -> None:
-        print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+        tell(text)
         self._note(text)
 
     def _facts(self) -> dict[str, Any]:

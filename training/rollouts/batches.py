@@ -7,7 +7,6 @@ advantages, metrics) every rank computes from the answers of all.
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,7 +19,8 @@ import torch
 from transformers import PretrainedConfig
 
 from config.errors import UserError
-from config.printable import printable
+from config.json_text import json_sha256
+from config.printable import tell
 from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, batch_of, padded_length
 from data.corpora.corpus import Corpus
@@ -38,7 +38,7 @@ from training.rollouts import rollouts as files
 from training.rollouts.continuous_sampler import ContinuousSampler
 from training.rollouts.gap import measure
 from training.rollouts.remedies import Remedies
-from training.rollouts.rewards import Reward, Rewards, digest
+from training.rollouts.rewards import Reward, Rewards
 from training.rollouts.rollouts import Rollouts, padded
 from training.rollouts.sync import bit_sums, require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
@@ -69,7 +69,7 @@ class RolloutBatches(Batches):
         self._publishes = False
         self._tokenizer = load_tokenizer(corpus.tokenizer_folder)
         self._rewards = Rewards(self._section)
-        self._sources = self._rewards.sources | {"prompts": digest([corpus.fingerprint, self.identity])}
+        self._sources = self._rewards.sources | {"prompts": json_sha256([corpus.fingerprint, self.identity])}
         own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
         ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
         kind = _SAMPLERS[self._section.engine if trains or self._section.engine != "vllm" else "transformers"]
@@ -229,10 +229,10 @@ class RolloutBatches(Batches):
 
     def _check_rewards(self, found: Rollouts, rewards: Sequence[Sequence[Reward]], columns: Sequence[Any]) -> None:
         """Raises PrecisionError if a function got another row than the prompt's, or another answer than is learned."""
-        rows = [digest(own) for own in columns]
+        rows = [json_sha256(own) for own in columns]
         for place, (n, k) in enumerate(np.ndindex(found.lengths.shape)):
             ids = found.answers[n, k, : found.lengths[n, k]].tolist()
-            right = rows[n], digest([ids, self._completion(columns[n], ids)])
+            right = rows[n], json_sha256([ids, self._completion(columns[n], ids)])
             for name, (_, saw) in zip(self._rewards.names, (answers[place] for answers in rewards), strict=True):
                 if saw is not None and saw != (name, *right):
                     what = f"row {found.samples[rows.index(saw[1])]}" if saw[1] in rows else "an unknown row"
@@ -332,27 +332,19 @@ class RolloutBatches(Batches):
                 further[name][labels != IGNORED_LABEL] = values[own.mask]
             if section.beta:
                 further[REFERENCE] = self._scored_by_reference(inputs, labels)
-        return batch_of(
-            position,
-            np.repeat(prompts.sample_ids, section.group_size),
-            np.zeros((rows // micro, micro), dtype=np.int64),
-            inputs,
-            labels,
-            {name: values.astype(np.float32) for name, values in further.items()},
-            label_tokens=int(counts[mine].sum()),
-            label_tokens_of_all=int(counts.sum()),
-            counts=by_row(counts[mine]).reshape(-1, micro),
-            places_of_all=int(found.places.sum()),
-        )
+        facts: dict[str, Any] = {"label_tokens": int(counts[mine].sum()), "label_tokens_of_all": int(counts.sum())}
+        facts |= {"counts": by_row(counts[mine]).reshape(-1, micro), "places_of_all": int(found.places.sum())}
+        ids, ours = np.repeat(prompts.sample_ids, section.group_size), np.zeros((rows // micro, micro), dtype=np.int64)
+        further = {name: values.astype(np.float32) for name, values in further.items()}
+        return batch_of(position, ids, ours, inputs, labels, further, **facts)
 
     def _say(self, text: str) -> None:
         """Write a line to stderr, once for its first words: a function's errors may quote each answer."""
         if (words := tuple(text.split(": ")[:3])) not in self._said:
             self._said.add(words)
-            print(printable(f"rank {self._engine.world.rank}: {text}"), file=sys.stderr, flush=True)
+            tell(text, f"rank {self._engine.world.rank}")
 
 
 def _mean(values: np.ndarray, of_none: float = 0.0) -> float:
     """Mean of the values that are not NaN."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else of_none
+    return of_none if np.isnan(values).all() else float(np.nanmean(values))

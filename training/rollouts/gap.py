@@ -52,8 +52,7 @@ def measure(
 
 
 def _errors(prompts: int) -> float:
-    """Standard errors that a mean over prompts exceeds in 0.27% of cases, three for many: Student's t, by Fisher's
-    expansion (Abramowitz and Stegun, 26.7.5)."""
+    """Standard errors exceeded in 0.27% of cases: Student's t by Fisher's expansion (Abramowitz and Stegun, 26.7.5)."""
     free = prompts - 1
     return math.sqrt(prompts / free) * (3 + 7.5 / free + 17.25 / free**2 + 30.19 / free**3)
 

@@ -5,7 +5,6 @@ can end the run. The processes do not import torch; what a function prints goes 
 """
 
 import asyncio
-import hashlib
 import importlib
 import json
 import math
@@ -23,6 +22,8 @@ from typing import Any
 import numpy as np
 
 from config.errors import UserError
+from config.files import file_sha256
+from config.json_text import json_sha256
 from config.schema import GrpoSection
 from data.text.workers import WorkerDied, Workers
 
@@ -46,7 +47,7 @@ class Rewards:
 
     def _source(self, name: str) -> str:
         try:
-            return digest([self._workers.submit((name, None), 60.0).result(), self._section.reward_options])
+            return json_sha256([self._workers.submit((name, None), 60.0).result(), self._section.reward_options])
         except (WorkerDied, RuntimeError, TypeError) as problem:  # TypeError: an option that JSON has no form for
             self.close()
             fix = "give module:function, or exact_match, regex, json_schema or length"
@@ -89,7 +90,7 @@ def _answer(request: tuple[str, dict[str, Any] | None]) -> Any:
     try:
         function = find(name)
         if arguments is None:
-            return hashlib.sha256(Path(sys.modules[function.__module__].__file__ or "").read_bytes()).hexdigest()
+            return file_sha256(Path(sys.modules[function.__module__].__file__ or ""))
         given, values = seen(arguments), function(**arguments)
         values = asyncio.run(values) if asyncio.iscoroutine(values) else values
         found = [math.nan if value is None else float(value) for value in values]
@@ -105,12 +106,7 @@ def seen(arguments: dict[str, Any]) -> list[tuple[str, str]]:
     columns = dict(arguments)
     answers = zip(columns.pop("completion_ids"), columns.pop("completions"), strict=True)
     rows = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
-    return [(digest(row), digest(answer)) for row, answer in zip(rows, answers, strict=True)]
-
-
-def digest(value: Any) -> str:
-    """SHA-256 of a value as JSON."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return [(json_sha256(row), json_sha256(answer)) for row, answer in zip(rows, answers, strict=True)]
 
 
 def find(name: str) -> Function:

@@ -57,10 +57,7 @@ class Rollouts:
 
 def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.ndarray:
     """(rows, width): rows of uneven lengths, padded with zeros."""
-    found = np.zeros((len(rows), width), dtype=dtype)
-    for place, row in zip(found, rows, strict=True):
-        place[: len(row)] = row
-    return found
+    return np.array([np.pad(row, (0, width - len(row))) for row in rows], dtype=dtype).reshape(len(rows), width)
 
 
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:

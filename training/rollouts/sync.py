@@ -6,19 +6,21 @@ modules compute with beside their weights. If anything differs, everything is se
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from config.printable import first_of
 from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
 from training.rollouts.transformers_sampler import TransformersSampler, Weights, differing_from, digest
 
-_ATTEMPTS, _NAMED = 2, 5
+_ATTEMPTS, _shown = 2, partial(first_of, most=5)
 
 
 def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
@@ -37,10 +39,8 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
         if not wrong:
             text = "\n".join(f"{name} {expected[name]}" for name in sorted(expected))
             return hashlib.sha256(text.encode()).hexdigest()
-    raise PrecisionError(
-        f"the sampler computes with other weights than the trainer in {len(wrong)} of {len(expected)} tensors, "
-        f"after they were sent {_ATTEMPTS} times: {_shown(wrong)}; nothing was sampled"
-    )
+    where = f"in {len(wrong)} of {len(expected)} tensors, after they were sent {_ATTEMPTS} times: {_shown(wrong)}"
+    raise PrecisionError(f"the sampler computes with other weights than the trainer {where}; nothing was sampled")
 
 
 def require_start(engine: Engine, reference: PreTrainedModel) -> None:
@@ -55,10 +55,6 @@ def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
     """A sum over the bits of each tensor, which changes with any one of them. Waits once for the device."""
     sums = [bit_sum(tensor.view(-1)) for tensor in tensors]
     return list(torch.stack(sums).tolist()) if sums else []
-
-
-def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
@@ -78,10 +74,8 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _weights(engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None) -> Weights:
-    """Every parameter's whole weight under each of its names.
-
-    share: takes the digests that this rank computes. frozen: keeps those of weights that are not trained.
-    """
+    """Every parameter's whole weight under each of its names. share: takes the digests that this rank computes.
+    frozen: keeps those of weights that are not trained."""
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in engine.model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

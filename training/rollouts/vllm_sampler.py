@@ -8,7 +8,6 @@ again, is proven again, and is asked again with the same seeds.
 
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from config.errors import UserError, one_line
-from config.printable import printable
+from config.printable import tell
 from config.schema import GrpoSection
 from data.corpora.sampler import splitmix
 from modeling.adapter import NAME, base_name
@@ -150,8 +149,8 @@ class VllmSampler(TransformersSampler):
                 return act(url)
             except ServerError as error:
                 if not until:
-                    until, said = time.monotonic() + seconds, f"rank {self._world.rank}: waiting for {url}: {error}"
-                    print(printable(said), file=sys.stderr, flush=True)
+                    until = time.monotonic() + seconds
+                    tell(f"waiting for {url}: {error}", f"rank {self._world.rank}")
                 elif time.monotonic() > until:
                     raise UserError(f"grpo.urls: {url}: {error}; grpo.server_seconds = {seconds:g} are over") from None
                 time.sleep(1.0)

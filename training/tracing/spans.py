@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from config.printable import shown
+from config.printable import tell
 from training.tracing.follow import follow
 
 if TYPE_CHECKING:
@@ -189,5 +188,5 @@ class Tracing:
         if self._endpoint.rstrip("/").endswith(":4317"):
             text += "; 4317 is gRPC's port, give that of HTTP, 4318"
         if self._rank == 0:  # all ranks have the same collector
-            print(f"mantissa: {shown(text)}", file=sys.stderr, flush=True)
+            tell(text)
         self._tell(text)

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from config.errors import UserError
+from config.json_text import json_sha256
 from config.schema import DataSection, GrpoSection
 from training.rollouts.batches import RolloutBatches
 from training.rollouts.gap import FLOOR, measure
-from training.rollouts.rewards import SHIPPED, Rewards, digest
+from training.rollouts.rewards import SHIPPED, Rewards
 from training.rollouts.rollouts import Rollouts, interleaved, padded, path_of, read, write
 
 GROUP, WIDTH = 2, 12
@@ -136,11 +137,11 @@ def test_each_answer_is_rewarded_by_its_own_row(own: Path, opened: list[Rewards]
     rewards = rewards_of(opened, f"{own}:share", "exact_match", reward_weights=(1.0, 2.0))
     groups = [group | {"answer": ["b"] * 3} for group in GROUPS]
     given = rewards.of(groups)
-    rows = [digest({"letter": letter, "answer": "b"}) for letter in "aaabbb"]
+    rows = [json_sha256({"letter": letter, "answer": "b"}) for letter in "aaabbb"]
     said = [pair for group in groups for pair in zip(group["completion_ids"], group["completions"], strict=True)]
     for name, by_answer in zip(rewards.names, given, strict=True):
         assert [saw for _, saw in by_answer] == [
-            (name, row, digest(pair)) for row, pair in zip(rows, said, strict=True)
+            (name, row, json_sha256(pair)) for row, pair in zip(rows, said, strict=True)
         ]
     found = values_of(rewards, groups)
     assert found.T.tolist() == [pytest.approx([2 / 3, 0, 1, 1 / 3, 1, 1]), [0, 0, 0, 0, 0, 1]]
