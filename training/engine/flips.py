@@ -1,5 +1,7 @@
 """Bits of tensors: a sum that changes with any one of them, and flipping one."""
 
+from collections.abc import Mapping
+
 import torch
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,6 +26,13 @@ def bit_sum(values: torch.Tensor) -> torch.Tensor:
         if len(rest):
             total = total + as_integers(rest).sum(dtype=torch.int64)
     return total
+
+
+def bit_sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """The `bit_sum` of each contiguous tensor. Waits once for the device."""
+    sums = [bit_sum(tensor.view(-1)) for tensor in tensors.values()]
+    found = torch.stack([each.to(sums[0].device) for each in sums]).tolist() if sums else []
+    return dict(zip(tensors, found, strict=True))
 
 
 def halves(sums: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from modeling.tensor_parallel import CUT, cut, cut_of
 from training.distributed import SliceGroup, TensorGroup, World
-from training.engine.flips import bit_sum, halves
+from training.engine.flips import bit_sum, bit_sums, halves
 from training.engine.health import RanksDisagree
 
 _STEPS = 16
@@ -116,7 +116,7 @@ class Replicas:
         groups = [rows[first : first + size] for first in range(0, len(rows), size)]
         if all(len({row[1:] for row in group}) == 1 and _equal(*(row[0] for row in group)) for group in groups):
             return
-        everywhere = self._world.gather_objects({name: int(bit_sum(values)) for name, values in self._held()})
+        everywhere = self._world.gather_objects(bit_sums(dict(self._held())))
         what = f"their losses are {', '.join(repr(row[0]) for row in rows)}"
         for rank, found in enumerate(everywhere):
             first = everywhere[rank // size * size]

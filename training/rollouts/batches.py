@@ -33,6 +33,7 @@ from modeling.objectives.objective import Forward
 from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages
 from modeling.objectives.policy import counted as counted_by_answer
 from training.engine import Engine
+from training.engine.flips import bit_sums
 from training.engine.ledger import PrecisionError
 from training.rollouts import rollouts as files
 from training.rollouts.continuous_sampler import ContinuousSampler
@@ -40,7 +41,7 @@ from training.rollouts.gap import measure
 from training.rollouts.remedies import Remedies
 from training.rollouts.rewards import Reward, Rewards
 from training.rollouts.rollouts import Rollouts, padded
-from training.rollouts.sync import bit_sums, require_start, synchronise
+from training.rollouts.sync import require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler
 
@@ -78,7 +79,7 @@ class RolloutBatches(Batches):
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
             require_start(engine, self._reference)
-            self._start = bit_sums(self._reference.parameters())
+            self._start = bit_sums(dict(self._reference.named_parameters()))
             copies.append(self._reference)
         engine.adjustable = self._remedies = Remedies(engine, *copies)
         self._held: tuple[int, Rollouts] | None = None
@@ -293,7 +294,7 @@ class RolloutBatches(Batches):
         if self._reference is None:
             with adapter_off(self._engine.model):
                 return self._scored(inputs, labels, self._plan.micro_size)
-        if bit_sums(self._reference.eval().parameters()) != self._start:
+        if bit_sums(dict(self._reference.eval().named_parameters())) != self._start:
             raise PrecisionError("the reference of grpo.beta has other weights than at the start; nothing was learned")
         return self._scored(inputs, labels, self._plan.micro_size, by=self._reference)
 

@@ -6,7 +6,6 @@ modules compute with beside their weights. If anything differs, everything is se
 """
 
 import hashlib
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from config.printable import first_of
 from training.engine import Engine
-from training.engine.flips import bit_sum
+from training.engine.flips import bit_sums
 from training.engine.ledger import PrecisionError
 from training.engine.tensors import whole_weight
 from training.rollouts.transformers_sampler import TransformersSampler, Weights, differing_from, digest
@@ -51,12 +50,6 @@ def require_start(engine: Engine, reference: PreTrainedModel) -> None:
         raise PrecisionError(f"the reference of grpo.beta has {what}: {_shown(wrong)}; nothing was sampled")
 
 
-def bit_sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A sum over the bits of each tensor, which changes with any one of them. Waits once for the device."""
-    sums = [bit_sum(tensor.view(-1)) for tensor in tensors]
-    return list(torch.stack(sums).tolist()) if sums else []
-
-
 def _settings(model: torch.nn.Module) -> dict[str, Any]:
     """Numbers that modules compute with besides weights, such as an adapter's scale, and the bit sums of buffers."""
     numbers, buffers = dict[str, Any](), dict[str, torch.Tensor]()
@@ -70,7 +63,7 @@ def _settings(model: torch.nn.Module) -> dict[str, Any]:
                 numbers[f"{name}.{key}"] = value
         for key, buffer in module.named_buffers(recurse=False):
             buffers[f"{name}.{key}"] = buffer.detach().clone()  # aligned alike in both models (`bit_sum`)
-    return numbers | dict(zip(buffers, bit_sums(buffers.values()), strict=True))
+    return numbers | bit_sums(buffers)
 
 
 def _weights(engine: Engine, share: dict[str, str] | None = None, frozen: dict[str, str] | None = None) -> Weights:
