@@ -74,14 +74,13 @@ class RolloutBatches(Batches):
         own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
         ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
         kind = _SAMPLERS[self._section.engine if trains or self._section.engine != "vllm" else "transformers"]
-        self._reference, copies = None, [copy_of_model(resolved, shape, engine)]
-        self.sampler: TransformersSampler = kind(copies[0], self._section, engine.world, ends=sorted(ends))
+        self._reference, copy = None, copy_of_model(resolved, shape, engine)
+        self.sampler: TransformersSampler = kind(copy, self._section, engine.world, ends=sorted(ends))
         if self._section.beta and config.adapter.kind == "none":
             self._reference = copy_of_model(resolved, shape, engine)
             require_start(engine, self._reference)
             self._start = bit_sums(dict(self._reference.named_parameters()))
-            copies.append(self._reference)
-        engine.adjustable = self._remedies = Remedies(engine, *copies)
+        engine.adjustable = self._remedies = Remedies(engine, copy, self._reference)
         self._held: tuple[int, Rollouts] | None = None
         self._said, self._examples = set[tuple[str, ...]](), ""
         super().__init__(corpus.train, **order)

@@ -16,10 +16,10 @@ CORRECTION = "grpo.correction"
 class Remedies:
     """The head's dtype on both sides, and grpo.correction, which can change between two steps."""
 
-    def __init__(self, engine: Engine, *copies: PreTrainedModel) -> None:
-        """copies: models whose heads change with the trainer's."""
+    def __init__(self, engine: Engine, *copies: PreTrainedModel | None) -> None:
+        """copies: models whose heads change with the trainer's; None for none."""
         self._objective: Any = engine.objective
-        self._heads = [model.get_output_embeddings() for model in (engine.model, *copies)]
+        self._heads = [model.get_output_embeddings() for model in (engine.model, *copies) if model is not None]
         plain = all(type(head) is torch.nn.Linear for head in self._heads)  # not within an adapter
         own = {name: engine.compute for name, module in engine.model.named_modules() if module is self._heads[0]}
         self._start = own if plain else {}

@@ -44,8 +44,7 @@ def synchronise(engine: Engine, sampler: TransformersSampler) -> str:
 
 def require_start(engine: Engine, reference: PreTrainedModel) -> None:
     """Raises PrecisionError if the model of grpo.beta has other weights or dtypes than the engine starts with."""
-    wrong = differing_from(reference, _weights(engine))
-    if wrong:
+    if wrong := differing_from(reference, _weights(engine)):
         what = f"another dtype or other weights than the trainer at the start in {len(wrong)} tensors"
         raise PrecisionError(f"the reference of grpo.beta has {what}: {_shown(wrong)}; nothing was sampled")
 
