@@ -100,14 +100,12 @@ class _Transfer(WeightTransferEngine):
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        # the base class ends with torch.accelerator.synchronize(), which a CPU does not have
-        self.receive_weights(update_info)
-
     def receive_weights(self, update_info: dict[str, Any]) -> None:
         """Load a checkpoint's tensors: from the file `path`, or broadcast in the order of `tensors`."""
         broadcast = (self._received(*tensor) for tensor in update_info.get("tensors", ()))
         self.model.load_weights(load_file(update_info["path"]).items() if "path" in update_info else broadcast)
+
+    update_weights = receive_weights  # the base class's ends with torch.accelerator.synchronize(), which a CPU lacks
 
     def _received(self, name: str, dtype: str, shape: list[int]) -> tuple[str, torch.Tensor]:
         value = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
