@@ -56,7 +56,7 @@ class ContinuousSampler(TransformersSampler):
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:
         """Answers in the order of the requests. Raises UserError for a model that transformers cannot batch so."""
         size, most, model = self._section.at_once, self._section.max_new_tokens, self.model
-        longest = max(len(request.prompt) for request in requests) + most
+        longest = max((len(request.prompt) for request in requests), default=0) + most
         room: dict[str, Any] = {"num_blocks": size * -(-longest // _PAGE), "page_size": _PAGE}
         room |= {"max_batch_tokens": size + longest, "max_requests_per_batch": size}
         how = ContinuousBatchingConfig(**_HOW, **room, auto_switch_to_flash=False)
@@ -73,11 +73,10 @@ class ContinuousSampler(TransformersSampler):
             try:
                 while len(tokens) < len(requests):
                     result = manager.get_result(timeout=1.0)
-                    if result is None and manager.is_running():
-                        continue
-                    if result is None or result.error:
+                    if result is not None and result.error is None:
+                        tokens[result.request_id] = np.array(result.generated_tokens)
+                    elif result is not None or not manager.is_running():
                         raise RuntimeError(result and result.error)
-                    tokens[result.request_id] = np.array(result.generated_tokens)
             finally:
                 manager.stop()
         except (RuntimeError, ValueError) as error:
