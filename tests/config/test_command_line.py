@@ -281,8 +281,8 @@ def test_every_key_is_there_with_a_unit_and_a_meaning() -> None:
     leaves = {key for key in all_keys() if not any(other.startswith(f"{key}.") for other in all_keys())}
     assert leaves <= found.keys()
     entries = {"faults": "kind step rank module factor place bit persists"}
-    entries["data.sources"] = "path source name format weight epochs"
-    entries["data.validation"] = "path source name format"
+    entries["data.sources"] = "path source name format split configuration weight epochs"
+    entries["data.validation"] = "path source name format split configuration"
     entries["optimizer.groups"] = "match learning_rate weight_decay"
     assert found.keys() - leaves == {f"{name}[].{key}" for name, all_of in entries.items() for key in all_of.split()}
     for item in found.values():

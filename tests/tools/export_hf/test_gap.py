@@ -52,7 +52,7 @@ def ids_of(row: Row) -> torch.Tensor:
 
 def test_rows_are_those_of_the_data_that_is_named(chats: Path) -> None:
     """A file as the run reads its own, without its validation sets, or the data of another config; one tokenizer."""
-    sets = f"data.validation=[{{path: {chats}/chats.jsonl, format: messages}}]"
+    sets = f"data.validation=[{{path: {chats}/others.jsonl, format: messages}}]"
     config = resolve(chats, overrides=("data.packing=none", sets)).config
     tokenizer = AutoTokenizer.from_pretrained(chats / "base")
     of_file = rows_of_data(str(chats / "others.jsonl"), config, chats / "base", 3)
