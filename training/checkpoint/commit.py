@@ -57,10 +57,7 @@ def seal_folder(partial: Path, manifest: dict[str, Any], reached: Reached = lamb
 
 
 def publish(partial: Path, final: Path, reached: Reached = lambda phase: None) -> None:
-    """Rename the sealed folder to `final`, then point LATEST to it. Raises OSError, also while an older `final`, which
-    then stays, is locked for reading."""
-    if is_read_locked(final):
-        raise OSError(f"{final} is being read by another process")
+    """Rename the sealed folder to `final`, then point LATEST to it. Raises OSError; an older `final` then stays."""
     replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
