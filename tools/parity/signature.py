@@ -166,7 +166,8 @@ class Signatures:
                 self._not_measured[call.name] = one_line(error, 200)
             return
         if kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear):
-            if self._plan.modules[call.name].bias is not None:
+            module = self._plan.modules[call.name]
+            if type(module) is torch.nn.Linear and module.bias is not None:
                 with self._plan.computed_by(call.name, bias_last):
                     computed_as[0] = max(
                         computed_as[0], again(self._plan, call, None), key=partial(_alike, call.output)
