@@ -48,9 +48,10 @@ def train(parts: Parts, progress: Progress) -> Ending:
             # so that a crash does not forget the used budget and the skipped batches
             save_now(parts, progress, saves.found_loss)
             continue
-        if health.preempted and progress.step < planned:
-            problem = save_now(parts, progress)
-            return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
+        if health.preempted:
+            problem = save_now(parts, progress)  # first of all: an evaluation may take longer than is left
+            if problem is not None or progress.step < planned:
+                return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
         if _due(evaluating.every_steps, progress.step, planned) or progress.step in evaluating.also_after:
             validation_loss = evaluate(parts, progress)

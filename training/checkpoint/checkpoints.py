@@ -154,8 +154,7 @@ class Checkpoints:
                 for old in damaged if self.world.is_main else ():  # only now: without a substitute each start says so
                     commit.rename_damaged(old)
                 self._notes += [self._log(f"passed over checkpoint {text}") for text in refused.values()]
-                self._continue_from(path, refused if chosen else None, record=resume != "auto")
-                self.any_saved = path.parent.resolve() == self.folder.resolve()
+                self.any_saved = self._continue_from(path, refused if chosen else None, record=resume != "auto")
                 return path
             refused[path] = f"{path}: {problem}"
             damaged += [path] * (differs and resume == "auto")
@@ -214,23 +213,26 @@ class Checkpoints:
             raise UserError(f"run.resume = {resume}: {reason}") from error
         return True, candidates(given) or candidates(given / "checkpoints")
 
-    def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> None:
-        """Note that the run continues from `path`, and whether that goes back. passed_over: the newer candidates; None
+    def _continue_from(self, path: Path, passed_over: dict[Path, str] | None, *, record: bool) -> bool:
+        """Note that the run continues from `path`, and whether that goes back; returns whether it is the run's own.
+        passed_over: the newer candidates; None
         if `path` was given, not chosen. record: write it to the folder now, in case the run ends before its next save.
         A collective. Raises UserError when that cannot be written."""
         in_store = self._remote.orders(self.world) if self._remote is not None and record else []
 
-        def continue_from() -> str | None:
+        def continue_from() -> tuple[str | None, bool]:
             remark = choice_remark(path, passed_over) if passed_over is not None else None
             try:
-                self._lineage.continue_from(path, in_store, record=record)
+                own = self._lineage.continue_from(path, in_store, record=record)
             except OSError as error:
                 reason = f"cannot be written ({error.strerror or error}); free space or change run.dir"
                 raise UserError(f"{self.folder}: {reason}") from error
-            return remark
+            return remark, own
 
-        if (remark := self.world.on_main(continue_from)) is not None:
+        remark, own = self.world.on_main(continue_from)
+        if remark is not None:
             self._notes.append(self._log(remark))
+        return own
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers usable ones."""

@@ -111,9 +111,10 @@ class Lineage:
         self._went_back = 0
         self._in_folder = False
 
-    def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> None:
-        """Continue the run from `path`: checkpoints that counted as newer no longer do. in_store: those in the object
-        store. record: write it to RUN now, in case the run ends before its next save. Raises OSError."""
+    def continue_from(self, path: Path, in_store: Sequence[Order], *, record: bool) -> bool:
+        """Continue the run from `path`: checkpoints that counted as newer no longer do; returns whether it lies in the
+        folder. in_store: those in the object store. record: write it to RUN now, in case the run ends before its next
+        save. Raises OSError."""
         manifest, found = read_manifest(path), read_record(self._folder)
         own = path.resolve().parent == self._folder.resolve()
         order = order_in(manifest) if own else (0, -1)
@@ -127,6 +128,7 @@ class Lineage:
         if goes_back and record:
             self._run = replace(self._run, went_back=self._went_back, back_to=order[1])
             self._run.write(self._folder)
+        return own
 
     def begin_save(self) -> None:
         """Write RUN before a checkpoint, so that none is published in a folder without it. Raises OSError."""
