@@ -156,13 +156,16 @@ _ENCODERS = ("ForSequenceClassification", "ForTokenClassification", "ForMaskedLM
 
 def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[str]:
     """The model's continuation of the prompt, or its answer to each of the user's turns. Raises UserError."""
-    reads, chat = model.config.is_encoder_decoder, _chat_of(model, tokenizer)
+    from data.sources.chat import leading_tokens
+
     if not options.chat:
+        reads = model.config.is_encoder_decoder
         own = tokenizer(options.prompt, add_special_tokens=reads).input_ids
-        ids = own if reads else [*chat.prompt(Example()).tolist(), *own]
+        ids = own if reads or not tokenizer.is_fast else [*leading_tokens(tokenizer.backend_tokenizer), *own]
         answer = generate(model, tokenizer, ids or [tokenizer.eos_token_id], options)
         yield answer if reads else options.prompt + answer
         return
+    chat = _chat_of(model, tokenizer)
     messages: list[dict[str, str]] = []
     for said in [options.prompt] if options.prompt is not None else _typed():
         messages.append({"role": "user", "content": said})

@@ -112,7 +112,8 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
     if problem is not None or tokenizer is None:
         record.note(str(problem))
         return ""
-    begins = resolved.config.learns_rows or resolved.config.data.begin_of_document == "auto"
+    has_encoder = engine.model.config.is_encoder_decoder
+    begins = not has_encoder and (resolved.config.learns_rows or resolved.config.data.begin_of_document == "auto")
     text = sample_text(
         engine.model,
         tokenizer,
@@ -121,7 +122,7 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
         temperature=generate.temperature,
         seed=resolved.config.run.seed,
         device=engine.world.device,
-        has_encoder=engine.model.config.is_encoder_decoder,
+        has_encoder=has_encoder,
         begin=leading_tokens(tokenizer.backend_tokenizer) if begins else (),
     )
     return str(redact(text))
