@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -399,7 +400,8 @@ class Job:
         """{0: pid} of `python train.py`, however it was started without a launcher; else empty. It sets RANK=0 for
         itself after it starts, which /proc shows only in the environment of its helpers."""
         launchers = {*(words[0] for words in _MODULES), *_MODULES.values()}
-        if launchers.intersection(Path(word).name for word in self._command):
+        before = takewhile(lambda word: not word.endswith(".py"), self._command)
+        if launchers.intersection(Path(word).name for word in before):
             return {}
         for pid in _descendants(os.getpid()):  # parents first
             with suppress(OSError):

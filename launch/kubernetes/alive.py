@@ -26,7 +26,10 @@ def last_event(port: int) -> float | None:
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWER_SECONDS)  # urlopen would obey http_proxy
     with closing(connection), suppress(ConnectionRefusedError):
         connection.request("GET", f"/metrics?name[]={METRIC}")
-        text = connection.getresponse().read().decode()
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise OSError(f"HTTP {answer.status}")
+        text = answer.read().decode()
         values = [line.rpartition(" ")[2] for line in text.splitlines() if line.startswith(METRIC)]
         return float(values[0]) if values else None
     return None

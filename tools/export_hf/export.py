@@ -225,8 +225,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
         shape.eos_token_id = tokenizer.eos_token_id
         if config.task != "seq2seq":  # its sources were padded with the existing pad token
             shape.pad_token_id = tokenizer.pad_token_id
-    elif shape.eos_token_id is not None and config.task not in ENCODER_TASKS:
-        shape.eos_token_id = _joined(shape.eos_token_id, ends)
+    elif config.task not in ENCODER_TASKS and (own := getattr(shape, "eos_token_id", None)) is not None:
+        shape.eos_token_id = _joined(own, ends)
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.task in ENCODER_TASKS:
@@ -238,7 +238,9 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
     if generation is None and config.task == "seq2seq":
         generation = GenerationConfig.from_model_config(shape)
     if generation is None:
-        generation = GenerationConfig(bos_token_id=shape.bos_token_id, pad_token_id=tokenizer.eos_token_id)
+        generation = GenerationConfig(
+            bos_token_id=getattr(shape, "bos_token_id", None), pad_token_id=tokenizer.eos_token_id
+        )
     generation.eos_token_id = _joined(generation.eos_token_id, ends)
     generation.save_pretrained(folder)
 

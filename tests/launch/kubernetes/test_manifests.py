@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +153,9 @@ def test_the_liveness_probe_strikes_only_when_something_is_wrong(capsys, monkeyp
     assert scrapes(sink) == 0  # a probe is no scrape: the run's end would take it for Prometheus
     sink.close()
     assert probe(port) == 0  # closed: another rank's pod, or between two starts
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as failing:  # 501 to each GET
+        threading.Thread(target=failing.handle_request).start()
+        assert probe(failing.server_port) == 1
     monkeypatch.setattr(alive, "ANSWER_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert probe(silent.getsockname()[1]) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MobileBertConfig
 
 from config.cli import REPOSITORY
 from config.errors import UserError
@@ -153,6 +153,14 @@ def test_generation_ends_where_a_text_of_the_base_or_of_the_run_ends(tmp_path):
         _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), tokenizer)
         assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
         assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == (ends if section.name_or_path else end)
+
+
+def test_a_config_without_an_end_token_is_written(tmp_path):
+    base = write_base(tmp_path / "base")
+    tokenizer, section = AutoTokenizer.from_pretrained(base), ModelSection(name_or_path=str(base))
+    _write_settings(tmp_path / "out", Config(task="mlm", model=section), MobileBertConfig(), tokenizer)
+    _write_settings(tmp_path / "out", Config(task="pretrain", model=section), MobileBertConfig(), tokenizer)
+    assert AutoConfig.from_pretrained(tmp_path / "out").model_type == "mobilebert"
 
 
 def test_further_chat_templates_are_hashed_in_their_folder(tmp_path, monkeypatch):
