@@ -135,7 +135,7 @@ def _decided(source: str, path: str | None) -> Any:
 
 
 def source_of(path: str) -> Any:
-    """The data.source that a file's suffixes say; hub if they say none."""
+    """The data.source that a file's suffixes imply; hub without a known suffix."""
     name = path.partition("?")[0] if is_url(path) else path
     suffixes = [suffix for suffix in PurePath(name).suffixes if suffix not in COMPRESSIONS]
     return _SUFFIXES.get(suffixes[-1] if suffixes else "", "hub")

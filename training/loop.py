@@ -49,7 +49,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
             save_now(parts, progress, saves.found_loss)
             continue
         if health.preempted:
-            problem = save_now(parts, progress)  # first of all: an evaluation may take longer than is left
+            problem = save_now(parts, progress)  # before an evaluation, for which no time may be left
             if problem is not None or progress.step < planned:
                 return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
