@@ -155,7 +155,7 @@ def launch(
     job = start(program, processes=processes, log=log, launcher=launcher)
     ends = math.inf if seconds is None else time.monotonic() + seconds
     try:
-        with _exit_on_sigterm():
+        with exit_on_sigterm():
             while True:
                 left = ends - time.monotonic()
                 try:
@@ -174,7 +174,7 @@ def launch(
 
 
 @contextmanager
-def _exit_on_sigterm() -> Iterator[None]:
+def exit_on_sigterm() -> Iterator[None]:
     """Context manager: SIGTERM raises SystemExit. No effect outside the main thread, where handlers cannot be set."""
     if threading.current_thread() is not threading.main_thread():
         yield

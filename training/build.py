@@ -85,7 +85,7 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         validation=opened.validation,
         validation_by_source=opened.validation_by_source,
         sample=partial(sampled, resolved, engine, opened.corpus, record),
-        examples=opened.answers.take_examples if opened.answers is not None else str,
+        examples=lambda: opened.answers.examples if opened.answers is not None else "",
         preemption=Preemption(config.run.max_minutes),
         checks=Checks(engine, resolved) if checks_wanted(config.guard) else None,
         self_check=self_check,

@@ -15,7 +15,7 @@ sampler's, each by softmax(logits / temperature); rho = pi / pi_old; A is the ad
 `correction` multiplies a token's loss by w = pi_old / mu, capped (truncated importance sampling, Yao et al. 2025) or
 set to 0 outside two bounds (IcePop, Ling Team 2025). `beta` adds beta rho k3, with k3 = exp(-k1) - 1 + k1 and k1 =
 log pi - log p of the reference: only with the factor rho is its gradient that of the KL divergence (DeepSeek-V3.2 2025,
-section 3.1). Each loss is a sum over the global batch divided by the sum of `counted`, however the batch is split.
+section 3.1). Each loss is a sum over the global batch divided by the sum of `counts_of`, however the batch is split.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def advantages(rewards: torch.Tensor, kind: str) -> torch.Tensor:
     return centred * count / others if kind == "rloo" else centred
 
 
-def counted(lengths: torch.Tensor, section: GrpoSection) -> torch.Tensor:
+def counts_of(lengths: torch.Tensor, section: GrpoSection) -> torch.Tensor:
     """(answers,) int64: what each answer adds to the divisor of the loss. lengths: [tokens]"""
     if section.loss == "token":
         return lengths

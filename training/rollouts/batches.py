@@ -30,8 +30,7 @@ from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
 from modeling.objectives.objective import Forward
-from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages
-from modeling.objectives.policy import counted as counted_by_answer
+from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages, counts_of
 from training.engine import Engine
 from training.engine.flips import bit_sums
 from training.engine.ledger import PrecisionError
@@ -82,7 +81,7 @@ class RolloutBatches(Batches):
             self._start = bit_sums(dict(self._reference.named_parameters()))
         engine.adjustable = self._remedies = Remedies(engine, copy, self._reference)
         self._held: tuple[int, Rollouts] | None = None
-        self._said, self._examples = set[tuple[str, ...]](), ""
+        self._said, self.examples = set[tuple[str, ...]](), ""  # examples: `_in_words` of the latest evaluation
         super().__init__(corpus.train, **order)
 
     def keep_in(self, folder: Path, *, publishes: bool = True) -> None:
@@ -104,17 +103,12 @@ class RolloutBatches(Batches):
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:
         """Batches of answers to held-out prompts by the current weights, with the same random numbers each time."""
         version = synchronise(self._engine, self.sampler)
-        self._objective.facts = {}
+        self._objective.facts, self.examples = {}, ""
         for batch in prompts:
-            found = self._sampled(batch, shards, version, f"validation {batch.position}")
-            found = files.interleaved(self._engine.world.gather_objects(found))
-            self._examples = self._examples or self._in_words(found)
+            own = self._sampled(batch, shards, version, f"validation {batch.position}")
+            found = files.interleaved(self._engine.world.gather_objects(own))
+            self.examples = self.examples or self._in_words(found)
             yield self._batch(batch, found, position=batch.position, evaluates=True)
-
-    def take_examples(self) -> str:
-        """The first prompts of the latest evaluation, always the same, each with an answer and its reward."""
-        found, self._examples = self._examples, ""
-        return found
 
     def restore(self, position: int) -> None:
         """Go to any position, and discard the answers held."""
@@ -324,7 +318,7 @@ class RolloutBatches(Batches):
         if self._by_rewards:
             total = self._rewards.total(found.rewards)
             further = {REWARD: by_row(np.nan_to_num(total, nan=_mean(total))[mine]), ENDED: by_row(own.ended)}
-            counts = np.ones_like(counts) if evaluates else counted_by_answer(torch.from_numpy(counts), section).numpy()
+            counts = np.ones_like(counts) if evaluates else counts_of(torch.from_numpy(counts), section).numpy()
         if self._by_rewards and not evaluates:
             further[ADVANTAGE] = by_row(self._advantages(own))
             for name, values in ((OLD, own.old), (SAMPLER, own.sampler)):

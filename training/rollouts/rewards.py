@@ -127,8 +127,7 @@ def find(name: str) -> Function:
 def _scores(completions: Sequence[Any], column: Sequence[Any], holds: Callable[[str, Any], bool]) -> list[float | None]:
     """1 for each completion, a text or messages, that `holds` for its row's column, else 0; None where that is null."""
     texts = [said if isinstance(said, str) else "".join(part["content"] or "" for part in said) for said in completions]
-    pairs = zip(texts, column, strict=True)
-    return [None if wanted is None else float(holds(text, wanted)) for text, wanted in pairs]
+    return [None if wanted is None else float(holds(said, wanted)) for said, wanted in zip(texts, column, strict=True)]
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:

@@ -115,9 +115,8 @@ class TransformersSampler:
             before = answers[number - number % size : number]
             whole = ended or len(ids) == longest
             if ends[:-1].any() or ends[-1] != ended or not whole or len(ids) != len(log_probs):
-                problem = f"cut an answer wrongly: number {number} has {len(ids)} tokens, end tokens at "
-                problem += f"{np.flatnonzero(ends).tolist()}, and ended = {ended}, where it ends with its first end "
-                problem += f"token or has grpo.max_new_tokens = {longest}"
+                problem = f"cut an answer wrongly: number {number} has {len(ids)} of at most {longest} tokens, end "
+                problem += f"tokens at {np.flatnonzero(ends).tolist()}, and ended = {ended}"
             elif not np.isfinite(log_probs).all():
                 problem = f"says a log-probability that is not finite of answer number {number}"
             elif likelihood < _NEVER_TWICE and any(np.array_equal(ids, other.ids) for other in before):

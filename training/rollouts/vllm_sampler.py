@@ -33,6 +33,7 @@ from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
 
 T = TypeVar("T")
+_FILE = "weights.safetensors"  # for grpo.transfer = file; the servers have to see it under the same path
 _CLIENT = httpx.Client(timeout=600.0, trust_env=False)  # a longer request counts as hung; proxies are ignored
 _SAMPLING: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False, "ignore_eos": True}
 
@@ -54,11 +55,6 @@ class VllmSampler(TransformersSampler):
         found = world.on_main(lambda: {self._patiently(url, self._initialise) for url in self._urls})
         self.identity = ", ".join(sorted(found))
 
-    @property
-    def _file(self) -> Path:
-        """Weights for grpo.transfer = file; the servers have to see them under the same path."""
-        return self.folder / "weights.safetensors"
-
     def receive(self, weights: Weights) -> None:
         """Send every server the weights. A collective."""
         super().receive(weights)
@@ -68,9 +64,9 @@ class VllmSampler(TransformersSampler):
             self._groups.pop(url, None)
 
         def send() -> None:
-            self._file.parent.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             if self._section.transfer == "file":
-                save_file({name: value.cpu() for name, value in self._whole(tied=False).items()}, self._file)
+                save_file({name: value.cpu() for name, value in self._whole(tied=False).items()}, self.folder / _FILE)
             for url in self._urls:
                 self._patiently(url, self._send, self._initialise)
 
@@ -82,7 +78,7 @@ class VllmSampler(TransformersSampler):
         _call(url, "/pause?mode=wait", {})
         _call(url, "/start_weight_update", {})
         if self._section.transfer == "file":
-            _call(url, "/update_weights", {"update_info": {"path": str(self._file.resolve())}})
+            _call(url, "/update_weights", {"update_info": {"path": str(Path(self.folder, _FILE).resolve())}})
         else:
             self._broadcast(url)
         _call(url, "/finish_weight_update", {"weight_version": self._label})
@@ -182,7 +178,7 @@ class VllmSampler(TransformersSampler):
 
     def _restore(self, url: str) -> None:
         """Send a server the proven weights, one rank at a time, and prove them again."""
-        with exclusive_lock(self._file.with_suffix(".lock"), wait_s=self._section.server_seconds):
+        with exclusive_lock(self.folder / "weights.lock", wait_s=self._section.server_seconds):
             self._send_again(url)
             if self._proven.items() - _hashes(url).items():
                 raise ServerError("it computes with other weights than those that were proven")
@@ -205,13 +201,12 @@ class VllmSampler(TransformersSampler):
     def close(self) -> None:
         """Remove the file of weights. The servers belong to the user."""
         if self._world.is_main and self._label:
-            self._file.unlink(missing_ok=True)
+            Path(self.folder, _FILE).unlink(missing_ok=True)
 
 
 def _hashes(url: str) -> dict[str, str]:
     """Digests of the weights that the server's only worker computes with."""
-    (found,) = _call(url, "/collective_rpc", {"method": "effective_hashes"})["results"]
-    return dict(found)
+    return dict(_call(url, "/collective_rpc", {"method": "effective_hashes"})["results"][0])
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:

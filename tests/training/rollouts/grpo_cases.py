@@ -164,13 +164,13 @@ def taught_oracle(folder: Path, recorded: list[dict[str, Any]], config: Any) -> 
 
 
 def examples(world: World, *, folder: Path) -> list[str]:
-    """The answers that two evaluations show, and a third reading, which is empty."""
+    """The answers that two evaluations show, and before them nothing."""
     with session(resolve(folder, overrides=("data.validation_fraction=0.2",)), world=world) as opened:
-        found = []
+        found = [opened.answers.examples]
         for _ in range(2):
             opened.engine.evaluate(opened.validation())
-            found.append(opened.answers.take_examples())
-        return [*found, opened.answers.take_examples()]
+            found.append(opened.answers.examples)
+        return found
 
 
 def evaluated(world: World, *, folder: Path, reward: str) -> tuple[float, str | None]:
@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     ),
     "group split over ranks": (batches, "advantages", lambda right: lambda totals, kind: right(totals[:, :1], kind)),
     "advantages with the wrong sign": (batches, "advantages", lambda right: lambda *given: -right(*given)),
-    "tokens counted on this rank": (batches, "counted_by_answer", lambda right: lambda *given: right(*given) // 2),
+    "tokens counted on this rank": (batches, "counts_of", lambda right: lambda *given: right(*given) // 2),
     "seeds repeat in every step": (
         *(batches, "Request"),
         lambda right: lambda ids, key: right(ids, key.partition("/")[0] + "/".join(key.split("/")[2:])),

@@ -64,10 +64,10 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
 def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup, folder: Path) -> None:
     """On every rank the same ones, each time: the first of the held-out prompts, with the same random numbers."""
     first, second = pair.run(cases.examples, folder=folder)
-    assert first == second and first[0] == first[1] and first[2] == ""
-    shown = re.findall(r"^reward (\S+) \(mean of 2: \S+\): (.+?) -> ", first[0], re.MULTILINE | re.DOTALL)
-    assert 1 <= len(shown) <= 4 and all(float(reward) >= 0 for reward, _ in shown), first[0]
-    assert len(first[0]) < 4 * 900
+    assert first == second and first[0] == "" and first[1] == first[2]
+    shown = re.findall(r"^reward (\S+) \(mean of 2: \S+\): (.+?) -> ", first[1], re.MULTILINE | re.DOTALL)
+    assert 1 <= len(shown) <= 4 and all(float(reward) >= 0 for reward, _ in shown), first[1]
+    assert len(first[1]) < 4 * 900
 
 
 def test_answers_without_a_reward_are_not_in_the_mean_of_an_evaluation(pair: ProcessGroup, folder: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from config.schema import GrpoSection
 from config.task import ALGORITHMS, DECIDED
 from modeling.objectives import policy
-from modeling.objectives.policy import PolicyGradient, counted
+from modeling.objectives.policy import PolicyGradient, counts_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -117,6 +117,6 @@ def test_each_loss_is_trls(algorithm: str, beta: float) -> None:
     scored = PolicyGradient(section).score(
         lambda input_ids, use_cache: SimpleNamespace(logits=table[input_ids]), given, labels
     )
-    mine = scored.loss / counted(lengths, section).sum()
+    mine = scored.loss / counts_of(lengths, section).sum()
     assert float(mine.detach()) == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-7)
     torch.testing.assert_close(torch.autograd.grad(mine, table)[0], exact, rtol=1e-5, atol=1e-7)

@@ -233,11 +233,12 @@ def sending(sampler, request: pytest.FixtureRequest) -> VllmSampler:
 
 
 def test_weights_that_are_broadcast_arrive_and_one_that_was_left_out_is_named(sending, monkeypatch):
-    sending._file.unlink(missing_ok=True)
+    path = sending.folder / vllm_sampler._FILE
+    path.unlink(missing_ok=True)
     for _ in range(2):
         sending.receive(changed(sending).items())
         assert differing(sending) == []
-    assert sending._file.exists() == (sending._section.transfer == "file")
+    assert path.exists() == (sending._section.transfer == "file")
     whole, left_out = sending._whole, "model.layers.1.mlp.down_proj.weight"
     monkeypatch.setattr(
         sending, "_whole", lambda *, tied=True: {k: v for k, v in whole(tied=tied).items() if tied or k != left_out}
@@ -277,7 +278,9 @@ def test_an_update_whose_sender_died_does_not_keep_others_away(sampler, server, 
     vllm_sampler._call(server[0], "/pause?mode=wait", {})
     vllm_sampler._call(server[0], "/start_weight_update", {})
     if arrived:
-        vllm_sampler._call(server[0], "/update_weights", {"update_info": {"path": str(sampler._file.resolve())}})
+        vllm_sampler._call(
+            server[0], "/update_weights", {"update_info": {"path": str(sampler.folder / vllm_sampler._FILE)}}
+        )
     sampler.receive(changed(sampler).items())
     assert differing(sampler) == []
 
