@@ -123,8 +123,8 @@ class GradientSums:
 
     def compared(self, terms: int, skipped: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, (2,) error and bound) of each parameter, relative to its gradient. Allowed are four roundings of each
-        of the `terms` of the sum over micro-batches and ranks, added in quadrature, and FP32's over tokens. A
-        collective."""
+        of the `terms` of the sum over micro-batches and ranks, subnormal ones too, added in quadrature, and FP32's over
+        tokens. A collective."""
         engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
         if not self._sums:
             return
@@ -146,7 +146,7 @@ class GradientSums:
             # the signed sums may nearly cancel; the norm of the gradient itself does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
             tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(parameter).numel() * terms) ** 0.5
-            bound = 4 * u * size * sizes[2] + 8 * unit_roundoff(torch.float32) * sizes[1] + tiny
+            bound = 4 * (u * size * sizes[2] + tiny) + 8 * unit_roundoff(torch.float32) * sizes[1]
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
             yield own.name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
 

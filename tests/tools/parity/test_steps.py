@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
@@ -20,6 +21,7 @@ from tests.tools.parity import step_cases as parity_cases
 from tests.tools.parity.test_gate import DEMO, SMALL
 from tests.training.engine.test_tensor_parallel import MANIFEST
 from tools.parity import gate as parity
+from tools.parity import steps as single_steps
 from tools.parity.dropped import Rate, otherwise
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 
@@ -137,6 +139,15 @@ def test_dropout_at_another_rate_than_declared_is_named_with_its_rank(pair):
     }.items():
         for found in pair.run(parity_cases.dropped, stage=2, compute="bf16", planted=planted):
             assert found.keys() == named.keys() and all(found[name].startswith(how) for name, how in named.items())
+
+
+@pytest.mark.parametrize(("values", "turned", "passes"), [(8, 1, True), (8, 4, False), (10_000, 1_100, False)])
+def test_one_sign_of_a_few_is_no_share_of_the_gradient(values: int, turned: int, passes: bool) -> None:
+    expected = torch.ones(values)
+    found = expected.clone()
+    found[:turned] = -0.01
+    agreement = single_steps._agreement({"norm.weight": found}, {"norm.weight": expected})
+    assert (agreement["norm.weight"]["sign_agreement"] >= ParitySection().sign_agreement) == passes
 
 
 def test_the_share_that_is_dropped_is_measured():
