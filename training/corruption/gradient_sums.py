@@ -36,6 +36,8 @@ class _Sum:
     came: list[torch.Tensor] = field(default_factory=list)
     roundings: torch.Tensor | float = 1.0
     """Factor on the rounding error of a kernel that adds tokens one by one in the run's dtype."""
+    rounded: int = 1
+    """Numbers in a term that are each rounded before they are added: the products of a norm's tokens."""
 
 
 class GradientSums:
@@ -116,6 +118,8 @@ class GradientSums:
                 sums = (came * operand @ own.u).double().sum(0)
             else:
                 sums = ((came @ (own.v if type(module) is nn.Linear else own.u)).double() * operand.double()).sum(0)
+            if is_norm(module):
+                own.rounded = 1 + len(came)
             sums = sums * own.v[0].double() if key == "bias" or is_norm(module) else sums
             own.came.append(torch.cat([sums, sums.square().mean()[None], (came.norm() * size).double()[None]]))
             if isinstance(module, nn.LayerNorm):
@@ -145,7 +149,8 @@ class GradientSums:
             mine, square, expected, sizes = row.split([_SIGNS, 1, _SIGNS, 3])
             # the signed sums may nearly cancel; the norm of the gradient itself does not
             size = torch.maximum(sizes[0], square[0]).sqrt()
-            tiny = torch.finfo(torch.float16).smallest_normal * u * (shape_of(parameter).numel() * terms) ** 0.5
+            rounded = shape_of(parameter).numel() * terms * own.rounded
+            tiny = torch.finfo(torch.float16).smallest_normal * u * rounded**0.5
             bound = 4 * (u * size * sizes[2] + tiny) + 8 * unit_roundoff(torch.float32) * sizes[1]
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
             yield own.name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
