@@ -58,6 +58,15 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
         "different data: training and validation losses are on different text",
         _LOSSES,
     ),
+    (
+        (
+            *("task", "sft.loss", "classify.", "mlm."),
+            *(f"preference.{key}" for key in ("loss", "beta", "label_smoothing", "sft_weight")),
+            *(f"distill.{key}" for key in ("teacher", "loss", "beta", "temperature", "ce_weight")),
+        ),
+        "different objective: a loss is of another quantity",
+        _LOSSES,
+    ),
     (("data.sequence_length",), "different sequence length: longer contexts have lower losses", _LOSSES),
     (("batch.global_size",), "different batch: steps are not comparable, compare at equal tokens", ("skipped",)),
     (

@@ -470,6 +470,8 @@ OTHER_RATES = {"optimizer.groups": [{"match": "*", "learning_rate": 1.0}], "opti
         ({"config": {"data.tokenizer": "bytes"}, "environment": {"data.vocab_size": 257}}, "different tokenizer"),
         ({"environment": {"data.fingerprint": "bb"}}, "different data"),
         ({"config": {"data.sequence_length": 1024}}, "different sequence length"),
+        ({"config": {"task": "distill"}}, "different objective"),
+        ({"config": {"preference.beta": 0.5}}, "different objective"),
         ({"config": {"batch.global_size": 16}}, "different batch"),
         ({"config": {"precision.compute": "fp32"}}, "different precision"),
         ({"config": {"run.steps": 80}}, "different schedule"),
