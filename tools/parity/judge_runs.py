@@ -179,10 +179,15 @@ def median_run(runs: Sequence[Trajectory]) -> Trajectory:
     ends = [run.validation for run in alike if run.validation is not None]
     return replace(
         first,
-        losses=[median(values) for values in zip(*(run.losses for run in alike), strict=True)],
-        grad_norms=[median(values) for values in zip(*(run.grad_norms for run in alike), strict=True)],
-        validation=median(ends) if ends else None,
+        losses=[_median(values) for values in zip(*(run.losses for run in alike), strict=True)],
+        grad_norms=[_median(values) for values in zip(*(run.grad_norms for run in alike), strict=True)],
+        validation=_median(ends) if ends else None,
     )
+
+
+def _median(values: Sequence[float]) -> float:
+    """Median of the finite values; the first value, which is the judged run's, if that is not finite."""
+    return median(filter(math.isfinite, values)) if math.isfinite(values[0]) else values[0]
 
 
 def confidence(

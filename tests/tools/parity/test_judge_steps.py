@@ -28,6 +28,7 @@ from tools.parity.judge_runs import (
     first_departure,
     judge_trajectories,
     judge_whole,
+    median_run,
     rounding_to,
     settling_of,
 )
@@ -586,3 +587,10 @@ def test_the_share_of_false_alarms_over_sound_pairs(capsys: pytest.CaptureFixtur
         print(f"\nalarms of 40: {alarms}; deltas {fmean(deltas):+.4%}, sd {stdev(deltas):.4%}; covered {covered} of 10")
     assert len(alarms.get("with a control", [])) <= 2
     assert covered >= 6
+
+
+def test_a_loss_that_is_not_finite_stays_so_among_repeated_runs() -> None:
+    judged = Trajectory([1], [2.0], [math.inf], 0, 0, math.nan)
+    again = [Trajectory([1], [loss], [1.0], 0, 0, 3.0) for loss in (2.1, math.nan)]
+    found = median_run([judged, *again])
+    assert math.isnan(found.validation) and found.grad_norms == [math.inf] and found.losses == [2.05]
