@@ -15,7 +15,7 @@ from modeling.log_probs import entropies, token_log_probs
 from modeling.objectives import divergence as module
 from modeling.objectives import policy
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation, divergence, likeliest
-from modeling.objectives.policy import PolicyGradient, advantages, counted
+from modeling.objectives.policy import PolicyGradient, advantages, counts_of
 
 KINDS = ["forward_kl", "reverse_kl", "jsd"]
 VOCABULARY = 23
@@ -283,7 +283,7 @@ def test_the_loss_and_its_gradient_are_the_papers(given: dict[str, Any]) -> None
         assert float(scored.loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-6, abs=1e-9)
         assert found is not None and model.table.grad is not None
         torch.testing.assert_close(found, model.table.grad, rtol=1e-6, atol=1e-8)
-        assert int(counted((labels != -100).sum(1), own).sum()) == count
+        assert int(counts_of((labels != -100).sum(1), own).sum()) == count
 
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 3.0], [2.0, 2.0, 2.0, 2.0], [1.0, math.nan, 0.0, math.nan]]).double()
