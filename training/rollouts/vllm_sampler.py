@@ -206,7 +206,7 @@ class VllmSampler(TransformersSampler):
 
 def _hashes(url: str) -> dict[str, str]:
     """Digests of the weights that the server's only worker computes with."""
-    return dict(_call(url, "/collective_rpc", {"method": "effective_hashes"})["results"][0])
+    return dict(*_call(url, "/collective_rpc", {"method": "effective_hashes"})["results"])  # fails with two workers
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
