@@ -68,12 +68,13 @@ def _distillation(shape: Shape, layout: Layout) -> float:
 
 
 def sampler_bytes(shape: Shape, layout: Layout) -> float:
-    """[bytes] Size of the weight copies used for sampling answers and as the reference of the KL divergence."""
+    """[bytes] Size of the weight copies used for sampling answers and as the reference of the KL divergence. Frozen
+    weights are copied only at ZeRO-3."""
     config = layout.config
     if config.task not in SAMPLING_TASKS:
         return 0.0
     copies = 2 if config.grpo.beta and config.adapter.kind == "none" else 1
-    return float(copies * layout.width * shape.parameters)
+    return float(copies * layout.width * (shape.parameters if layout.stage == 3 else shape.trained_parameters))
 
 
 def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]]:

@@ -29,7 +29,7 @@ _ITEM_NOTES = {
     "buckets": "on the way to the network",
     "step": "flattened gradients, or what the optimizer's rule makes besides",
     "teacher": "its weights; its logits are among the logits",
-    "sampler": "whole copies of the weights on each rank: to sample from and for the self-gap, and for grpo.beta",
+    "sampler": "copies of the weights on each rank: to sample from and for the self-gap, and for grpo.beta",
     "KV cache": "of the answers that are sampled at once (grpo.at_once); a vLLM server has its own",
     "process": "Python, torch, DeepSpeed",
     "checkpoint copy": "while a checkpoint is written in the background",

@@ -1,8 +1,8 @@
 """Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
 
-The trainer's side of the comparison is the weights that its own modules compute with, under every name of a tied
-tensor. Each rank hashes a share of them; a copy in this process is compared bit for bit, and so are the numbers that
-modules compute with beside their weights. If anything differs, everything is sent once more; then the run ends.
+The trainer's side is the weights that its own modules compute with, under every name of a tied tensor. Each rank hashes
+a share; a copy in this process is compared bit for bit, as are other numbers that modules compute with. If anything
+differs, everything is sent once more; then the run ends.
 """
 
 import hashlib

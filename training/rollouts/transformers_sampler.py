@@ -85,8 +85,9 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
     if resolved.compute != "fp32" and config.precision.routers == "fp32":
         compute_routers_in_fp32(model)
     for own, trained in zip(model.parameters(), engine.model.parameters(), strict=True):
-        # a copy, since memory that is mapped from files is unaligned: kernels would add in another order
-        own.data = own.data.to(engine.world.device, trained.dtype, copy=True)
+        # what is trained is copied, and aligned: kernels add in another order where memory is mapped from a file
+        shared = engine.stage < 3 and not trained.requires_grad
+        own.data = trained.data if shared else own.data.to(engine.world.device, trained.dtype, copy=True)
     for buffer, its in zip(model.buffers(), engine.model.buffers(), strict=True):
         buffer.data = its.detach().clone()
     return model.eval().requires_grad_(False)
@@ -127,11 +128,11 @@ class TransformersSampler:
 
     @torch.no_grad()
     def receive(self, weights: Weights) -> None:
-        """Take new weights, and drop what was computed with others (prefix caches). Every rank consumes all of
-        `weights`, since producing them may be a collective."""
+        """Take new weights, and drop caches of others. A collective: every rank consumes all of `weights`."""
         own = dict(self.model.named_parameters(remove_duplicate=False))
         for name, tensor in weights:
-            own[name].copy_(tensor)
+            if own[name].data_ptr() != tensor.data_ptr():
+                own[name].copy_(tensor)
 
     def differing(self, weights: Weights, expected: Mapping[str, str]) -> list[str]:
         """Names of tensors that the sampler computes with and that differ from the trainer's. expected: digests."""

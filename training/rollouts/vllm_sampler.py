@@ -1,9 +1,8 @@
 """The sampler that asks vLLM servers, which the user or `python -m launch.rollouts` starts.
 
-Rank 0 sends the weights to every server, in a file or by broadcast in a process group with it, and the ranks share the
-servers. Requests are salted with the version of the proven weights, so that no prefix cached with others is used, and
-answers carry the label under which the weights were sent. A server that fails is waited for, gets the same weights
-again, is proven again, and is asked again with the same seeds.
+Rank 0 sends the weights to every server, in a file or by broadcast, and the ranks share the servers. Requests are
+salted with the version of the proven weights, so that no prefix cached with others is used; answers carry the label of
+what was sent. A server that fails is waited for, sent the same weights, proven, and asked again with the same seeds.
 """
 
 import secrets

@@ -21,7 +21,7 @@ from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.counted import count_activations
 from launch.plan.layout import layout_of
-from launch.plan.loss import loss_bytes
+from launch.plan.loss import loss_bytes, sampler_bytes
 from launch.plan.memory import model_states, peak_memory
 from launch.plan.model import Shape, codes_of, read_shape, sizes_of
 from launch.plan.speed import computed_flops
@@ -341,6 +341,9 @@ def test_answers_that_are_sampled_at_once_need_a_cache() -> None:
         resolved = read_command_line(["--config", recipe, *batch, *overrides], as_launched(2))
         layout = layout_of(resolved, world=2, on_cpu=True)
         shape = read_shape(resolved.config, layout)
+        frozen = replace(shape, trained_parameters=7)  # the sampler has the trainer's own, which ZeRO-3 has not whole
+        assert sampler_bytes(frozen, layout) == (2 if resolved.config.grpo.beta else 1) * 2 * 7
+        assert sampler_bytes(frozen, replace(layout, stage=3)) == sampler_bytes(shape, layout)
         return shape, peak_memory(shape, layout)
 
     shape, memory = peak("grpo.at_once=512", "grpo.beta=0.1")

@@ -200,6 +200,14 @@ def first_metrics(world: World, *, folder: Path, fault: str = "", **options: Any
         return {"steps": found}
 
 
+def held_twice(world: World, *, folder: Path, **options: Any) -> list[str]:
+    """Names of the weights of which trainer and sampler each hold a copy."""
+    with session(resolve(folder, **options), world=world) as opened:
+        own = dict(opened.answers.sampler.model.named_parameters())
+        pairs = ((name, own[name], trained) for name, trained in opened.engine.model.named_parameters())
+        return [name for name, copy, trained in pairs if copy.data_ptr() != trained.data_ptr()]
+
+
 def samplings(world: World, *, folder: Path, to: Path, given: list[str]) -> list[int]:
     """How often each session of the same weights asks its sampler for the first step; all keep its answers in `to`.
 

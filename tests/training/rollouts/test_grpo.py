@@ -271,6 +271,14 @@ def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: s
         assert all(step["left_out"] == 0 and step["gap/corrected"] == 1 for step in found["metrics"][1:])
 
 
+def test_frozen_weights_are_held_once(solo: ProcessGroup, folder: Path) -> None:
+    """ZeRO-3 has none of them whole."""
+    [adapter], [whole] = (solo.run(cases.held_twice, folder=folder, overrides=given) for given in (LORA, ()))
+    assert len(adapter) == 28 and all(".lora_" in name for name in adapter) and len(whole) == 21
+    [sharded] = solo.run(cases.held_twice, folder=folder, stage=3, overrides=LORA)
+    assert len(sharded) == 49
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_is_sampled_from_and_has_its_base_as_reference(pair: ProcessGroup, folder: Path, stage: int) -> None:
     given = (*LORA, "grpo.beta=0.5")
