@@ -431,6 +431,14 @@ def test_a_wrong_record_is_named(finished, tmp_path, kind, change, named) -> Non
     assert found.lines()[-1] == f"2 steps differs from the oracle in: {named}"
 
 
+def test_a_rate_that_magnifies_rounding_widens_bounds(folder: Path) -> None:
+    """At this rate FP32's rounding of the initial weights changes later norms by 7%, and the run's are 11% off."""
+    high = ("optimizer.learning_rate=0.3", "schedule.warmup_steps=0", "optimizer.gradient_clipping=null")
+    found = judged(folder, "high", *MORE, *high, "model.config.num_hidden_layers=4")
+    norms = next(each for each in found.comparisons if each.what == "norm")
+    assert norms.largest > 1e-3 and any(note.startswith("bound of norm: 4 times the ") for note in found.notes)
+
+
 @pytest.mark.parametrize(("step", "factor", "named"), [(1, 1.02, {FIRST_NORM}), (2, 1.02, set()), (2, 1.04, {"norm"})])
 def test_in_16_bits_later_norms_have_twice_the_bound_of_the_first(finished, tmp_path, step, factor, named) -> None:
     def change(event: dict[str, Any]) -> None:

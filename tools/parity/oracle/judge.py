@@ -58,6 +58,8 @@ _LAYERS = 4
 """Number of layers of the models that the bounds were set with."""
 _DRAWS = 0.05
 """Largest distance between random numbers and the answers drawn with them; 1/3 for unrelated numbers."""
+_AMPLIFIED, _ROUNDINGS = ("loss", "norm"), 4
+"""Comparisons that a later step's weights enter; and rounding errors of FP32 that a run may have for each weight's."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -161,19 +163,40 @@ def _compare_steps(
     log: Log,
 ) -> list[str]:
     """Compare the first steps with the oracle's own updates, and later ones from the masters before; returns notes."""
-    notes = []
+    notes, own = [], []
     for event in first:
-        oracle.step(event, compared, log)
+        own.append({**event, **oracle.step(event, compared, log)})
         checkpoint = _checkpoint(run_dir, event["step"])
         if checkpoint.is_dir() and oracle.movement is not None:
             oracle.movement.compare(open_saved_model(checkpoint).tensors, compared, f"step {event['step']}")
             notes.append(f"masters compared: step {event['step']}")
     if first and not notes:
         notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
+    if oracle.movement is not None and not all(compared[what].holds for what in _AMPLIFIED):
+        notes += _widen(oracle, own, compared)
     for event in later:
         oracle.restart(_checkpoint(run_dir, event["step"] - 1), events)
         oracle.step(event, compared, log)
         notes.append(f"recomputed from its masters: step {event['step']}")
+    return notes
+
+
+def _widen(oracle: _Oracle, own: Sequence[Mapping[str, Any]], compared: Mapping[str, Comparison]) -> list[str]:
+    """Widen bounds where rounding explains more. own: the first events with the oracle's results. Returns notes.
+
+    An update follows the sign of a gradient near zero, which is rounding, and a high rate makes the next step's of it.
+    """
+    apart, notes = {what: replace(row, largest=0.0) for what, row in compared.items()}, []
+    oracle.begin_again()
+    for event in own:
+        oracle.step(event, apart, lambda _: None)
+    for what in _AMPLIFIED:
+        row, rounding = compared[what], apart[what].largest
+        if _ROUNDINGS * rounding > row.bound:
+            row.bound = _ROUNDINGS * rounding
+            notes.append(
+                f"bound of {what}: {_ROUNDINGS} times the {rounding:.1e} that rounding the first weights makes"
+            )
     return notes
 
 
@@ -296,8 +319,15 @@ class _Oracle:
         self._scale = loss_scale(config.precision.loss_scale)
         self._applied = self._tokens = 0
 
-    def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> None:
-        """One step, compared with its event. A step that the run did not apply is not applied here."""
+    def begin_again(self) -> None:
+        """Go back before the first step, with other rounding errors (`Movement.begin_again`)."""
+        assert self.movement is not None
+        self.movement.begin_again()
+        self._scale = loss_scale(self._config.precision.loss_scale)
+        self._applied = self._tokens = 0
+
+    def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> dict[str, float]:
+        """One step, compared with its event; returns the event's results. One that the run skipped is not applied."""
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
         rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids, event["position"])
         self._tokens += self._task.tokens(ids)
@@ -335,6 +365,7 @@ class _Oracle:
             self._applied += 1
         self._model.zero_grad()
         log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
+        return {"loss": loss, "grad_norm": norm}
 
     def _gradients(self, ids: Sequence[int], position: int) -> tuple[float, dict[int, tuple[float, float]]]:
         """The loss of a global batch, whose gradient is left in the parameters: the mean over everything that counts.

@@ -15,6 +15,7 @@ import torch
 
 from config.schema import OptimizerSection
 from precision.statistics import in_fp64
+from precision.tolerance import unit_roundoff
 from tools.parity.oracle.comparison import Comparison, relative_difference
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.plain import Apart
@@ -28,6 +29,7 @@ class Movement:
     """The updates of a model's trained parameters, from its FP32 weights at construction."""
 
     def __init__(self, model: Any, section: OptimizerSection) -> None:
+        self._made_of = model, section
         self._optimizer = optimizer_of(model, section)
         self._trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
         self._folder = tempfile.TemporaryDirectory(prefix="oracle-")
@@ -56,6 +58,15 @@ class Movement:
             self._hold_moments(parameter, torch.float32)
             parameter.grad = None
         self._updates += 1
+
+    @torch.no_grad()
+    def begin_again(self) -> None:
+        """Go back to the initial weights, each with another rounding error of FP32. Nothing can be compared then."""
+        draw = torch.Generator().manual_seed(0)
+        for name, value in torch.load(self._start).items():
+            noise = torch.randn(value.shape, generator=draw, dtype=value.dtype)
+            self._trained[name].copy_(value * (1 + unit_roundoff(torch.float32) * noise))
+        self._optimizer = optimizer_of(*self._made_of)
 
     def _hold_moments(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         state = self._optimizer.state[parameter]
