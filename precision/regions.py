@@ -169,8 +169,8 @@ class Regions:
         own_names: tuple[str, ...] | None = None  # parameters that autocast would leave in FP32
         if kind == "functional":
             own_names = tuple(own for own, _ in module.named_parameters(recurse=False))
-        elif is_slice(module) and not returns_own_dtype:  # it adds its bias by `+`, which would make the sum FP32
-            own_names = ("bias",)
+        elif getattr(module, "bias", None) is not None and not (returns_own_dtype and is_slice(module)):
+            own_names = ("bias",)  # slices and DeepSpeed's linear layer at ZeRO-3 add it by themselves
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -216,7 +216,12 @@ def healthy_cells() -> Iterator[Cell]:
 
 def wide_cells() -> list[Cell]:
     """The healthy set-ups over all architectures."""
-    return [Cell(None, path, stage, name, 0, steps=WIDE_STEPS) for name, (_, path, stage) in WIDE.items()]
+    # two overflows, the hysteresis, may end each window of four good steps (`precision`)
+    skips = {FP16: ("parity.skipped_share=0.34",)}
+    return [
+        Cell(None, path, stage, name, 0, skips.get(path, ()), steps=WIDE_STEPS)
+        for name, (_, path, stage) in WIDE.items()
+    ]
 
 
 def later_cells() -> list[Cell]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -219,6 +220,20 @@ def test_a_tied_weight_is_cast_for_each_region() -> None:
         verify(seen, regions.dtypes)
     output.float().sum().backward()
     assert model[0].weight.grad.dtype == torch.float32
+
+
+def test_a_bias_is_rounded_at_zero_3_as_at_other_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's linear layer adds it in place, where autocast does not reach."""
+    model = build("llama", attention_bias=True)
+    layer = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        layer.weight.fill_(1.0 / layer.in_features)
+        layer.bias.fill_(2.0**-8 * (1 + 2.0**-9))  # in BF16 2^-8, half of a spacing above 1
+    with in_regions(model, manifest("bf16")):
+        monkeypatch.setattr(functional, "linear", zero3_linear_wrap)
+        output = layer(torch.ones(2, 3, layer.in_features))
+        output.sum().backward()
+    assert set(output.flatten().tolist()) == {1.0} and layer.bias.grad.tolist() == [6.0] * layer.out_features
 
 
 def test_what_is_outside_every_region_runs_in_the_default() -> None:
