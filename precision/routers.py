@@ -22,7 +22,7 @@ from precision.regions import cast, own_parameters_in
 def compute_routers_in_fp32(model: torch.nn.Module) -> list[str]:
     """Make a 16-bit model's routers compute in FP32, before DeepSpeed gets the model; returns their full names."""
     found = [(name, module) for name, module in model.named_modules() if is_router(module)]
-    for _, module in found:
+    for module in {each: None for _, router in found for each in router.modules()}:
         module.forward = _in_fp32(module, module.forward)
     return [name for name, _ in found]
 
