@@ -242,6 +242,11 @@ SLEEPS = (
 """A job that starts another one, out of its session."""
 
 
+def test_whoever_compiles_needs_a_compiler() -> None:
+    compiling = {each.name: each.needs for part in PARTS.values() for each in part.items if "compile" in each.name}
+    assert compiling == dict.fromkeys(("compile", "nan-compile", "compile-2048"), "compiler")
+
+
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:
     assert sorted(PARTS) == [1, 2, 3, 4, 5, 6]
     for part in PARTS.values():
