@@ -74,8 +74,10 @@ def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -
     (tmp_path / "7-two.json").write_text('{"half')
     assert ran(check, part) == (["two"], {})
     assert ran(check_in(tmp_path, again=True), part) == (["one", "two"], {})
-    for other in ({"tiny": False}, {"processes": 2}, {"machine": MACHINE | {"device": "another"}}):
+    changed = ({"device": "another"}, {"git": {"commit": "f" * 16, "dirty": False}}, {"versions": {"torch": "2.12.0"}})
+    for other in ({"tiny": False}, {"processes": 2}, *({"machine": MACHINE | each} for each in changed)):
         assert check_in(tmp_path, **other).result(7, part.items[0]) is None
+        assert "| `one` | what one is | not run |" in page(check_in(tmp_path, **other), 7, part, {})
 
 
 def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
