@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lab.gpu_check import command
 from lab.gpu_check.bench import Bench, ItemFailed
 from lab.gpu_check.command import TF32_SWITCHES, main, settle_environment
 from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
@@ -78,6 +79,26 @@ def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -
     for other in ({"tiny": False}, {"processes": 2}, *({"machine": MACHINE | each} for each in changed)):
         assert check_in(tmp_path, **other).result(7, part.items[0]) is None
         assert "| `one` | what one is | not run |" in page(check_in(tmp_path, **other), 7, part, {})
+
+
+@pytest.fixture
+def one_item(monkeypatch) -> None:
+    """The command, with an item of part 1 that is done at once, on a machine that is described beforehand."""
+    monkeypatch.setenv(MARK, "")  # restored afterwards
+    monkeypatch.setattr(command, "settle_environment", list)
+    monkeypatch.setattr(command, "provide", lambda wheels, target: [])
+    monkeypatch.setattr(command, "look_at_machine", lambda folder: MACHINE)
+    small = item("one", lambda bench: {"tokens/s": 1.0 if bench.tiny else 2.0})
+    monkeypatch.setitem(PARTS, 1, Part("a part", (small,)))
+
+
+def test_a_rehearsal_leaves_what_was_measured(one_item, tmp_path) -> None:
+    assert main(["--part=1", f"--out={tmp_path}"]) == 0
+    written = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".md")}
+    assert {path.name for path in written} == {"1-one.json", "part-1.md", "goals.md"}
+    assert main(["--part=1", f"--out={tmp_path}", "--tiny"]) == 0
+    assert {path: path.read_bytes() for path in written} == written
+    assert json.loads((tmp_path / "tiny/1-one.json").read_text())["figures"] == {"tokens/s": 1.0}
 
 
 def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
