@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.files import why_not_writable
 from config.options import positive_int, positive_number
 from lab.gpu_check.packages import provide
+from tracking.file_lock import exclusive_lock
 
 ALL_DONE, INCOMPLETE = 0, 3
 PARTS = range(1, 7)
@@ -109,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     for line in provide(options.wheels, out / ".packages"):
         print(line, flush=True)
+    with exclusive_lock(out / ".lock", 0) as acquired:
+        if not acquired:  # its jobs would be taken for leftovers, and ended
+            raise UserError(f"--out {options.out}: another check runs there; wait for it or give another folder")
+        return run_parts(options, out, started)
+
+
+def run_parts(options: argparse.Namespace, out: Path, started: float) -> int:
+    """Measure what is missing; returns the exit code. started: time.monotonic() at the command's start."""
     # imported late: their dependencies may just have been installed
     from config.files import write_atomically
     from lab.gpu_check import items

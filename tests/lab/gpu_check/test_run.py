@@ -22,6 +22,7 @@ from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, TOGETHER, Check, end_leftovers, measure, run_part
 from launch.job import kill, launch, start
 from tests.support.jobs.launches import runs, wait_until
+from tracking.file_lock import exclusive_lock
 
 MACHINE = {
     "device": "a device",
@@ -99,6 +100,12 @@ def test_a_rehearsal_leaves_what_was_measured(one_item, tmp_path) -> None:
     assert main(["--part=1", f"--out={tmp_path}", "--tiny"]) == 0
     assert {path: path.read_bytes() for path in written} == written
     assert json.loads((tmp_path / "tiny/1-one.json").read_text())["figures"] == {"tokens/s": 1.0}
+
+
+def test_two_checks_of_one_folder_are_kept_apart(one_item, refusal, tmp_path) -> None:
+    with exclusive_lock(tmp_path / ".lock", 0):
+        assert "another check runs there" in refusal(main, ["--part=1", f"--out={tmp_path}"])
+    assert not (tmp_path / "1-one.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
