@@ -39,7 +39,6 @@ SUITES = {
 """make target to a description of its tests, in execution order."""
 CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]
 VERSIONS = ("python", "torch", "transformers", "deepspeed")
-_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 @dataclass
@@ -71,15 +70,17 @@ def run(command: Sequence[str], log: Path) -> Result:
 
 
 def read(text: str, code: int) -> Result:
-    """The result in pytest's last summary line; without a summary, the command passed or failed as a whole."""
-    summaries = [line for line in text.splitlines() if re.match(r"=* ?\d+ (passed|failed|skipped|error)", line)]
-    counts = {name.rstrip("s"): int(number) for number, name in _COUNT.findall(summaries[-1] if summaries else "")}
+    """The sum of pytest's summary lines; without a summary, the command passed or failed as a whole."""
+    summaries = re.findall(r"^=* ?\d+ (?:passed|failed|skipped|error).* in [\d.]+s\b", text, re.MULTILINE)
+    passed, skipped = (
+        sum(map(int, re.findall(rf"(\d+) {name}\b", "\n".join(summaries)))) for name in ("passed", "skipped")
+    )
     failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not summaries and code == 0:
         return Result(passed=1)
     if code and not failures:
         failures = [f"exit code {code}"]
-    return Result(counts.get("passed", 0), len(failures), counts.get("skipped", 0), failures=failures)
+    return Result(passed, len(failures), skipped, failures=failures)
 
 
 def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> int:

@@ -23,6 +23,7 @@ ERROR tests/c.py - ImportError
         (FAILED, 1, Result(1913, 2, 14, failures=["tests/a.py::test_b[1]", "tests/c.py"])),
         ("= 62 passed, 3 deselected in 9.1s =", 0, Result(62)),
         ("3 passed in 0.1s", 0, Result(3)),
+        ("= 5 passed, 2 skipped in 1.0s =\npython -m pytest\n= 3 passed, 1 skipped in 2.0s =", 0, Result(8, 0, 3)),
         ("done after 450 steps", 0, Result(1)),
         ("make: *** [x] Error 2", 2, Result(0, 1, failures=["exit code 2"])),
         ("= 3 passed in 1.0s =\nmake: *** Error 1", 1, Result(3, 1, failures=["exit code 1"])),
