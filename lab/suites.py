@@ -86,11 +86,14 @@ def read(text: str, code: int) -> Result:
 def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> int:
     """Run every suite without a result for this commit, writing the page after each; returns the exit code."""
     facts = environment({})
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{page.resolve().relative_to(REPOSITORY)}"]
+    page = page.resolve()
+    inside = [f":!{page.relative_to(REPOSITORY)}"] if page.is_relative_to(REPOSITORY) else []
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *inside]
     if facts["git"] is None or subprocess.run(changed, cwd=REPOSITORY, check=False).returncode:
         raise UserError("the suites are recorded with their commit: commit or stash what has changed first")
     kept = folder / facts["git"]["commit"][:12]
     kept.mkdir(parents=True, exist_ok=True)
+    page.parent.mkdir(parents=True, exist_ok=True)
     results = {}
     for target in SUITES:
         path = kept / f"{target}.json"

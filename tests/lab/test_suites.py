@@ -38,7 +38,10 @@ def test_suites_are_targets_of_make() -> None:
     assert [name for name in SUITES if f"\n{name}: " not in targets] == []
 
 
-def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("folder", ["repository/docs", "elsewhere"])
+def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(
+    folder: str, tmp_path, monkeypatch
+) -> None:
     ran: list[str] = []
 
     def run(command: list[str], log: Path) -> Result:
@@ -54,8 +57,8 @@ def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_
     }
     monkeypatch.setattr(suites, "environment", lambda extra: facts)
     monkeypatch.setattr(suites.subprocess, "run", lambda *words, **options: clean)
-    monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
-    page = tmp_path / "tested.md"
+    monkeypatch.setattr(suites, "REPOSITORY", tmp_path / "repository")
+    page = tmp_path / folder / "tested.md"
     assert "commit" in refused(suites.run_suites, tmp_path, page, None, again=False)
     facts["git"] = {"commit": "0123456789abcdef"}
     assert suites.run_suites(tmp_path, page, "test", again=False) == DONE
