@@ -39,7 +39,6 @@ SUITES = {
 """make target to a description of its tests, in execution order."""
 CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]
 VERSIONS = ("python", "torch", "transformers", "deepspeed")
-_COUNT = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
 
 
 @dataclass
@@ -71,25 +70,30 @@ def run(command: Sequence[str], log: Path) -> Result:
 
 
 def read(text: str, code: int) -> Result:
-    """The result in pytest's last summary line; without a summary, the command passed or failed as a whole."""
-    summaries = [line for line in text.splitlines() if re.match(r"=* ?\d+ (passed|failed|skipped|error)", line)]
-    counts = {name.rstrip("s"): int(number) for number, name in _COUNT.findall(summaries[-1] if summaries else "")}
+    """The sum of pytest's summary lines; without a summary, the command passed or failed as a whole."""
+    summaries = re.findall(r"^=* ?\d+ (?:passed|failed|skipped|error).* in [\d.]+s\b", text, re.MULTILINE)
+    passed, skipped = (
+        sum(map(int, re.findall(rf"(\d+) {name}\b", "\n".join(summaries)))) for name in ("passed", "skipped")
+    )
     failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
     if not summaries and code == 0:
         return Result(passed=1)
     if code and not failures:
         failures = [f"exit code {code}"]
-    return Result(counts.get("passed", 0), len(failures), counts.get("skipped", 0), failures=failures)
+    return Result(passed, len(failures), skipped, failures=failures)
 
 
 def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> int:
     """Run every suite without a result for this commit, writing the page after each; returns the exit code."""
     facts = environment({})
-    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", f":!{page.resolve().relative_to(REPOSITORY)}"]
+    page = page.resolve()
+    inside = [f":!{page.relative_to(REPOSITORY)}"] if page.is_relative_to(REPOSITORY) else []
+    changed = ["git", "diff", "--quiet", "HEAD", "--", ".", *inside]
     if facts["git"] is None or subprocess.run(changed, cwd=REPOSITORY, check=False).returncode:
         raise UserError("the suites are recorded with their commit: commit or stash what has changed first")
     kept = folder / facts["git"]["commit"][:12]
     kept.mkdir(parents=True, exist_ok=True)
+    page.parent.mkdir(parents=True, exist_ok=True)
     results = {}
     for target in SUITES:
         path = kept / f"{target}.json"

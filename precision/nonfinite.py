@@ -116,6 +116,8 @@ class Inspector:
     # Forward
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if not (self._stack or torch.is_grad_enabled()):
+            return args, kwargs  # a pass ahead of the step's own, which counts the tokens of each expert
         call = self._open(module)
         if not call.replayed:
             self._judge_input(call, args, kwargs)

@@ -144,7 +144,7 @@ class Observation:
             self.inner.see_attention(where, name)
         else:
             self.inner.see_matmul(where, dtypes)
-        self.flops[dtypes[0]] += _attention_flops(*args[:3]) if attention else _flops(func, name, args, output)
+        self.flops[dtypes[0]] += _attention_flops(name, *args) if attention else _flops(func, name, args, output)
 
 
 def verify(observation: Observation, dtypes: Mapping[str, str], *, may_idle: Collection[str] = ()) -> None:
@@ -205,6 +205,8 @@ def _flops(func: Any, name: str, args: tuple, output: Any) -> int:
     return 2 * output.numel() * args[_MATMULS[name][0]].shape[-1]
 
 
-def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """query: (B, H, S_q, D); key: (B, H_kv, S_k, D); value: (B, H_kv, S_k, D_v)."""
-    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+def _attention_flops(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> int:
+    """query: (B, H, S_q, D); key: (B, H_kv, S_k, D); value: (B, H_kv, S_k, D_v). flash-attn has heads after tokens; its
+    varlen operators get sequences end to end, and the longest one's keys as their seventh argument."""
+    keys = key.shape[-2] if not name.startswith("flash_attn") else rest[3] if "varlen" in name else key.shape[1]
+    return 2 * query.shape[:-1].numel() * keys * (query.shape[-1] + value.shape[-1])

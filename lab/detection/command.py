@@ -12,7 +12,6 @@ says what is not.
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ from lab.detection.cells import (
 from lab.detection.defects import DEFECTS, Defect
 from lab.detection.made_of import PACKAGES, made_of
 from lab.detection.page import page, wide_alarms
+from lab.results import keep_result, read_results
 from tests.support.jobs.process_group import ProcessGroup
 from tracking.environment import environment
 from training.tasks.task import prepare
@@ -133,16 +133,9 @@ def conditions() -> dict[str, Any]:
 
 
 def results(path: Path, code: str) -> tuple[dict[str, dict[str, Any]], int]:
-    """The newest result of each cell by its name, of those that this code has made; and how many other code has made.
-
-    A line that an interruption has cut short is none.
-    """
+    """The newest result of each cell that this code has made, by its name; and how many other code has made."""
     known, others = {}, 0
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
+    for found in read_results(path):
         if found.get("code") == code:
             known[found["cell"]] = found
         else:
@@ -223,9 +216,8 @@ class _Table:
             return self._left.pop() if self._left and time.monotonic() < self._ends else None
 
     def _keep(self, result: dict[str, Any]) -> None:
-        whole = not self._path.exists() or self._path.read_bytes()[-1:] in (b"", b"\n")
-        with self._lock, self._path.open("a", encoding="utf-8") as file:
-            file.write(("" if whole else "\n") + json.dumps(result) + "\n")
+        with self._lock:
+            keep_result(self._path, result)
         found = result["smallest"] if "smallest" in result else ", ".join(result["found_by"]) or "nothing"
         self._say(f"{result['cell']}: {found}")
 

@@ -32,6 +32,7 @@ from config.options import comma_separated, positive_int
 from config.schema import Config, LossScaleSection
 from config.task import ENCODER_TASKS
 from lab.benchmark.harness import SHARES
+from lab.detection.made_of import made_of
 from lab.envelope.page import write_results
 from lab.envelope.search import CONTROL, Setting
 from lab.envelope.trials import Missing, Study, explore_finished, work
@@ -143,6 +144,7 @@ def make_study(options: argparse.Namespace) -> Study:
         rates=tuple(options.rates),
         bounds=config.parity,
         processes=options.processes,
+        code=made_of(folder="lab/envelope"),
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
         refuse_sharing(study.resolve(setting, study.rates[0]).batch, but=SHARES)

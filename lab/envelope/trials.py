@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +68,8 @@ class Study:
     """Ascending."""
     bounds: ParitySection
     processes: int
+    code: str
+    """The code and the versions that make trials, by `made_of`."""
 
     def resolve(self, setting: Setting, rate: float, launched: Mapping[str, str] | None = None) -> Resolved:
         """The run of one trial; the control's rate is larger by NUDGE. Raises UserError if it cannot be started.
@@ -89,8 +90,8 @@ class Study:
         return self.resolve(self.settings[0], self.rates[0], launched)
 
 
-def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
-    """Key of a trial: 20 hex digits of a hash of everything that determines its numbers, versions and device too."""
+def trial_key(resolved: Resolved, fingerprint: str, device: str, code: str) -> str:
+    """Key of a trial: 20 hex digits of a hash of everything that determines its numbers, code and device too."""
     config = to_dict(resolved.config)
     for section in _IRRELEVANT:
         del config[section]
@@ -99,8 +100,7 @@ def trial_key(resolved: Resolved, fingerprint: str, device: str) -> str:
             del config[section][key]
     if resolved.compute != "fp16":
         del config["precision"]["loss_scale"]
-    versions = [version(package) for package in ("torch", "deepspeed", "transformers")]
-    parts = [config, resolved.deepspeed, resolved.world_size, fingerprint, device, versions]
+    parts = [config, resolved.deepspeed, resolved.world_size, fingerprint, device, code]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -128,7 +128,7 @@ def explore_finished(study: Study) -> tuple[list[Cell], set[str], str]:
     used: set[str] = set()
 
     def recorded(setting: Setting, rate: float) -> Trial:
-        key = trial_key(study.resolve(setting, rate), fingerprint, device)
+        key = trial_key(study.resolve(setting, rate), fingerprint, device, study.code)
         if key not in known:
             raise Missing(f"{setting.label} at rate {rate:g}")
         used.add(key)
@@ -171,7 +171,7 @@ def work(study: Study, corpus: Corpus, world: World, log: Callable[[str], Any]) 
     def run(setting: Setting, rate: float) -> Trial:
         nonlocal ran
         resolved = study.resolve(setting, rate, os.environ)
-        key = trial_key(resolved, corpus.fingerprint, device)
+        key = trial_key(resolved, corpus.fingerprint, device, study.code)
         if key not in known:
             started = time.perf_counter()
             known[key] = trial = run_trial(resolved, corpus, world)

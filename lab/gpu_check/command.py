@@ -6,7 +6,7 @@
 Parts: 1 smoke, 2 numerics, 3 speed, 4 precision, 5 memory, 6 cost of trust; without --part all of them, in order. An
 item that does not fit into the remaining minutes is not started; rerun the same command to continue, also after a kill.
 The folder gets NUMBER-ITEM.json for every item, part-NUMBER.md and goals.md. --tiny rehearses every item with a model
-of a few thousand parameters, on a CPU too. See docs/gpu-check.md.
+of a few thousand parameters, on a CPU too, in the folder `tiny` of --out. See docs/gpu-check.md.
 
 Exit code 0: every item is done, or skipped because the machine does not meet its requirements; 3: some failed or were
 not run; 2: the check is not possible.
@@ -30,6 +30,7 @@ from config.errors import UserError
 from config.files import why_not_writable
 from config.options import positive_int, positive_number
 from lab.gpu_check.packages import provide
+from tracking.file_lock import exclusive_lock
 
 ALL_DONE, INCOMPLETE = 0, 3
 PARTS = range(1, 7)
@@ -109,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(line, flush=True)
     for line in provide(options.wheels, out / ".packages"):
         print(line, flush=True)
+    with exclusive_lock(out / ".lock", 0) as acquired:
+        if not acquired:  # its jobs would be taken for leftovers, and ended
+            raise UserError(f"--out {options.out}: another check runs there; wait for it or give another folder")
+        return run_parts(options, out, started)
+
+
+def run_parts(options: argparse.Namespace, out: Path, started: float) -> int:
+    """Measure what is missing; returns the exit code. started: time.monotonic() at the command's start."""
     # imported late: their dependencies may just have been installed
     from config.files import write_atomically
     from lab.gpu_check import items
@@ -126,6 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = look_at_machine(out)
     for line in name_commit(machine, options.commit):
         print(line, flush=True)
+    if options.tiny:  # its results must not replace those that took a GPU's minutes
+        out = out / "tiny"
+        out.mkdir(exist_ok=True)
     check = Check(out, options.processes, options.tiny, machine, options.again)
     complete = True
     for number, part in parts.items():

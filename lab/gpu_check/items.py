@@ -136,7 +136,9 @@ def _attributed(name: str, what: str, seconds: float, *overrides: str, needs: st
 
 
 NUMERICS = (
-    _attributed("nan-compile", "a planted NaN in compiled blocks: named", 70, TORCH, "model.compile=true"),
+    _attributed(
+        *("nan-compile", "a planted NaN in compiled blocks: named", 70, TORCH, "model.compile=true"), needs="compiler"
+    ),
     _attributed("nan-liger", "a planted NaN with Liger's kernels: named", 30, "model.kernels=liger", needs="liger"),
     _fp8("emulate", "a 160M Llama's linear layers in FP8, emulated"),
     _fp8("scaled_mm", "the same by the GPU's FP8 matmuls", against="fp8-emulate"),
@@ -168,7 +170,10 @@ SPEED = (
         *("peers-2048-again", "the first repeated without torchtitan, in the other order, for the spread", 170),
         *("mantissa-torch,trainer,bare,mantissa", *AT_2048),
     ),
-    _compared("compile-2048", "compiled beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048),
+    _compared(
+        *("compile-2048", "compiled beside torch's kernels", 120, "mantissa-torch,mantissa-compile", *AT_2048),
+        needs="compiler",
+    ),
 )
 """Contestants are ordered by importance: an item that is killed has measured the first ones."""
 

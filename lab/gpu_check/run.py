@@ -57,8 +57,9 @@ class Check:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Conditions under which an earlier result is still valid."""
-        return {"device": self.machine["device"], "processes": self.processes, "tiny": self.tiny}
+        """Conditions under which an earlier result is still valid: pages name them once, for all figures."""
+        named = ("device", "driver", "cuda", "versions", "git")
+        return {name: self.machine[name] for name in named} | {"processes": self.processes, "tiny": self.tiny}
 
     def path(self, part: int, item: Item) -> Path:
         """Path of an item's result file."""

@@ -25,6 +25,7 @@ from config.options import positive_int
 from lab.detection.made_of import PACKAGES, made_of
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
+from lab.results import keep_result, read_results
 from launch.job import add_processes_option, default_processes, error_line_of, launch
 from tracking.environment import environment
 
@@ -46,12 +47,7 @@ def conditions(processes: int, steps: int) -> dict[str, Any]:
 
 def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Newest results measured under the `wanted` conditions, by cell name."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        result = json.loads(line)
-        if result["conditions"] == wanted:
-            found[result["cell"]] = result
-    return found
+    return {result["cell"]: result for result in read_results(path) if result["conditions"] == wanted}
 
 
 def work(options: argparse.Namespace) -> int:
@@ -73,7 +69,8 @@ def work(options: argparse.Namespace) -> int:
         start = time.monotonic()
         result = measure(world, cell, steps=options.steps)
         if world.is_main:
-            _append(options.folder, {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now})
+            kept = {"cell": name, **result, "seconds": time.monotonic() - start, "conditions": now}
+            keep_result(options.folder / "results.jsonl", kept)
         if "raised" in (result["verdict"], result.get("upstream", {}).get("verdict")):
             return 0  # DeepSpeed's state after an error must not affect the next cell: start new processes
     distributed.stop()
@@ -82,7 +79,8 @@ def work(options: argparse.Namespace) -> int:
 
 def lead(options: argparse.Namespace) -> int:
     """Start processes until no cell is missing, then write the page."""
-    log, now = options.folder / "matrix.log", conditions(options.processes, options.steps)
+    log, path = options.folder / "matrix.log", options.folder / "results.jsonl"
+    now = conditions(options.processes, options.steps)
     for processes in sorted({cell.ranks or options.processes for cell in _missing(options, now)}, reverse=True):
         while missing := _missing(options, now, processes):
             print(f"{len(missing)} cells to go on {processes} processes; tail -f {log}", flush=True)
@@ -94,8 +92,8 @@ def lead(options: argparse.Namespace) -> int:
                 if f"cell: {left[0].name}" not in log.read_text(errors="replace", encoding="utf-8"):
                     raise UserError(f"the processes did not start: {error_line_of(log)}; see {log}")
                 crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
-                _append(options.folder, {"cell": left[0].name, **crashed, "seconds": 0.0, "conditions": now})
-    found = results(options.folder / "results.jsonl", now)
+                keep_result(path, {"cell": left[0].name, **crashed, "seconds": 0.0, "conditions": now})
+    found = results(path, now)
     cells = [cell for cell in all_cells() if options.only in cell.name]
     different = unexpected(cells, found)
     for line in different:
@@ -117,11 +115,6 @@ def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | 
     done, usual = results(options.folder / "results.jsonl", now), now["processes"]
     wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
     return [cell for cell in wanted if options.only in cell.name and cell.name not in done]
-
-
-def _append(folder: Path, result: dict[str, Any]) -> None:
-    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(result) + "\n")
 
 
 @entry_point(launched=True)

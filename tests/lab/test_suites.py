@@ -23,6 +23,7 @@ ERROR tests/c.py - ImportError
         (FAILED, 1, Result(1913, 2, 14, failures=["tests/a.py::test_b[1]", "tests/c.py"])),
         ("= 62 passed, 3 deselected in 9.1s =", 0, Result(62)),
         ("3 passed in 0.1s", 0, Result(3)),
+        ("= 5 passed, 2 skipped in 1.0s =\npython -m pytest\n= 3 passed, 1 skipped in 2.0s =", 0, Result(8, 0, 3)),
         ("done after 450 steps", 0, Result(1)),
         ("make: *** [x] Error 2", 2, Result(0, 1, failures=["exit code 2"])),
         ("= 3 passed in 1.0s =\nmake: *** Error 1", 1, Result(3, 1, failures=["exit code 1"])),
@@ -37,7 +38,10 @@ def test_suites_are_targets_of_make() -> None:
     assert [name for name in SUITES if f"\n{name}: " not in targets] == []
 
 
-def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("folder", ["repository/docs", "elsewhere"])
+def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_failed(
+    folder: str, tmp_path, monkeypatch
+) -> None:
     ran: list[str] = []
 
     def run(command: list[str], log: Path) -> Result:
@@ -53,8 +57,8 @@ def test_a_suite_is_run_once_a_commit_never_without_one_and_the_page_names_what_
     }
     monkeypatch.setattr(suites, "environment", lambda extra: facts)
     monkeypatch.setattr(suites.subprocess, "run", lambda *words, **options: clean)
-    monkeypatch.setattr(suites, "REPOSITORY", tmp_path)
-    page = tmp_path / "tested.md"
+    monkeypatch.setattr(suites, "REPOSITORY", tmp_path / "repository")
+    page = tmp_path / folder / "tested.md"
     assert "commit" in refused(suites.run_suites, tmp_path, page, None, again=False)
     facts["git"] = {"commit": "0123456789abcdef"}
     assert suites.run_suites(tmp_path, page, "test", again=False) == DONE

@@ -276,6 +276,8 @@ def test_a_bad_parameter_gradient_has_its_full_name_whenever_it_was_injected(rec
 def test_the_micro_batch_is_counted_and_later_causes_come_later():
     model = llama()
     with Inspector(model) as inspector:
+        with torch.no_grad():
+            model(input_ids=tokens(), use_cache=False)  # to count what experts get: no micro-batch
         run(model, inspector)
         spoil_gradient(model, "model.layers.2.mlp", NAN)
         run(model, inspector, seed=1)

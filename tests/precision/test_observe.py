@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
 from precision.activation_signals import OUTLIER, AttentionMeter, ChannelMeter, channel_figures
-from precision.observe import ROOT, Observation, PrecisionMismatch, verify
+from precision.observe import ROOT, Observation, PrecisionMismatch, _attention_flops, verify
 from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.support.models.small_models import small_model
 
@@ -124,6 +124,15 @@ def test_each_operator_by_hand(call: Callable[[torch.Tensor], torch.Tensor], flo
         model(torch.randn(4, 6, 8, dtype=kinds[dtype], requires_grad=True))
     assert seen.flops == ({dtype: flops} if flops else {})
     assert seen.computed == ({"0": {dtype}} if flops else {})
+
+
+def test_flash_attn_has_heads_after_tokens() -> None:
+    """Two sequences of 6 tokens, 4 heads of 8 channels, two of them of keys; its operators need a GPU."""
+    query, key = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8)
+    ends = torch.tensor([0, 6, 12])
+    flat = (query.flatten(0, 1), key.flatten(0, 1), key.flatten(0, 1), ends, ends, 6, 6)
+    assert _attention_flops("flash_attn::_flash_attn_forward", query, key, key) == 2 * 2 * 2 * 4 * 6 * 6 * 8
+    assert _attention_flops("flash_attn::_flash_attn_varlen_forward", *flat) == 2 * 2 * 2 * 4 * 6 * 6 * 8
 
 
 def test_the_innermost_running_module_owns_the_matmul() -> None:

@@ -1,6 +1,7 @@
 """A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from tests.training import observer_cases
 from tests.training.observer_cases import cast
 from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
-from training.corruption.passes import Passes, _Call
+from training.corruption.passes import Passes, Row, _Call
 from training.corruption.plain import is_random
 from training.corruption.self_check import SelfCheck
 
@@ -222,6 +223,21 @@ def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compa
     events = events_of(pair, folder, [*cast("bf16", 3), *each, flip])
     assert [set(event["checks"]) == {"gradients", "norm"} for event in of(events, "self_check")] == [False, True, False]
     assert [(event["step"], event["modules"]) for event in of(events, "warning")] == [(2, [f"{LINEAR}.weight"])]
+
+
+def test_an_error_that_is_no_number_is_a_breach() -> None:
+    engine = SimpleNamespace(world=SimpleNamespace(gather_objects=lambda mine: [mine]))
+    settings = SimpleNamespace(guard=SimpleNamespace(self_check_every=8, gradient_checks=0))
+    given: dict[str, Any] = {"engine": engine, "resolved": SimpleNamespace(config=settings), "shape": None}
+    check = SelfCheck(**given, corpus=None)  # type: ignore[arg-type]
+    rows = [
+        Row("gradients", "a", math.nan, math.nan),
+        Row("norm", "gradient", math.nan, 1e-4),
+        Row("loss", "b", 0.0, 1),
+    ]
+    assert [warning.module for warning in check._judge(rows, 1)] == ["a", "gradient"]
+    checks = check.finish()["checks"]
+    assert {name: found["breaches"] for name, found in checks.items()} == {"gradients": 1, "norm": 1, "loss": 0}
 
 
 def test_the_step_that_is_compared_whole_is_drawn_from_each_so_many() -> None:

@@ -5,6 +5,7 @@ An unchecked step costs a comparison of integers. A checked step has the same re
 """
 
 import copy
+import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -180,8 +181,9 @@ class SelfCheck:
             totals[1] += int(batch.counted.sum())
         engine.model.train()
         total, count = engine.world.sum(totals).tolist()
-        loss = Row("evaluation", "loss", abs(found.loss - total / max(count, 1.0)) / max(abs(found.loss), 1e-30), 1e-5)
-        return self._judge([loss, *rows, *verdicts("samples", wrong)], step)
+        again, finite = total / max(count, 1.0), math.isfinite(found.loss) or math.isfinite(total)
+        error = abs(found.loss - again) / max(abs(found.loss), 1e-30) if finite else 0.0
+        return self._judge([Row("evaluation", "loss", error, 1e-5), *rows, *verdicts("samples", wrong)], step)
 
     def finish(self) -> dict[str, Any]:
         """Fields of the `self_check` event."""
@@ -302,4 +304,5 @@ def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str
 
 def _excess(item: tuple[Row, int]) -> float:
     row, _ = item
-    return row.error / row.bound if row.bound else float("inf") if row.error else 0.0
+    ratio = row.error / row.bound if row.bound else math.inf if row.error else 0.0
+    return math.inf if math.isnan(ratio) else ratio  # a nan would pass every comparison

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from lab.envelope.search import (
     explore,
     parity_failure,
 )
-from lab.envelope.trials import TRIALS, read_trials
+from lab.envelope.trials import TRIALS, Missing, device_name, explore_finished, read_trials, trial_key
 from tests.lab.envelope import envelope_cases as cases
 from tests.support.refusals import refused
+from training.tasks.task import prepare
 
 SMALL_MODEL = "{hidden_size: 32, intermediate_size: 48, num_attention_heads: 2, num_key_value_heads: 2}"
 
@@ -94,6 +96,18 @@ def test_a_setting_that_bears_less_gets_a_smaller_rate_and_nothing_runs_twice(pa
     assert {len(trial.losses) for trial in read_trials(tmp_path).values()} == {8, 12}
     page = (tmp_path / "envelope.md").read_text()
     assert "1 of 8 steps" in page and "8 more in trials.jsonl" in page
+
+
+def test_trials_of_other_code_are_run_again(tmp_path, cache):
+    study = make_study(read_arguments(arguments(tmp_path, cache, "--precisions=fp32", "--rates=0.01")))
+    check_data_and_model(study)
+    fingerprint = prepare(study.first().config, progress=False).fingerprint
+    key = trial_key(study.first(), fingerprint, device_name(), study.code)
+    line = {"event": "trial", "key": key, **asdict(trial([4.0] * 12))}
+    (tmp_path / TRIALS).write_text(json.dumps(line) + "\n")
+    assert explore_finished(study)[1] == {key}
+    with pytest.raises(Missing):
+        explore_finished(replace(study, code="other"))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lab.gpu_check import command
 from lab.gpu_check.bench import Bench, ItemFailed
 from lab.gpu_check.command import TF32_SWITCHES, main, settle_environment
 from lab.gpu_check.goals import GOALS, HOLDS, MISSED, goals_table
@@ -21,6 +22,7 @@ from lab.gpu_check.page import page
 from lab.gpu_check.run import MARK, TOGETHER, Check, end_leftovers, measure, run_part
 from launch.job import kill, launch, start
 from tests.support.jobs.launches import runs, wait_until
+from tracking.file_lock import exclusive_lock
 
 MACHINE = {
     "device": "a device",
@@ -74,8 +76,36 @@ def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -
     (tmp_path / "7-two.json").write_text('{"half')
     assert ran(check, part) == (["two"], {})
     assert ran(check_in(tmp_path, again=True), part) == (["one", "two"], {})
-    for other in ({"tiny": False}, {"processes": 2}, {"machine": MACHINE | {"device": "another"}}):
+    changed = ({"device": "another"}, {"git": {"commit": "f" * 16, "dirty": False}}, {"versions": {"torch": "2.12.0"}})
+    for other in ({"tiny": False}, {"processes": 2}, *({"machine": MACHINE | each} for each in changed)):
         assert check_in(tmp_path, **other).result(7, part.items[0]) is None
+        assert "| `one` | what one is | not run |" in page(check_in(tmp_path, **other), 7, part, {})
+
+
+@pytest.fixture
+def one_item(monkeypatch) -> None:
+    """The command, with an item of part 1 that is done at once, on a machine that is described beforehand."""
+    monkeypatch.setenv(MARK, "")  # restored afterwards
+    monkeypatch.setattr(command, "settle_environment", list)
+    monkeypatch.setattr(command, "provide", lambda wheels, target: [])
+    monkeypatch.setattr(command, "look_at_machine", lambda folder: MACHINE)
+    small = item("one", lambda bench: {"tokens/s": 1.0 if bench.tiny else 2.0})
+    monkeypatch.setitem(PARTS, 1, Part("a part", (small,)))
+
+
+def test_a_rehearsal_leaves_what_was_measured(one_item, tmp_path) -> None:
+    assert main(["--part=1", f"--out={tmp_path}"]) == 0
+    written = {path: path.read_bytes() for path in tmp_path.iterdir() if path.suffix in (".json", ".md")}
+    assert {path.name for path in written} == {"1-one.json", "part-1.md", "goals.md"}
+    assert main(["--part=1", f"--out={tmp_path}", "--tiny"]) == 0
+    assert {path: path.read_bytes() for path in written} == written
+    assert json.loads((tmp_path / "tiny/1-one.json").read_text())["figures"] == {"tokens/s": 1.0}
+
+
+def test_two_checks_of_one_folder_are_kept_apart(one_item, refusal, tmp_path) -> None:
+    with exclusive_lock(tmp_path / ".lock", 0):
+        assert "another check runs there" in refusal(main, ["--part=1", f"--out={tmp_path}"])
+    assert not (tmp_path / "1-one.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
@@ -240,6 +270,11 @@ SLEEPS = (
     "print('started', flush=True)\ntime.sleep(600)\n"
 )
 """A job that starts another one, out of its session."""
+
+
+def test_whoever_compiles_needs_a_compiler() -> None:
+    compiling = {each.name: each.needs for part in PARTS.values() for each in part.items if "compile" in each.name}
+    assert compiling == dict.fromkeys(("compile", "nan-compile", "compile-2048"), "compiler")
 
 
 def test_items_are_named_once_and_compared_with_one_of_their_part() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import FP8, OFFLOADS, SETTINGS, UPSTREAM, combinations, refusal
 from config.optimizers import OPTIMIZERS
+from lab.matrix import command
 from lab.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from lab.matrix.command import main
 from lab.matrix.page import by_scripts, expected_upstream, page, unexpected
+from lab.results import keep_result
 from tests.lab.matrix import matrix_cases
 
 PAGE = REPOSITORY / "docs" / "precision-matrix.md"
@@ -138,6 +141,20 @@ def test_a_rank_that_raises_is_a_result(pair) -> None:
 def test_a_cell_that_is_not_named_is_one_line(capsys, tmp_path) -> None:
     assert main(["--only", "ZeRO-4", "--folder", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("error: --only ZeRO-4: no cell has this in its name")
+
+
+def test_a_matrix_goes_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    path, now = tmp_path / "results.jsonl", {"steps": 6}
+    first, other, second = (
+        {"cell": cell, "verdict": "verified", "conditions": conditions}
+        for cell, conditions in (("a", now), ("b", {"steps": 7}), ("c", now))
+    )
+    for result in (first, other, second):
+        keep_result(path, result)
+    path.write_text(path.read_text(encoding="utf-8")[:-20], encoding="utf-8")
+    assert command.results(path, now) == {"a": first}
+    keep_result(path, second)
+    assert command.results(path, now) == {"a": first, "c": second}
 
 
 def rows_of(text: str) -> list[list[str]]:
