@@ -254,16 +254,28 @@ def test_a_single_odd_step_is_not_a_departure_but_a_lasting_one_is() -> None:
     assert 58 <= departure <= 64
 
 
-def test_with_seeds_a_delta_is_held_against_the_spread_of_fp32() -> None:
-    """1% is more than the bound. It is no news where FP32 runs differ by 2% among themselves; elsewhere it is."""
-    spread = [run(validation=value) for value in (3.92, 4.0, 4.08)]
-    tight = [run(validation=value) for value in (3.999, 4.0, 4.001)]
-    for twins, verdict in ((spread, set()), (tight, {"validation_delta"})):
-        mine = [replace(twin, validation=(twin.validation or 0) * 1.01) for twin in twins]
-        checks = trajectories(mine, twins)
-        assert failed(checks) == verdict
-        assert checks["validation_delta"].measured == pytest.approx(0.01)
-        assert "from seed to seed" in checks["validation_delta"].note
+@pytest.mark.parametrize(
+    ("deltas", "apart", "verdict"),
+    [
+        ((0.06, 0.06, 0.06), 0.0, {"validation_delta"}),  # no chance, however far the seeds are apart: twins share them
+        ((0.06, 0.06, 0.06), 0.02, {"validation_delta"}),
+        ((0.01, -0.006, 0.014), 0.0, set()),
+        ((0.01, 0.008, 0.012), 0.0, {"validation_delta"}),
+        ((0.01, 0.008, 0.012), 0.001, {"validation_delta"}),
+        ((0.01, 0.008, 0.012), 0.02, set()),
+    ],
+)
+def test_with_seeds_a_mean_delta_is_held_against_the_scatter_of_deltas_and_controls(deltas, apart, verdict) -> None:
+    twins = [run(validation=value) for value in (3.6, 4.0, 4.4)]
+    mine = [run(validation=value * (1 + delta)) for value, delta in zip((3.6, 4.0, 4.4), deltas, strict=True)]
+    controls = [run(validation=4.0 * (1 + delta)) for delta in ((apart, -apart) if apart else ())]
+    found = judge_trajectories(mine, twins, BOUNDS, controls, whole=run())
+    check = next(check for check in found if check.name == "validation_delta")
+    squares = sum((delta - fmean(deltas)) ** 2 for delta in deltas) + 2 * apart**2
+    degrees, t = (4, 2.7764) if apart else (2, 4.3027)
+    assert check.bound == pytest.approx(max(0.005, t * math.sqrt(squares / degrees / 3)), rel=1e-4)
+    assert check.measured == pytest.approx(fmean(deltas)) and check.note.startswith(f"deltas {deltas[0]:+.3%}, ")
+    assert failed({each.name: each for each in found}) == verdict
 
 
 def test_distances_that_controls_have_too_are_no_failure() -> None:
