@@ -1,6 +1,7 @@
 """The table of planted defects: two cells of it, cut short, through its own code, and how the page is written."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lab.detection import run
+from config.cli import REPOSITORY
+from lab.detection import gate, run
 from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
 from lab.detection.command import Cells, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
@@ -20,7 +22,7 @@ from lab.detection.plants.bits import HIT
 from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES
-from tools.parity.jobs import TWIN
+from tools.parity.jobs import TWIN, References
 from tracking.compare.surviving import read_events
 from training import session
 
@@ -82,6 +84,28 @@ def test_the_gates_twins_stay_sound(monkeypatch: pytest.MonkeyPatch) -> None:
             run: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name=name)))
             session.build_engine(run)  # type: ignore[call-arg]
     assert found == ["candidate-seed-0", "mine"]
+
+
+def test_a_second_table_of_the_gate_keeps_the_twin_that_it_has_just_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, twin = tmp_path / "nothing/parity.json", tmp_path / "nothing/runs/fp32-seed-0"
+    report.parent.mkdir()
+    report.write_text("{}")
+
+    def train_references(*_: object) -> References:
+        twin.mkdir(parents=True)
+        return References((), ())
+
+    def train_candidate(*_: object) -> None:
+        assert twin.exists()
+        raise InterruptedError
+
+    monkeypatch.setattr(gate, "train_references", train_references)
+    monkeypatch.setattr("tools.parity.gate.train_candidate", train_candidate)
+    options = {"config": str(REPOSITORY / "config/recipes/demo.yaml"), "overrides": [], "norm": "", "linear": ""}
+    with pytest.raises(InterruptedError):
+        gate.run_all(Namespace(**options, report=tmp_path, steps=20, processes=2))
 
 
 @pytest.mark.parametrize("line", [["{kind: nope}", "train.py"], ["[1]", "train.py"], ["{kind: silent_skip}"], []])
