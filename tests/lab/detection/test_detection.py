@@ -12,7 +12,7 @@ import pytest
 from config.cli import REPOSITORY
 from lab.detection import gate, run
 from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
-from lab.detection.command import Cells, prepare_data, results
+from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
 from lab.detection.page import is_found, is_named, page, wide_alarms
@@ -106,6 +106,37 @@ def test_a_second_table_of_the_gate_keeps_the_twin_that_it_has_just_trained(
     options = {"config": str(REPOSITORY / "config/recipes/demo.yaml"), "overrides": [], "norm": "", "linear": ""}
     with pytest.raises(InterruptedError):
         gate.run_all(Namespace(**options, report=tmp_path, steps=20, processes=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found_by"),
+    [
+        (
+            ("config.errors.UserError: step-8: the checksum of masters differs", "did not answer within 600 s"),
+            "UserError",
+        ),
+        (("training.engine.health.RanksDisagree: loss differs between ranks",) * 2, "RanksDisagree"),
+        (("AssertionError: \ntensor([0.1], dtype=torch.float16) Cannot partition a param in flight",) * 2, None),
+        (("RuntimeError: shape '[2, 3]' is invalid for input of size 5",) * 2, None),
+        (("did not answer within 600 s",) * 2, None),
+    ],
+)
+def test_a_run_that_crashes_is_no_defect_found_and_one_that_refuses_is(
+    tmp_path: Path, ranks: tuple[str, str], found_by: str | None
+) -> None:
+    text = "\n".join(f"rank {rank}:\nTraceback (most recent call last):\n{line}" for rank, line in enumerate(ranks))
+
+    def fail(function: object, **_: object) -> None:
+        if function is run.run:
+            raise AssertionError(text)
+
+    cells, cell = Cells(SimpleNamespace(run=fail), tmp_path, "this"), Cell(SCALED, "bf16", 2)  # type: ignore[arg-type]
+    if found_by is None:
+        with pytest.raises(NoAnswer):
+            cells.result(cell)
+    else:
+        found = cells.result(cell)
+        assert found["found_by"] == [f"refused: {found_by}"] and found["said"] == [ranks[0].partition(": ")[2]]
 
 
 @pytest.mark.parametrize("line", [["{kind: nope}", "train.py"], ["[1]", "train.py"], ["{kind: silent_skip}"], []])
