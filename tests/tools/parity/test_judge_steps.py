@@ -475,21 +475,32 @@ def test_a_run_compares_its_steps_as_far_as_its_config_allows() -> None:
 
 
 def test_what_a_run_said_of_its_steps_is_no_parity(tmp_path: Path) -> None:
-    checks = {"gradients": {"compared": 14}}
-    sound = [{"event": "step", "step": n} for n in range(1, 9)]
-    sound += [{"event": "self_check", "step": n, "checks": checks} for n in range(1, 9)]
+    events = [{"event": "step", "step": n} for n in range(1, 9)]
+    each, whole = ({"gradients": {"compared": n}, "norm": {"compared": 1}} for n in (14, 19))
+    whole |= dict.fromkeys(("modules", "updates"), {"compared": 30})
+    checks = [whole, *[each] * 7, {"evaluation": {"compared": 1}, "loss": {"compared": 1}}]
+    sound = [*events, *({"event": "self_check", "step": n, "checks": found} for n, found in enumerate(checks, 1))]
     reason = "a.weight, all ranks together, step 5: its reduced gradient is not ..."
     warning = {"event": "warning", "step": 5, "signal": "self_check", "modules": ["a.weight"], "reason": reason}
     flip = {"event": "corruption", "step": 7, "module": "b.weight", "text": "weight of b.weight on rank 1"}
     other = {"event": "warning", "step": 3, "signal": "gradient_jump", "modules": ["c"], "reason": "jump"}
+    (tmp_path / "config.yaml").write_text("guard: {gradient_checks: 1, replica_checks: 0}")
     files = []
-    for name, events in (("sound", [*sound, other]), ("unsound", [*sound, warning, flip])):
+    for name, said in (("sound", [*sound, other]), ("unsound", [*sound, warning, flip]), ("none", events)):
         files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps(event) + "\n" for event in events))
-    good, bad = judge_every_step(files[:1], 8), judge_every_step(files, 8)
-    assert good.passed and "14 linear layers" in good.note
+        files[-1].write_text("".join(json.dumps(event) + "\n" for event in said))
+    good, bad = judge_every_step(files[:1], 8), judge_every_step(files[:2], 8)
+    assert good.passed and good.note == (
+        "power in 8 and in 400 steps: an error in every 8th step is found with probability 1 and 1, and one in 200 "
+        "steps with 0.04 and 1, in 14 gradients, norm; with probability 0.125 and 0.999, and one in 200 steps with "
+        "0.005 and 0.234, in modules, updates"
+    ), "neither copies, which the config has not, nor the loss, which only an evaluation compared"
     assert (bad.passed, bad.measured, bad.where, bad.modules) == (False, 2, reason, ("a.weight", "b.weight"))
-    assert "parity.whole_steps=0" in judge_every_step(files[:1], 0).note
+    (tmp_path / "config.yaml").write_text("guard: {gradient_checks: 0}")
+    rare = judge_every_step(files[:1], 8).note
+    assert rare.endswith("in 14 gradients, norm, modules, updates") and "probability 1" not in rare
+    for some, every in ((files[2:], 8), (files[:1], 0)):
+        assert judge_every_step(some, every).note == f"no step was compared for the gate: parity.whole_steps={every}"
 
 
 @pytest.mark.parametrize("pairs", [4, 10])
