@@ -818,7 +818,7 @@ class ParitySection:
     """Bounds for agreement with the FP32 twin run; read by `python -m tools.parity`."""
 
     seeds: int = limit(1, at_least=1)
-    """[runs] Pairs of runs, at run.seed, run.seed + 1 ... From 2 on a delta within FP32's spread passes."""
+    """[runs] Pairs of runs, at run.seed, run.seed + 1 ... From 2 on a mean delta that chance explains passes."""
     controls: int = limit(0, at_least=0, null=0)
     """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They diverge from the twin
     by chaos alone, so up to twice their root mean square distance passes."""

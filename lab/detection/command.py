@@ -22,6 +22,7 @@ from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.command_line import read_command_line
+from config.errors import UserError
 from config.options import positive_int
 from lab.detection import run
 from lab.detection.cells import (
@@ -38,8 +39,12 @@ from lab.detection.defects import DEFECTS, Defect
 from lab.detection.made_of import PACKAGES, made_of
 from lab.detection.page import page, wide_alarms
 from lab.results import keep_result, read_results
+from precision.observe import PrecisionMismatch
 from tests.support.jobs.process_group import ProcessGroup
 from tracking.environment import environment
+from training.engine.health import RanksDisagree
+from training.engine.ledger import PrecisionError
+from training.engine.weights import StaleMaster
 from training.tasks.task import prepare
 
 SECONDS = 600.0
@@ -47,11 +52,15 @@ SECONDS = 600.0
 HALVINGS = 16
 _TWINS = threading.Lock()
 """Lets one job at a time look for a twin, and make it where it is missing."""
-_NOT_SAID = ("did not answer within", "did not start")
+_REFUSALS = tuple(
+    f"{kind.__module__}.{kind.__qualname__}: "
+    for kind in (UserError, PrecisionError, StaleMaster, PrecisionMismatch, RanksDisagree)
+)
+"""Starts of the lines by which a run ends itself. All others are crashes, which name nothing."""
 
 
 class NoAnswer(Exception):
-    """Nothing was said of a defect: its twin failed, or processes were too slow. The next table tries it again."""
+    """Nothing was said of a defect: a run crashed, or processes were too slow. The next table tries it again."""
 
 
 class Cells:
@@ -62,7 +71,7 @@ class Cells:
         self._pair, self._folder, self._code, self._job = pair, folder, code, job
 
     def result(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
-        """The findings of one cell. A run that a process refuses counts as found, by the line that says why.
+        """The findings of one cell. A run that refuses to go on counts as found, by the line that says why.
 
         Raises NoAnswer.
         """
@@ -108,9 +117,9 @@ class Cells:
         return {"smallest": found, "not_found": size if found is None or size != found["size"] else None}
 
     def _refused(self, cell: Cell, problem: AssertionError) -> dict[str, Any]:
-        line = _last_line(problem)
-        if any(text in line for text in _NOT_SAID):
-            raise NoAnswer(f"{cell.name}: {line}") from problem
+        line = next((text for text in str(problem).splitlines() if text.startswith(_REFUSALS)), None)
+        if line is None:
+            raise NoAnswer(f"{cell.name}: {_last_line(problem)}") from problem
         (self._folder / f"refused-{self._job}.txt").write_text(f"{cell.name}\n{problem}\n", encoding="utf-8")
         kind, _, said = line.partition(": ")
         by = [f"refused: {kind.rpartition('.')[2]}"]

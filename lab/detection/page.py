@@ -112,7 +112,7 @@ def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
     rows = [
         (variant, *(f"{wrong[variant, path]} of {counts[variant, path]}" for path in PATHS)) for variant in variants
     ]
-    bound = f" So the rate is at most {1 - 0.05 ** (1 / len(done)):.0%} at 95% confidence." if done else ""
+    bound = f" So the rate is at most {1 - 0.05 ** (1 / len(done)):.1%} at 95% confidence." if done else ""
     return section(
         "False alarms",
         f"{len(alarms)} in {len(done)} healthy runs. All checks judged them; the checks for silent corruption "

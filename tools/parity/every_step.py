@@ -13,9 +13,14 @@ from pathlib import Path
 from launch.job import refusal
 from tools.parity.judge_steps import MOST_NAMED, Check
 from tracking.compare.surviving import read_events
+from tracking.run_dir import RunDir
+from tracking.summary import read_inputs
 
 _VALUES = 65536
 """Number of masters per rank whose update is recomputed in every step."""
+_COMPARED = {"gradients": "gradient_checks", "norm": "gradient_checks", "copies": "replica_checks"}
+_COMPARED |= dict.fromkeys(("modules", "loss", "updates"), "")
+"""Names of comparisons, with the key of `guard` by which each step makes them."""
 _USUAL = 400
 """[steps] Run length for which the power is given in addition to that of the actual run."""
 
@@ -34,20 +39,28 @@ def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) 
 
 
 def judge_every_step(files: Sequence[Path], whole: int) -> Check:
-    """The check of what runs reported about their own steps. files: their event files."""
+    """The check of what runs reported about their own steps. files: their event files, in the run folders."""
     said: list[tuple[str, Sequence[str]]] = []
-    steps = compared = 0
+    steps, compared = 0, dict[str, int]()
     for event in (event for file in files for event in read_events(file)):
         kind = event["event"]
         if kind == "warning" and event["signal"] == "self_check":
             said.append((event["reason"], event["modules"]))
         elif kind == "corruption":
             said.append((f"step {event['step']}: {event['text']}", [event["module"]]))
-        elif kind == "self_check":
-            compared = max(compared, event["checks"].get("gradients", {}).get("compared", 0))
+        elif kind == "self_check" and "evaluation" not in event["checks"]:
+            for name, found in event["checks"].items():
+                compared[name] = min(compared.get(name, found["compared"]), found["compared"])
         steps = max(steps, event["step"]) if kind == "step" else steps
     modules = tuple(dict.fromkeys(name for _, names in said for name in names))[:MOST_NAMED]
-    note = power_line(steps, whole, compared) if whole else "no step was compared: parity.whole_steps=0"
+    guard = read_inputs(RunDir(files[0].parent))["config"]["guard"]
+    each, some = list[str](), list[str]()
+    for name in filter(compared.get, _COMPARED):
+        text = f"{compared[name]} {name}" if name == "gradients" else name
+        (each if guard.get(_COMPARED[name]) == 1 else some).append(text)
+    note = f"no step was compared for the gate: parity.whole_steps={whole}"
+    if whole and (each or some):
+        note = power_line(steps, whole, each, some)
     where = said[0][0] if said else ""
     return Check("every_step", float(len(said)), 0.0, not said, where=where, modules=modules, note=note)
 
@@ -58,16 +71,18 @@ def power(steps: int, every: int, chance: float) -> float:
     return times * chance if times < 1 else 1 - (1 - chance) ** int(times)
 
 
-def power_line(steps: int, whole: int, layers: int) -> str:
-    """Probabilities that comparing a run of `steps` finds an error. layers: number of linear ones compared."""
+def power_line(steps: int, whole: int, each: Sequence[str], some: Sequence[str]) -> str:
+    """Probabilities that comparing a run of `steps` finds an error. each: what every step compares; some: what only one
+    in `whole` does."""
     lengths = sorted({steps, max(steps, _USUAL)})
 
     def found(every: int, chance: float) -> str:
         return " and ".join(f"{power(n, every, chance):.3g}" for n in lengths)
 
-    return (
-        f"power in {' and in '.join(f'{n:,}' for n in lengths)} steps: an error in every 8th step is found with "
-        f"probability {found(8, 1.0)} in the gradients of {layers} linear layers, their norm and copies of weights, "
-        f"{found(8, 1 / whole)} in modules, loss and updates; one in 200 steps with {found(200, 1.0)}, and with "
-        f"{found(200, 1 / whole)}"
-    )
+    odds = [
+        f"with probability {found(8, chance)}, and one in 200 steps with {found(200, chance)}, in {', '.join(what)}"
+        for what, chance in ((each, 1.0), (some, 1 / whole))
+        if what
+    ]
+    lengths_said = " and in ".join(f"{n:,}" for n in lengths)
+    return f"power in {lengths_said} steps: an error in every 8th step is found {'; '.join(odds)}"

@@ -14,10 +14,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
+from config.json_text import json_sha256
 from config.launcher import as_launched
+from config.load import to_dict
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
 from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
@@ -57,6 +60,13 @@ class Plan:
     launcher: tuple[str, ...]
     watching: tuple[str, ...] = ()
     """Overrides that make the trained runs compare each of their steps."""
+
+    @cached_property
+    def inputs(self) -> str:
+        """A hash over config, DeepSpeed JSON and manifest, which may change under the same command."""
+        config = self.resolved.config
+        manifest = config.precision.manifest and (REPOSITORY / config.precision.manifest).read_text(encoding="utf-8")
+        return json_sha256([to_dict(config), self.resolved.deepspeed, manifest], sort_keys=True)
 
     @property
     def points(self) -> list[int]:
@@ -214,11 +224,13 @@ def _train(
     ]
     output, energy = _log(chosen, name), None
     command = job_command(program, processes=chosen.processes, launcher=chosen.launcher)
-    if _is_kept(folder, command, output):
+    if _is_kept(chosen, folder, command):
         log(f"{name}: kept from an earlier start that ended before its verdict")
     else:
         if folder.path.exists():
             shutil.rmtree(folder.path)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".inputs").write_text(chosen.inputs, encoding="utf-8")
         log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
         follower, steps = Follower(folder.events), [0]
 
@@ -235,13 +247,14 @@ def _train(
     return Run(folder, finished, "" if finished else end.get("reason") or error_line_of(output), energy)
 
 
-def _is_kept(folder: RunDir, command: Sequence[str], log: Path) -> bool:
-    """Whether a finished run of this command and commit exists, with all checkpoints."""
-    git = git_state()
-    if not (folder.events.exists() and log.exists()) or (git is not None and git["dirty"]):
+def _is_kept(chosen: Plan, folder: RunDir, command: Sequence[str]) -> bool:
+    """Whether a finished run of this command, commit and these inputs exists, with all checkpoints."""
+    git, log = git_state(), _log(chosen, folder.name)
+    inputs = log.with_suffix(".inputs")
+    if not (folder.events.exists() and inputs.exists()) or (git is not None and git["dirty"]):
         return False
     with log.open(encoding="utf-8", errors="replace") as file:
-        same = file.readline() == first_line(command)
+        same = file.readline() == first_line(command) and inputs.read_text(encoding="utf-8") == chosen.inputs
     ends = [event for event in read_events(folder.events) if event["event"] in ("run_end", "checkpoint")]
     there = all(Path(folder.checkpoints / f"step-{event['step']}").exists() for event in ends[:-1])
     finished = bool(ends) and ends[-1].get("exit_code") == 0

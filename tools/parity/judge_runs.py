@@ -1,8 +1,8 @@
 """Compares whole runs: loss, validation, gradient norms, skips, and how much of a difference is chaos.
 
 Rounding differences grow until two runs are as far apart as any two runs, in any dtype. So differences are compared
-with those among FP32 runs: between seeds, or to *controls*, FP32 runs at a learning rate that differs by about BF16's
-rounding error.
+with those to *controls*, FP32 runs at a learning rate that differs by about BF16's rounding error, and their mean over
+seeds with how far it scatters.
 
 A loss scale that starts high comes down by skipping steps, each of which lowers it. That is how the scale is found, not
 a defect: these steps are counted separately from later skips, and the run is compared with a twin that did not apply
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from config.schema import ParitySection, PrecisionSection
@@ -114,7 +114,7 @@ def judge_trajectories(
     apart = [_loss_gap(control, whole)[0] for control in controls]
     allowed = max(bounds.loss_gap, _twice_rms(apart))
     return [
-        _validation(pairs, bounds, controls, whole),
+        _validation(candidate, twin, bounds, controls, whole),
         Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
         Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
         _skipped(candidate, bounds),
@@ -276,28 +276,32 @@ def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
 
 
 def _validation(
-    pairs: list[tuple[Trajectory, Trajectory]], bounds: ParitySection, controls: Sequence[Trajectory], whole: Trajectory
+    candidate: Sequence[Trajectory],
+    twin: Sequence[Trajectory],
+    bounds: ParitySection,
+    controls: Sequence[Trajectory],
+    whole: Trajectory,
 ) -> Check:
-    """The mean delta, compared with the bound or with the differences among FP32 runs, whichever is larger."""
-    found = [_delta(*pair) for pair in pairs]
-    deltas = [delta for delta in found if delta is not None]
-    if len(deltas) < len(found):
+    """The mean delta, compared with the bound or with what chance explains, whichever is larger.
+
+    Of several seeds that is a two-sided t-test at ALPHA of the paired deltas: a candidate shares its seed with its
+    twin, so how far seeds are apart explains nothing. Of one seed it is twice the controls' root mean square distance.
+    """
+    known = confidence(candidate, twin, bounds, controls, whole=whole)
+    if known["pairs"] < len(candidate):
         note = "no validation loss was recorded; set evaluate.every_steps"
         return Check("validation_delta", math.nan, bounds.validation_delta, False, note=note)
-    reference = [other.validation for _, other in pairs if other.validation is not None]
-    allowed, note = bounds.validation_delta, ""
-    if len(reference) > 1:
-        spread = stdev(reference) / fmean(reference)
-        allowed = max(allowed, 2 * spread * math.sqrt(2 / len(reference)))
-        each = ", ".join(f"{delta:+.3%}" for delta in deltas)
-        note = f"FP32 from seed to seed: standard deviation {spread:.3%}; deltas {each}"
     nudged = [delta for run in controls if (delta := _delta(run, whole)) is not None]
-    allowed = max(allowed, _twice_rms(nudged))
-    settled, lost = "", _delta(pairs[0][1], whole)
-    if pairs[0][0].settling is not None and lost is not None:
+    chance, each = _twice_rms(nudged), ""
+    if known["pairs"] > 1:
+        spread = known["scatter"] or 0.0
+        chance = half_width(spread, known["pairs"], known["degrees"], confidence=1 - ALPHA)
+        each = "deltas " + ", ".join(f"{_delta(*pair):+.3%}" for pair in zip(candidate, twin, strict=True))
+    settled, lost = "", _delta(twin[0], whole)
+    if candidate[0].settling is not None and lost is not None:
         settled = f"with the updates that the scale's settling lost, FP32 ends {lost:+.2%} apart"
-    note = "; ".join(filter(None, [note, _controls_note(nudged), settled]))
-    delta = fmean(deltas)
+    note = "; ".join(filter(None, [each, _controls_note(nudged), settled]))
+    delta, allowed = known["delta"], max(bounds.validation_delta, chance)
     return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
 
 

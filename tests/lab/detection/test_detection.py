@@ -1,6 +1,7 @@
 """The table of planted defects: two cells of it, cut short, through its own code, and how the page is written."""
 
 import json
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from lab.detection import run
+from config.cli import REPOSITORY
+from lab.detection import gate, run
 from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
-from lab.detection.command import Cells, prepare_data, results
+from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
 from lab.detection.page import is_found, is_named, page, wide_alarms
@@ -20,7 +22,7 @@ from lab.detection.plants.bits import HIT
 from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES
-from tools.parity.jobs import TWIN
+from tools.parity.jobs import TWIN, References
 from tracking.compare.surviving import read_events
 from training import session
 
@@ -82,6 +84,59 @@ def test_the_gates_twins_stay_sound(monkeypatch: pytest.MonkeyPatch) -> None:
             run: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name=name)))
             session.build_engine(run)  # type: ignore[call-arg]
     assert found == ["candidate-seed-0", "mine"]
+
+
+def test_a_second_table_of_the_gate_keeps_the_twin_that_it_has_just_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, twin = tmp_path / "nothing/parity.json", tmp_path / "nothing/runs/fp32-seed-0"
+    report.parent.mkdir()
+    report.write_text("{}")
+
+    def train_references(*_: object) -> References:
+        twin.mkdir(parents=True)
+        return References((), ())
+
+    def train_candidate(*_: object) -> None:
+        assert twin.exists()
+        raise InterruptedError
+
+    monkeypatch.setattr(gate, "train_references", train_references)
+    monkeypatch.setattr("tools.parity.gate.train_candidate", train_candidate)
+    options = {"config": str(REPOSITORY / "config/recipes/demo.yaml"), "overrides": [], "norm": "", "linear": ""}
+    with pytest.raises(InterruptedError):
+        gate.run_all(Namespace(**options, report=tmp_path, steps=20, processes=2))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found_by"),
+    [
+        (
+            ("config.errors.UserError: step-8: the checksum of masters differs", "did not answer within 600 s"),
+            "UserError",
+        ),
+        (("training.engine.health.RanksDisagree: loss differs between ranks",) * 2, "RanksDisagree"),
+        (("AssertionError: \ntensor([0.1], dtype=torch.float16) Cannot partition a param in flight",) * 2, None),
+        (("RuntimeError: shape '[2, 3]' is invalid for input of size 5",) * 2, None),
+        (("did not answer within 600 s",) * 2, None),
+    ],
+)
+def test_a_run_that_crashes_is_no_defect_found_and_one_that_refuses_is(
+    tmp_path: Path, ranks: tuple[str, str], found_by: str | None
+) -> None:
+    text = "\n".join(f"rank {rank}:\nTraceback (most recent call last):\n{line}" for rank, line in enumerate(ranks))
+
+    def fail(function: object, **_: object) -> None:
+        if function is run.run:
+            raise AssertionError(text)
+
+    cells, cell = Cells(SimpleNamespace(run=fail), tmp_path, "this"), Cell(SCALED, "bf16", 2)  # type: ignore[arg-type]
+    if found_by is None:
+        with pytest.raises(NoAnswer):
+            cells.result(cell)
+    else:
+        found = cells.result(cell)
+        assert found["found_by"] == [f"refused: {found_by}"] and found["said"] == [ranks[0].partition(": ")[2]]
 
 
 @pytest.mark.parametrize("line", [["{kind: nope}", "train.py"], ["[1]", "train.py"], ["{kind: silent_skip}"], []])
@@ -170,7 +225,7 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     text = page(cells, results, CONDITIONS)
     assert f"**3 of {len(DEFECTS)} defects were planted, in 4 runs;\n2 were found, in 3 runs." in text
     assert "named in\n2 of 3" in text
-    assert "0 of 40 healthy runs raised an alarm" in text
+    assert "0 of 40 healthy runs raised an alarm" in text and "the rate is at most 7.2% at 95% confidence" in text
     assert "Not found: labels smoothed by 1%." in text
     row = next(line for line in text.splitlines() if line.startswith(f"| {SCALED}"))
     assert "`unexplained`, oracle: loss" in row and "1 of 2" in row

@@ -82,18 +82,45 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
 def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatch):
     """Judging may have been cut off; what was trained by other code or otherwise is made anew."""
     run, clean = judged[1].twins[0], {"commit": "1", "dirty": False}
-    log = run.folder.path.parents[1] / "logs" / f"{run.folder.path.name}.log"
+    folder = run.folder.path.parents[1]
+    log = folder / "logs" / f"{run.folder.name}.log"
     command = log.read_text().splitlines()[0].removeprefix("$ ").split(" ")
     recorded = run.folder.environment.read_text()
+    chosen, other = (
+        parity.plan(
+            DEMO, [*SMALL, f"data.cache_dir={folder.parent}/cache", *given], folder=folder, steps=12, processes=2
+        )
+        for given in (["parity.oracle_steps=3"], ["parity.oracle_steps=2"])
+    )
+
+    def is_kept(command, chosen=chosen):
+        return parity_jobs._is_kept(chosen, run.folder, command)
+
     try:
         run.folder.environment.write_text(json.dumps({**json.loads(recorded), "git": clean}))
         for git, kept in ((clean, True), ({**clean, "commit": "2"}, False), ({**clean, "dirty": True}, False)):
             monkeypatch.setattr(parity_jobs, "git_state", lambda git=git: git)
-            assert parity_jobs._is_kept(run.folder, command, log) == kept
+            assert is_kept(command) == kept
         monkeypatch.setattr(parity_jobs, "git_state", lambda: clean)
-        assert not parity_jobs._is_kept(run.folder, [*command, "optimizer.learning_rate=1"], log)
+        assert not is_kept([*command, "optimizer.learning_rate=1"])
+        assert not is_kept(command, other), "of another config under the same command"
     finally:
         run.folder.environment.write_text(recorded)
+
+
+def test_a_file_that_changed_under_the_same_command_is_noticed(tmp_path, monkeypatch):
+    """The verdict on it would be that of the file before it."""
+    monkeypatch.chdir(tmp_path)
+    config, manifest, document = (tmp_path / name for name in ("job.yaml", "manifest.json", "zero.json"))
+    seen = []
+    for seed, regions, printing in ((0, "bf16", 1), (7, "bf16", 1), (7, "llama_mixed", 1), (7, "llama_mixed", 2)):
+        config.write_text(Path(DEMO).read_text().replace("seed: 0", f"seed: {seed}", 1))
+        manifest.write_text((REPOSITORY / f"config/manifests/{regions}.json").read_text())
+        content = json.loads((REPOSITORY / "ds_configs/zero2_fp32.json").read_text())
+        document.write_text(json.dumps({**content, "steps_per_print": 100 * printing}))
+        given = ["precision.compute=auto", "precision.manifest=manifest.json", f"deepspeed.config={document}"]
+        seen += [parity.plan("job.yaml", given, folder=tmp_path, processes=1).inputs for _ in range(2)]
+    assert [seen.index(each) for each in seen] == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
 def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
