@@ -237,6 +237,11 @@ class RunFacts:
         """Number of processes, each with one device; 1 if not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss; empty if it has none. Where it was not recorded, a loss is in nats per token."""
+        return str(self.start.get("loss_unit", "" if self.headline else "nats per token"))
+
     @cached_property
     def headline(self) -> str:
         """Name of the headline metric that replaces the loss; empty if the loss is the headline."""
