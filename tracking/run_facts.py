@@ -86,6 +86,8 @@ class Session:
     """Whether an earlier session had recorded a checkpoint."""
     last: float
     """Time of its newest event."""
+    world_size: int | None
+    """Number of its processes; None if not recorded."""
     skipped_checkpoints: int = 0
     """Number of checkpoints it skipped because they were damaged or belonged to another run."""
     rollbacks: int = 0
@@ -189,6 +191,12 @@ class RunFacts:
         return sum(session.last - session.began for session in self.sessions)
 
     @property
+    def device_hours(self) -> float:
+        """`wall_seconds` in hours, each session's times the number of its processes."""
+        sizes = ((session.world_size or self.world_size, session) for session in self.sessions)
+        return sum(size * (session.last - session.began) for size, session in sizes) / 3600
+
+    @property
     def restores(self) -> tuple[int, int]:
         """(successful, due) restores: sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)
@@ -234,8 +242,20 @@ class RunFacts:
 
     @property
     def world_size(self) -> int:
-        """Number of processes, each with one device; 1 if not recorded."""
+        """Number of processes of the newest session, each with one device; 1 if not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
+
+    def world_size_at(self, steps: np.ndarray) -> np.ndarray:
+        """Number of processes of the session in which each of these surviving steps was done."""
+        found = np.full(len(steps), self.world_size)
+        for start in self.rare_events.get("run_start", ()):
+            found[steps > start["step"]] = start["world_size"] or self.world_size
+        return found
+
+    @property
+    def device_speed(self) -> float:
+        """Median throughput of one device in tokens/s over the surviving steps; nan without a step."""
+        return median(self.columns.tokens_per_second / self.world_size_at(self.columns.step))
 
     @property
     def loss_unit(self) -> str:
@@ -336,7 +356,7 @@ class Collector:
         if kind == "run_start" or not self._sessions:
             saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
             began = float(event["time"])
-            self._sessions.append(Session(began, resumed_from, saved, began))
+            self._sessions.append(Session(began, resumed_from, saved, began, event.get("world_size")))
         self._sessions[-1].add(event)
         self.evidence.add(event)
         if kind == "step":

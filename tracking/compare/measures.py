@@ -238,7 +238,7 @@ def _reached(run: RunFacts, goal: float) -> float:
 
 
 def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
-    hours = _each(runs, lambda run: run.wall_seconds / 3600 * run.world_size)
+    hours = _each(runs, lambda run: run.device_hours)
     rows = [Measure("device_hours", "device hours", "hours", "", hours)]
     if price is not None:
         costs, tokens = tuple(hour * price for hour in hours), _each(runs, last_tokens)
