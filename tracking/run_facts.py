@@ -23,7 +23,7 @@ from tracking.figures import headline_of
 from tracking.heatmap.grid import Heat, HeatCollector, read_heat
 from tracking.jsonl import Follower, beginnings, event_on, restored
 from tracking.status import Status, ended
-from tracking.verdict import Evidence, Verdict, judge
+from tracking.verdict import Evidence, Verdict, is_warning, judge
 
 MAX_RARE_EVENTS = 20_000
 """Maximum number of events kept per kind: the first half and the newest half."""
@@ -151,6 +151,7 @@ class RunFacts:
     such as `run_start`, `incident` and `note`, of every session.
     counts: number of events by kind over all sessions, including those no longer in `rare_events`. scale_reasons: the
     same for scale events, by reason.
+    warnings: the events that the verdict counts as warnings, of every session.
     abandoned: number of step attempts replaced by a later one. sessions, broken: over all attempts, abandoned included.
     running_seconds: sum of step_seconds over all attempts. evidence: the basis of the verdict. checked: for a run
     folder, its status after looking up its process.
@@ -163,6 +164,7 @@ class RunFacts:
     rare_events: dict[str, list[Event]]
     counts: Counter[str]
     scale_reasons: Counter[str]
+    warnings: list[Event]
     abandoned: int
     sessions: list[Session]
     broken: list[Broken]
@@ -314,6 +316,7 @@ class Collector:
         self._step = self._columns["step"]
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
         self._events: dict[str, list[Event]] = {}
+        self._warnings: list[Event] = []
         self._serial = self._began = 0  # number of events so far; step at which the session started
         self._serials = array("q")  # event number of each step
         self._running = 0.0
@@ -359,6 +362,8 @@ class Collector:
             self._sessions.append(Session(began, resumed_from, saved, began, event.get("world_size")))
         self._sessions[-1].add(event)
         self.evidence.add(event)
+        if is_warning(event):
+            self._keep(self._warnings, event)
         if kind == "step":
             self._newest = event
             if self._keeps_columns:
@@ -454,6 +459,7 @@ class Collector:
             rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,
+            warnings=self._warnings,
             abandoned=self.abandoned,
             sessions=[replace(session) for session in self._sessions],
             broken=[replace(attempt) for attempt in self._broken],

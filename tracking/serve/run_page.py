@@ -150,10 +150,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
     found, causes = [], defaultdict[int, list[str]](list)
     for event in run.rare_events.get("nonfinite", []):
         causes[event["step"]].append(describe_event(event))
-    kinds = ("incident", "warning", "corruption", "note")
-    events = [event for kind in kinds for event in run.rare_events.get(kind, [])]
-    counted = [event for event in events if event["event"] != "note" or event.get("failed") == "checkpoint"]
-    for event in sorted(counted, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
+    for event in sorted(run.warnings, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
         incident = event["event"] == "incident"
         what, _, reason = (event["text"] if event["event"] == "note" else describe_event(event)).partition(": ")
         found.append(
