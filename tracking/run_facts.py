@@ -459,7 +459,7 @@ class Collector:
             rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,
-            warnings=self._warnings,
+            warnings=[*self._warnings],
             abandoned=self.abandoned,
             sessions=[replace(session) for session in self._sessions],
             broken=[replace(attempt) for attempt in self._broken],
