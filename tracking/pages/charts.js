@@ -152,7 +152,7 @@ function whole() {
   let [low, high] = [Infinity, -Infinity];
   data.runs.forEach((run, index) => {
     if (state.hidden.has(index)) return;
-    run.curve[state.axis].forEach((value) => {
+    [...run.curve[state.axis], ...run.validation[state.axis]].forEach((value) => {
       if (value === null || (state.logx && value <= 0)) return;
       low = Math.min(low, value);
       high = Math.max(high, value);

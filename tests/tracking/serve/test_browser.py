@@ -109,6 +109,15 @@ def test_marks_of_one_step_do_not_cover_each_other(page, client):
     assert all(below - above >= 12 for above, below in pairwise(heights))
 
 
+def test_an_evaluation_before_the_first_step_is_drawn(page, tmp_path):
+    first = {"event": "eval", "at": 0, "loss": 9.0, "perplexity": 1.0}
+    write_run(tmp_path, "a", after={1: [first]})
+    with served(tmp_path) as client:
+        page.open(f"{client.address}/run?key=a", ready=RUN_DRAWN)
+        assert page.value("drawn.map((u) => u.scales.x.min)[0]") == 0
+        assert page.value("drawn[CHARTS.findIndex((chart) => chart.name === 'validation')].scales.y.max") > 9
+
+
 def test_a_row_of_a_heat_map_is_unfolded(page, client):
     page.size(1400, 900)
     page.open(f"{client.address}/run?key=grows", ready=RUN_DRAWN)
