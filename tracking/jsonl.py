@@ -22,6 +22,7 @@ import orjson
 
 from config import json_text
 from config.errors import UserError
+from config.printable import tell
 from tracking.events import TEXT_FIELDS, Event, fault_in
 
 _FSYNC_AFTER = frozenset({"run_start", "checkpoint", "run_end"})
@@ -89,7 +90,10 @@ class JsonlSink:
             raise
         self._size += written
         if event["event"] in _FSYNC_AFTER:
-            os.fsync(self._file.fileno())
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:  # the event is in the file, and counted as lost if this were raised
+                tell(f"{self.path}: its newest events may not survive a power failure ({error.strerror or error})")
 
     def close(self) -> None:
         """Fsync and close the file."""

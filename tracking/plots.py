@@ -159,8 +159,7 @@ def _draw_loss(axis: Axes, facts: RunFacts) -> None:
         top = axis.get_xaxis_transform()
         axis.plot(broken, [0.97] * len(broken), "x", color=_ALARM, markersize=8, transform=top, label="not finite")
     _mark_skips(axis, columns)
-    unit = facts.start.get("loss_unit", "nats per token")
-    axis.set_title(f"Loss ({unit})" if unit else "Loss")
+    axis.set_title(f"Loss ({facts.loss_unit})" if facts.loss_unit else "Loss")
     axis.legend(loc="upper right")
 
 

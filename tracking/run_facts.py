@@ -23,7 +23,7 @@ from tracking.figures import headline_of
 from tracking.heatmap.grid import Heat, HeatCollector, read_heat
 from tracking.jsonl import Follower, beginnings, event_on, restored
 from tracking.status import Status, ended
-from tracking.verdict import Evidence, Verdict, judge
+from tracking.verdict import Evidence, Verdict, is_warning, judge
 
 MAX_RARE_EVENTS = 20_000
 """Maximum number of events kept per kind: the first half and the newest half."""
@@ -86,6 +86,8 @@ class Session:
     """Whether an earlier session had recorded a checkpoint."""
     last: float
     """Time of its newest event."""
+    world_size: int | None
+    """Number of its processes; None if not recorded."""
     skipped_checkpoints: int = 0
     """Number of checkpoints it skipped because they were damaged or belonged to another run."""
     rollbacks: int = 0
@@ -149,6 +151,7 @@ class RunFacts:
     such as `run_start`, `incident` and `note`, of every session.
     counts: number of events by kind over all sessions, including those no longer in `rare_events`. scale_reasons: the
     same for scale events, by reason.
+    warnings: the events that the verdict counts as warnings, of every session.
     abandoned: number of step attempts replaced by a later one. sessions, broken: over all attempts, abandoned included.
     running_seconds: sum of step_seconds over all attempts. evidence: the basis of the verdict. checked: for a run
     folder, its status after looking up its process.
@@ -161,6 +164,7 @@ class RunFacts:
     rare_events: dict[str, list[Event]]
     counts: Counter[str]
     scale_reasons: Counter[str]
+    warnings: list[Event]
     abandoned: int
     sessions: list[Session]
     broken: list[Broken]
@@ -187,6 +191,12 @@ class RunFacts:
     def wall_seconds(self) -> float:
         """Time from the first to the last event, summed over sessions."""
         return sum(session.last - session.began for session in self.sessions)
+
+    @property
+    def device_hours(self) -> float:
+        """`wall_seconds` in hours, each session's times the number of its processes."""
+        sizes = ((session.world_size or self.world_size, session) for session in self.sessions)
+        return sum(size * (session.last - session.began) for size, session in sizes) / 3600
 
     @property
     def restores(self) -> tuple[int, int]:
@@ -234,8 +244,25 @@ class RunFacts:
 
     @property
     def world_size(self) -> int:
-        """Number of processes, each with one device; 1 if not recorded."""
+        """Number of processes of the newest session, each with one device; 1 if not recorded."""
         return int(self.start.get("world_size") or self.environment.get("world_size") or 1)
+
+    def world_size_at(self, steps: np.ndarray) -> np.ndarray:
+        """Number of processes of the session in which each of these surviving steps was done."""
+        found = np.full(len(steps), self.world_size)
+        for start in self.rare_events.get("run_start", ()):
+            found[steps > start["step"]] = start["world_size"] or self.world_size
+        return found
+
+    @property
+    def device_speed(self) -> float:
+        """Median throughput of one device in tokens/s over the surviving steps; nan without a step."""
+        return median(self.columns.tokens_per_second / self.world_size_at(self.columns.step))
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the loss; empty if it has none. Where it was not recorded, a loss is in nats per token."""
+        return str(self.start.get("loss_unit", "" if self.headline else "nats per token"))
 
     @cached_property
     def headline(self) -> str:
@@ -289,6 +316,7 @@ class Collector:
         self._step = self._columns["step"]
         self._state: dict[str, list[tuple[int, Event]]] = {kind: [] for kind in _STATE}
         self._events: dict[str, list[Event]] = {}
+        self._warnings: list[Event] = []
         self._serial = self._began = 0  # number of events so far; step at which the session started
         self._serials = array("q")  # event number of each step
         self._running = 0.0
@@ -331,9 +359,11 @@ class Collector:
         if kind == "run_start" or not self._sessions:
             saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
             began = float(event["time"])
-            self._sessions.append(Session(began, resumed_from, saved, began))
+            self._sessions.append(Session(began, resumed_from, saved, began, event.get("world_size")))
         self._sessions[-1].add(event)
         self.evidence.add(event)
+        if is_warning(event):
+            self._keep(self._warnings, event)
         if kind == "step":
             self._newest = event
             if self._keeps_columns:
@@ -429,6 +459,7 @@ class Collector:
             rare_events={kind: kept for kind, kept in {**state, **self._events}.items() if kept},
             counts=self.counts,
             scale_reasons=self.scale_reasons,
+            warnings=[*self._warnings],
             abandoned=self.abandoned,
             sessions=[replace(session) for session in self._sessions],
             broken=[replace(attempt) for attempt in self._broken],

@@ -134,7 +134,7 @@ class Evidence:
         elif kind == "run_start":
             self.start = self.start or event
             self._cut(event["step"] + 1)
-        elif _is_warning(event):
+        elif is_warning(event):
             self.warnings += 1
             self.warned.setdefault(str(event.get("signal") or kind), [event, 0])[1] += 1
             self.refused = event if kind == "incident" else self.refused
@@ -191,7 +191,8 @@ class Evidence:
         return np.array(self._steps, int), np.array(self._losses)
 
 
-def _is_warning(event: Event) -> bool:
+def is_warning(event: Event) -> bool:
+    """Whether the event is counted in `Verdict.warnings`."""
     kind = event["event"]
     return (
         kind in ("incident", "warning", "corruption")

@@ -1,5 +1,6 @@
 """The record checks and fans out; events.jsonl keeps every number, survives a crash, and yields one history."""
 
+import errno
 import io
 import json
 import math
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -306,6 +308,15 @@ def test_all_windows_may_break_at_once_and_closing_may_fail(run_dir, capsys) -> 
     record.close()
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert [e["event"] for e in read_events(run_dir.events)] == ["step", "step", "note", "note", "step"]
+
+
+def test_an_event_that_was_written_but_not_flushed_is_not_lost(run_dir, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("os.fsync", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    record = Record([JsonlSink(run_dir.events)])
+    record.event("run_end", step=1, tokens=2, status="done", exit_code=0)
+    _attempt(record, 2)
+    assert "may not survive a power failure (Input/output error)" in capsys.readouterr().err
+    assert [event["event"] for event in read_events(run_dir.events)] == ["run_end", "step"]
 
 
 def test_a_full_disk_is_logged_once_and_writing_resumes_when_there_is_room(run_dir, capsys) -> None:

@@ -217,6 +217,14 @@ def test_a_later_report_keeps_the_sample(told_run: RunDir) -> None:
     assert "def sampled(): ..." in text and _ENVIRONMENT["resume_command"] in text
 
 
+def test_a_sample_has_the_step_of_the_session_that_wrote_it(run_dir: RunDir) -> None:
+    for step, status in ((0, "done"), (8, "preempted")):
+        with session(run_dir.path, step=step) as run:
+            run.steps(8)
+            run.end(status)
+    assert "Sample after 8 steps" in report_of(run_dir, sample="def f(x):")
+
+
 def test_samples_at_evaluations_are_shown_in_order(run_dir: RunDir) -> None:
     with session(run_dir.path) as run:
         for sample in ("def aaaa", "def f(x):"):

@@ -60,7 +60,7 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
     ),
     (
         (
-            *("task", "sft.loss", "classify.", "mlm."),
+            *("task", "sft.loss", "classify.", "mlm.", "(loss_unit)", "(headline)"),
             *(f"preference.{key}" for key in ("loss", "beta", "label_smoothing", "sft_weight")),
             *(f"distill.{key}" for key in ("teacher", "loss", "beta", "temperature", "ce_weight")),
         ),

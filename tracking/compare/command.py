@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         help="allowed relative difference of losses, 0.01 for 1 %% (the default); when given, a run beyond it gives "
         "exit code 3",
     )
-    parser.add_argument("--absolute", type=float, metavar="NATS", help="difference of losses that is always allowed")
+    parser.add_argument("--absolute", type=float, metavar="GAP", help="difference of losses that is always allowed")
     parser.add_argument("--price", type=float, metavar="MONEY", help="price of one device for one hour, for costs")
     parser.add_argument(
         "--by", metavar="SETTING", help="also print --measure of each run, in the order of this setting"

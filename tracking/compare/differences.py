@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from config.redact import redact
+from tracking.figures import HEADLINES
 from tracking.numbers import number
 from tracking.run_facts import RunFacts
 
@@ -71,10 +72,12 @@ def _facts(run: RunFacts) -> Iterator[tuple[tuple[str, str], Any]]:
         if key in _NAMES:
             continue
         yield ("data" if key.startswith(_DATA) else "config", key), value
-    for name in ("compute", "zero_stage", "accumulation", "parameters", "model"):
+    for name in ("compute", "zero_stage", "accumulation", "parameters", "model", "loss_unit"):
         resolved = name == "compute" and (run.config.get("precision") or {}).get("compute") == start.get(name)
         if start.get(name) is not None and not resolved:  # already listed as precision.compute
             yield ("config", f"({name})"), start[name]
+    if len(run.columns):
+        yield ("config", "(headline)"), HEADLINES.get(run.headline, "loss")
     for key, value in flat((run.rare_events.get("run_start") or [{}])[0].get("regions") or {}):  # before any promotion
         yield ("config", f"{_DTYPE} {key}"), value
     for name in ("fingerprint", "vocab_size"):

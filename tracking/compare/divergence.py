@@ -38,7 +38,7 @@ class Tolerance:
 
     relative: float = 0.01
     absolute: float = 0.0
-    """[nats]"""
+    """In the unit of the loss."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Divergence:
     of these steps, None for identical runs. identical_to: last common step before `step`, None if there is none.
     beyond_tolerance: first step whose losses differ by more than the tolerance, or are finite in one run only.
     places: `step` and `beyond_tolerance`, where there are such.
-    largest_gap: the largest |a - b| of losses in nats, at largest_gap_step; nan if there is none.
+    largest_gap: the largest |a - b| of losses, at largest_gap_step; nan if there is none.
     rows: the compared numbers around these places; events: what both runs recorded there, as
     (label, event).
     """

@@ -117,7 +117,7 @@ def _charts(runs: Sequence[RunFacts]) -> dict[str, Any]:
         }
         for run in runs
     ]
-    units = {run.start.get("loss_unit", "nats per token") for run in runs}
+    units = {run.loss_unit for run in runs}
     metrics = list(dict.fromkeys(name for run in drawn for part in (run["curve"], run["validation"]) for name in part))
     return {
         "runs": drawn,

@@ -157,6 +157,11 @@ def _name(runs: Sequence[RunFacts]) -> str:
     return "loss (minus the reward)" if all(run.headline for run in runs) else "loss"
 
 
+def short_unit(run: RunFacts) -> str:
+    """Unit of a difference of losses, such as " nats"; empty if the loss has none, as the reward."""
+    return f" {run.loss_unit.partition(' per ')[0]}".rstrip()
+
+
 def _minimised(run: RunFacts) -> np.ndarray:
     """Loss of each step; the negated reward for a run that learns from rewards, like its validation loss."""
     metrics = run.columns.metrics
@@ -164,7 +169,7 @@ def _minimised(run: RunFacts) -> np.ndarray:
 
 
 def loss_at(run: RunFacts, place: float, axis: str) -> tuple[float, float]:
-    """(mean training loss, noise), in nats, over the window that ends at `place` on `axis` (tokens or seconds).
+    """(mean training loss, noise) over the window that ends at `place` on `axis` (tokens or seconds).
 
     Averages at least FEWEST applied steps, if there are that many. nan without an applied step; a non-finite loss makes
     the mean non-finite.
@@ -233,7 +238,7 @@ def _reached(run: RunFacts, goal: float) -> float:
 
 
 def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
-    hours = _each(runs, lambda run: run.wall_seconds / 3600 * run.world_size)
+    hours = _each(runs, lambda run: run.device_hours)
     rows = [Measure("device_hours", "device hours", "hours", "", hours)]
     if price is not None:
         costs, tokens = tuple(hour * price for hour in hours), _each(runs, last_tokens)

@@ -11,7 +11,7 @@ from tracking.compare.caveats import caveats
 from tracking.compare.differences import Difference, differences
 from tracking.compare.divergence import COMPARED, Divergence, Tolerance, find_divergence
 from tracking.compare.groups import Group, seed_groups
-from tracking.compare.measures import Measure, measures
+from tracking.compare.measures import Measure, measures, short_unit
 from tracking.compare.winners import TOTALS, find_winners
 from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts
@@ -107,15 +107,15 @@ def headline(divergence: Divergence) -> str:
     same = "" if divergence.identical_to is None else f"identical to step {divergence.identical_to}, "
     first = [COMPARED[name] for name, step in divergence.first_differences.items() if step == divergence.step]
     text = f"{same}diverge at step {divergence.step} ({', '.join(first)}){sparse}"
-    allowed = percent(divergence.tolerance.relative)
+    allowed, unit = percent(divergence.tolerance.relative), short_unit(divergence.baseline)
     if divergence.tolerance.absolute:
-        allowed += f" or {number(divergence.tolerance.absolute)} nats"
+        allowed += f" or {number(divergence.tolerance.absolute)}{unit}"
     if divergence.beyond_tolerance is not None:
         text += f"; losses are more than {allowed} apart from step {divergence.beyond_tolerance} on"
     else:
         text += f"; losses stay within {allowed}"
     if not math.isnan(divergence.largest_gap):
-        text += f", largest gap {number(divergence.largest_gap, 3)} nats (step {divergence.largest_gap_step})"
+        text += f", largest gap {number(divergence.largest_gap, 3)}{unit} (step {divergence.largest_gap_step})"
     return text
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError, one_line
-from tracking.events import Event
+from tracking.events import REQUIRED_FIELDS, Event
 from tracking.run_dir import setting
 from tracking.run_facts import Collector, RunFacts
 
@@ -66,14 +66,23 @@ def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterato
         groups = _groups(row)
         if "train" in groups:
             fields = groups["train"]
-            yield {"event": "step", **where, **fields, "applied": bool(fields.get("applied", True))}
+            applied = bool(fields.get("applied", True))
+            yield {"event": "step", **where, **fields, "applied": applied, "metrics": _metrics("step", fields)}
         for kind in _DEFAULTS:
             if kind in groups:
-                yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind]}
+                metrics = {"metrics": _metrics(kind, groups[kind])} if kind == "eval" else {}
+                yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind], **metrics}
         if "run_end" in groups.get("session", {}):
             yield {"event": "run_end", **where, "status": "ended"}
     if first:
         yield first | last | {"compute": compute}
+
+
+def _metrics(kind: str, fields: dict[str, Any]) -> dict[str, float]:
+    """The task's metrics among the `fields` of a step or an evaluation, which wandb holds side by side."""
+    own = (*REQUIRED_FIELDS[kind], "lowest_loss")
+    named = ((name, value) for name, value in fields.items() if name not in own and "_by_source/" not in name)
+    return {name: value for name, value in named if not isinstance(value, str)}
 
 
 def _groups(row: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tracking.compare.groups import Group
-from tracking.compare.measures import Measure, format_measure, relative_change
+from tracking.compare.measures import Measure, format_measure, relative_change, short_unit
 from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
@@ -101,7 +101,7 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
         return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, row.kind)}" if gap > 0 else ""
     equal, chance = _EQUAL[row.kind] * abs(best.value), _chance(best, second)
     if gap <= max(equal, chance):
-        reason, tie = _tie(row, sides, chance, noisy=gap <= chance and gap > 0)
+        reason, tie = _tie(row, sides, f"{number(chance, 2)}{short_unit(runs[0])}" if 0 < gap <= chance else "")
         return reason, f"{row.title}: {tie}"
     repeats = f"; repeats are {percent(spread, 2)} apart (standard deviation)" if spread is not None else ""
     if row.kind == "loss" and all(math.isnan(side.noise) for side in sides):
@@ -109,8 +109,8 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     return "", f"{row.title}: {best.label} is best{_margin(best, second, sides, row.kind)}{repeats}"
 
 
-def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) -> tuple[str, str]:
-    """(why no winner is named, sentence). sides: best first. chance: the difference that noise alone can explain."""
+def _tie(row: Measure, sides: Sequence[_Side], noise: str) -> tuple[str, str]:
+    """(why no winner is named, sentence). sides: best first. noise: its size, if it explains the difference."""
     best, equal = sides[0], _EQUAL[row.kind] * abs(sides[0].value)
     near = [side for side in sides[1:] if abs(best.value - side.value) <= max(equal, _chance(best, side))]
     named = [side.label for side in near[:_MOST_NAMED]]
@@ -120,8 +120,8 @@ def _tie(row: Measure, sides: Sequence[_Side], chance: float, *, noisy: bool) ->
     if len(texts) == 1:
         return "tie", f"tie: {_joined([best.label, *named])} are equal ({texts[0]})"
     values = (", " if len(near) <= _MOST_NAMED else " to ").join(texts)
-    reason = "within noise" if noisy else f"within {percent(_EQUAL[row.kind])}"
-    size = f"; noise {number(chance, 2)} nats" if noisy and row.kind == "loss" else ""
+    reason = "within noise" if noise else f"within {percent(_EQUAL[row.kind])}"
+    size = f"; noise {noise}" if noise and row.kind == "loss" else ""
     lowest = "lowest" if row.better == "lower" else "highest"
     return f"tie, {reason}", f"tie: {best.label} is {lowest}, {reason} of {_joined(named)} ({values}{size})"
 

@@ -78,7 +78,7 @@ def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         share = np.log(values / low) / np.log(high / low) if PANELS[key].log else (values - low) / (high - low)
     known = np.isfinite(values) & ((values > 0) | (not PANELS[key].log))
-    return np.where(known, np.clip(np.nan_to_num(share) * 8, 0, 7).astype(int), -1)
+    return np.where(known, np.clip(np.nan_to_num(share, posinf=1.0, neginf=0.0) * 8, 0, 7).astype(int), -1)
 
 
 def _cell(upper: int, lower: int, key: str) -> tuple[str, str | None]:

@@ -152,7 +152,7 @@ function whole() {
   let [low, high] = [Infinity, -Infinity];
   data.runs.forEach((run, index) => {
     if (state.hidden.has(index)) return;
-    run.curve[state.axis].forEach((value) => {
+    [...run.curve[state.axis], ...run.validation[state.axis]].forEach((value) => {
       if (value === null || (state.logx && value <= 0)) return;
       low = Math.min(low, value);
       high = Math.max(high, value);
@@ -228,6 +228,7 @@ function spot(u, chart, mark) {
 function drawMarks(u, chart) {
   const { ctx } = u;
   let edges = 0;
+  const there = {}; // looks of the marks at each spot: different ones are stacked, towards the middle
   ctx.save();
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
@@ -240,8 +241,13 @@ function drawMarks(u, chart) {
     ctx.globalAlpha = state.focus !== null && state.focus !== mark.run ? 0.15 : 1;
     ctx.font = `${(mark.kind === "incident" || where.edge ? 15 : 12) * devicePixelRatio}px system-ui, sans-serif`;
     ctx.fillStyle = where.edge ? css("--bad-line") : colour(mark.run);
-    ctx.strokeText(GLYPHS[mark.kind], where.x, where.y);
-    ctx.fillText(GLYPHS[mark.kind], where.x, where.y);
+    const looks = (there[`${where.x} ${where.y}`] ||= []);
+    const look = `${mark.kind} ${ctx.fillStyle} ${ctx.globalAlpha}`;
+    if (looks.includes(look)) return;
+    const down = where.y < u.bbox.top + u.bbox.height / 2 ? 1 : -1;
+    const y = where.y + down * 14 * devicePixelRatio * (looks.push(look) - 1);
+    ctx.strokeText(GLYPHS[mark.kind], where.x, y);
+    ctx.fillText(GLYPHS[mark.kind], where.x, y);
   });
   if (few) {
     ctx.lineWidth = 1.2 * devicePixelRatio;

@@ -102,13 +102,13 @@ def utilisation(context: MeasureContext, found: Finding) -> float:
         raise NotMeasured(f"{no_peak}; give --peak-tflops")
     if run.low_precision is None:
         raise NotMeasured("the run computes in FP32, whose peak depends on TF32")
-    speed = _positive(run.tokens_per_second, "no step was recorded")
+    speed = _positive(run.device_speed, "no step was recorded")
     keys = ("model.config.num_hidden_layers", "model.config.hidden_size", "data.sequence_length")
     layers, hidden, length = (setting(run.config, key) for key in keys)
     attention = 0 if None in (layers, hidden, length) else 12 * layers * hidden * length
     if not attention:
         found.how += "; the attention term is left out, since the config does not name layers and hidden size"
-    flops = speed / run.world_size * (4 * parameters + 2 * trained + attention)
+    flops = speed * (4 * parameters + 2 * trained + attention)
     found.shown = f"{percent(flops / peak, 3)} ({number(flops / 1e12, 3)} TFLOP/s a device)"
     return flops / peak
 
@@ -196,7 +196,7 @@ def _positive(value: float, otherwise: str) -> float:
 
 def _hours_a_token(run: RunFacts) -> float:
     tokens = run.columns.tokens
-    return run.wall_seconds / 3600 * run.world_size / float(tokens[-1]) if len(tokens) else math.nan
+    return run.device_hours / float(tokens[-1]) if len(tokens) else math.nan
 
 
 def _amount(run: RunFacts) -> tuple[int, str]:

@@ -104,10 +104,15 @@ def sections(run: RunFacts, resume_command: str = "") -> dict[str, str]:
 
 
 def sample_title(run: RunFacts) -> str:
-    """Title with the sample's step, which says so if the model is too little trained to produce sensible text."""
-    few = run.columns.tokens.max(initial=0) < _TOKENS_PER_PARAMETER * run.start["parameters"]
+    """Title with the sample's step, which says so if the model is too little trained to produce sensible text.
+
+    Sessions that end otherwise than done leave the sample of an earlier one.
+    """
+    done = (event for event in reversed(run.rare_events.get("run_end", [])) if event["status"] == "done")
+    at = next(done, {"step": 0, "tokens": 0} | run.newest)
+    few = at["tokens"] < _TOKENS_PER_PARAMETER * run.start["parameters"]
     untrained = few and run.config.get("model") and setting(run.config, "model.name_or_path") is None
-    return f"Sample after {len(run.columns):,} steps{', untrained text is expected' if untrained else ''}"
+    return f"Sample after {at['step']:,} steps{', untrained text is expected' if untrained else ''}"
 
 
 def _measures(findings: Sequence[Finding], remarks: Sequence[str]) -> str:

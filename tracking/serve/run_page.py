@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 
 from config.load import to_dict
 from config.redact import redact
 from config.schema import Config
+from tracking.compare.curves import plain_list
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
 from tracking.events import computes_in, describe_event
@@ -136,10 +138,10 @@ def curves(run: RunFacts) -> dict[str, Any]:
     drawn = run_data(run)
     share = find(utilisation, MeasureContext(run)).value if run.start else None
     if share is not None:
-        factor = 100 * share / run.tokens_per_second
+        factor = 100 * share / run.device_speed
         for part in (drawn["runs"][0]["curve"], drawn["runs"][0]["means"]):
-            speeds = part["tokens_per_second"]
-            part["utilisation"] = [None if speed is None else round(factor * speed, 4) for speed in speeds]
+            speeds = np.array(part["tokens_per_second"], float) / run.world_size_at(np.array(part["step"]))
+            part["utilisation"] = plain_list(factor * speeds)
     return drawn
 
 
@@ -148,10 +150,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
     found, causes = [], defaultdict[int, list[str]](list)
     for event in run.rare_events.get("nonfinite", []):
         causes[event["step"]].append(describe_event(event))
-    kinds = ("incident", "warning", "corruption", "note")
-    events = [event for kind in kinds for event in run.rare_events.get(kind, [])]
-    counted = [event for event in events if event["event"] != "note" or event.get("failed") == "checkpoint"]
-    for event in sorted(counted, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
+    for event in sorted(run.warnings, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
         incident = event["event"] == "incident"
         what, _, reason = (event["text"] if event["event"] == "note" else describe_event(event)).partition(": ")
         found.append(

@@ -1,4 +1,4 @@
-"""The HTTP server for the pages: it answers GET for a fixed set of addresses, and stores notes on runs.
+"""The HTTP server for the pages: it answers GET and HEAD for a fixed set of addresses, and stores notes on runs.
 
 Runs are identified by a key in the query, which is looked up among the known runs; no part of a request becomes a path.
 Content-Security-Policy admits only scripts from files of this package, so text injected as markup could not run any.
@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 import socket
 import sys
 from http import HTTPStatus
@@ -54,7 +55,7 @@ class PageServer(ThreadingHTTPServer):
         """Accepted host names in the Host header; None accepts any."""
         super().__init__((str(found[0][4][0]), port), _Handler)
         if ipaddress.ip_address(str(self.server_address[0])).is_loopback:
-            self.names = frozenset({host, "localhost", "127.0.0.1", "[::1]"})
+            self.names = frozenset({host.lower(), "localhost", "127.0.0.1", "[::1]"})
         self.pages = Pages(library, editable=self.names is not None if editable is None else editable)
 
     @property
@@ -80,6 +81,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Answer with a page, a part of one, or its data."""
         self._answer()
 
+    do_HEAD = do_GET
+
     def do_POST(self) -> None:
         """Store the notes of a run."""
         length, host = self.headers.get("Content-Length", ""), self.headers.get("Host")
@@ -95,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(self.rfile.read(int(length)))
 
     def _answer(self, content: bytes | None = None) -> None:
-        host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
+        host = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
         if self.server.names is not None and host not in self.server.names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain="This server has another name.")
             return
@@ -133,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header("Content-Encoding", "gzip")
             self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if not same:
+        if not same and self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, format: str, *arguments: Any) -> None:

@@ -123,14 +123,12 @@ class Csv:
 
     def __init__(self, job: dict[str, Any]) -> None:
         path = Path(job["folder"]) / "metrics.csv"
-        new = not path.exists() or not path.stat().st_size
-        torn = not new and not path.read_bytes().endswith(b"\n")
+        whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._file = path.open("a", encoding="utf-8", newline="")
+        self._file.truncate(whole)  # the rest is a row, cut within a number, that is delivered again
         self._writer = csv.DictWriter(self._file, CSV_COLUMNS, extrasaction="ignore")
-        if new:
+        if not whole:
             self._writer.writeheader()
-        elif torn:
-            self._file.write("\n")
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Write a row for a step or an evaluation; ignore other events."""

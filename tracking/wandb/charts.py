@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from tracking.events import COMMON_FIELDS, Event
 
 AXIS = "attempt"
@@ -52,7 +54,8 @@ class Rows:
             self._applied = event["step"] - event["skipped_total"]
         elif event["event"] == "eval":
             self._lowest = min(self._lowest, event["loss"])  # unchanged by a nan loss
-            row["eval/lowest_loss"] = self._lowest
+            if self._lowest < math.inf:
+                row["eval/lowest_loss"] = self._lowest
         for name in _counted(event):
             self._totals[name] += 1
             row[name] = self._totals[name]
@@ -101,8 +104,6 @@ def histograms(event: Event) -> dict[str, tuple[Any, Any]]:
     """
     if event["event"] != "telemetry":
         return {}
-    import numpy as np
-
     found = {}
     for name, values in _by_module(event).items():
         known = [value for value in values if value > 0 and math.isfinite(value)]
@@ -122,10 +123,10 @@ def _flatten(event: Event) -> Iterator[tuple[str, Any]]:
         yield f"telemetry/drift/{name}", value
     for name, values in _by_module(event).items():
         if values:
-            yield f"telemetry/largest_{name}", max(values)
+            yield f"telemetry/largest_{name}", float(np.max(values))  # nan, if one is; max() depends on their order
     cosines = [agreement["cosine"] for agreement in event["probe"].values()]
     if cosines:
-        yield "telemetry/smallest_probe_cosine", min(cosines)
+        yield "telemetry/smallest_probe_cosine", float(np.min(cosines))
 
 
 def _by_module(event: Event) -> dict[str, list[float]]:

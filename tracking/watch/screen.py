@@ -128,7 +128,7 @@ def _wide(run: RunFacts, status: Status, view: View, room: int) -> list[Renderab
 
 
 def _loss_title(run: RunFacts) -> str:
-    unit, name = run.start.get("loss_unit", "nats per token"), HEADLINES.get(run.headline, "loss")
+    unit, name = run.loss_unit, HEADLINES.get(run.headline, "loss")
     return f"{name}, {unit}" if unit else name
 
 

@@ -74,6 +74,7 @@ class Tracing:
         self._endpoint, self._session, self._rank = endpoint, session, rank
         self._tokens, self._tell = tokens, note
         self._attempts = 0
+        self._export.ids.trace_id = derived_id(128, session, 0)  # of `evaluate.at_start`, before the first step
         self._attributes: dict[str, Any] = {}
         self._context: Any = None  # of the newest step, to which the spans inside it and after it belong
         self._saves: deque[tuple[Any, int]] = deque()  # spans of saves in progress, with their start

@@ -103,16 +103,18 @@ class RunWriter:
         return self.run_dir
 
 
-def write_run(root: Path, name: str, *, change=None, after=None, config=None, environment=None, steps=STEPS) -> RunDir:
+def write_run(
+    root: Path, name: str, *, change=None, after=None, config=None, environment=None, steps=STEPS, **start: Any
+) -> RunDir:
     """A finished run of `steps` steps with an evaluation every tenth.
 
     change: step and its fields to the fields that differ, or None. after: step to further events that follow it.
-    config, environment: dotted keys that differ.
+    config, environment: dotted keys that differ. start: fields of `run_start`.
     """
     writer = RunWriter(root, name)
     settings = merged(CONFIG, {"run.name": name, **(config or {})})
     writer.run_dir.write_inputs(settings, {"zero": 2}, merged(ENVIRONMENT, environment or {}))
-    writer.start()
+    writer.start(**start)
     for step in range(1, steps + 1):
         writer.step(step, **((change(step, {}) if change else None) or {}))
         for event in (after or {}).get(step, []):

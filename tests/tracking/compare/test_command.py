@@ -489,6 +489,21 @@ def test_runs_that_are_not_comparable_get_a_caveat(tmp_path: Path, other: dict[s
     assert len(found) == 1 or {"change", "after"} & other.keys() or other["config"] is OTHER_RATES, found
 
 
+def test_losses_have_their_own_unit_and_no_winner_where_it_differs(tmp_path: Path) -> None:
+    unit: dict[str, Any] = {"loss_unit": "mean squared error"}
+    base, near = write_run(tmp_path, "base", **unit), write_run(tmp_path, "near", change=_only(40, loss=3.9), **unit)
+    comparison = _compared(base, near, tolerance=Tolerance(absolute=0.5))
+    sentence = r"within 1% or 0.5 mean squared error, .*gap [\d.]+ mean squared error "
+    assert re.search(sentence, comparison.pairs[0].headline)
+    assert any(re.search(r"; noise [\d.]+ mean squared error\)", line) for line in comparison.verdicts)
+    rewarded = write_run(tmp_path, "rewarded", change=lambda *_: {"metrics": {"reward/mean": 1.0}}, **unit)
+    for other in (write_run(tmp_path, "other", loss_unit="nats per row"), rewarded):
+        comparison = _compared(base, other)
+        assert comparison.caveats[0].startswith("different objective: a loss is of another quantity")
+        losses = [row for row in comparison.measures if row.kind == "loss"]
+        assert losses and all(row.withheld == "different objective" for row in losses)
+
+
 def test_a_skip_shifts_the_schedule_and_is_no_other_learning_rate(tmp_path: Path) -> None:
     def late(step: int, _: dict[str, Any]) -> dict[str, Any]:
         return {"applied": step != 20, "lr": (step - (step > 20)) / 1e4}

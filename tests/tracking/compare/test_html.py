@@ -338,8 +338,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
         run.overflow(loss=math.nan)
         run.steps(2)
         run.step = 4
-        run.steps(2)
-        run.evaluate(2.5)
+        run.steps(2, metrics={"accuracy": 0.5, "rewards/margin": math.inf}, loss_by_source={"code": 1.0})
+        run.event("eval", loss=2.5, perplexity=12.2, metrics={"accuracy": 0.75}, by_source={"code": 2.0}, sample="x")
         run.end("done")
     return run_dir
 
@@ -354,6 +354,8 @@ def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: R
     for name in ("loss", "grad_norm", "lr", "loss_scale", "tokens", "applied", "memory_bytes"):
         a, b = (getattr(run.columns, name).tolist() for run in (local, kept))
         assert a == pytest.approx(b, nan_ok=True), name
+    for one, other in ((kept.columns.metrics, local.columns.metrics), (kept.evaluated, local.evaluated)):
+        assert {name: pytest.approx(values, nan_ok=True) for name, values in one.items()} == other and other
     assert kept.abandoned == local.abandoned == 1
     assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
     assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(1024.0, 512.0)]

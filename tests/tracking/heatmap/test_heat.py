@@ -15,6 +15,7 @@ from tests.support.runs.compare_runs import RunWriter
 from tests.support.runs.heat_runs import growing, modules, telemetry, write_heat_run
 from tracking.compare.command import main as compare
 from tracking.heatmap import grid
+from tracking.heatmap.blocks import draw_blocks
 from tracking.heatmap.grid import HeatCollector, merged, read_heat
 from tracking.heatmap.modules import folded_name, in_words, leaves
 from tracking.heatmap.page import difference_data, differences_of, panel_data
@@ -92,6 +93,14 @@ def test_a_module_known_only_from_a_finding_has_a_row():
     found = {"event": "nonfinite", "step": 5, "time": 1.0, "tokens": 0, "tensor": "gradient", "count": 2}
     heat = collected([start(), {**found, "module": "model.norm"}])
     assert heat.rows == ("model.norm",) and heat.panels["nonfinite"].tolist() == [[2.0]]
+
+
+def test_a_gradient_of_zero_is_drawn_without_numpys_warning(recwarn):
+    """It would stand in the middle of a live screen."""
+    rms = {"gradients": {name: {"rms": value} for name, value in (("a", 0.0), ("b", 1e-6), ("c", 1e-3))}}
+    drawn = draw_blocks(collected([start(), measured(10, **rms)]), "gradient", width=40, height=10, ascii_only=True)
+    rows = {line.split()[0]: line[24:].strip() for line in drawn.plain.splitlines()[:-1]}
+    assert (rows["a"], {*rows["b"]}, {*rows["c"]}) == ("", {"."}, {"%"}) and not list(recwarn)
 
 
 def test_many_measurements_are_merged_and_no_peak_is_lost(monkeypatch):

@@ -13,11 +13,13 @@ from config.load import load_config, to_dict
 from config.task import loss_unit, settle_task
 from tests.support.runs.compare_runs import TELEMETRY, TOKENS_PER_STEP
 from tests.support.runs.report_runs import CONFIG, ENVIRONMENT, report_of, session, simple_run
+from tracking.compare.measures import measures
 from tracking.compare.surviving import read_events
 from tracking.report.command import limits_from
 from tracking.report.context import LIMITS, Finding, MeasureContext
 from tracking.report.measures import all_measures, caveats, peak_flops
 from tracking.run_dir import RunDir
+from tracking.serve.run_page import curves
 from tracking.summary import read_run
 
 NOW = 2e9
@@ -131,6 +133,27 @@ def test_utilisation_counts_the_models_flops(run: Path, tmp_path: Path) -> None:
     found = _found(bare)["utilisation"]
     assert found.value == pytest.approx(TOKENS_PER_STEP / 0.5 / 2 * 6 * 12_345_678 / 989.4e12)
     assert "attention term is left out" in found.how
+
+
+def test_each_session_counts_with_its_own_devices(tmp_path: Path) -> None:
+    """A session on eight devices at 8000 tokens/s, then one on two at 2000: 1000 a device all along."""
+    folder = tmp_path / "moved"
+    for size, began in ((8, 0), (2, 8)):
+        with session(folder, world_size=size, step=began, time=1.7e9 + 3600 * began, seconds=36.0) as written:
+            written.steps(9 - began, tokens_per_second=1000.0 * size)
+            written.event("note", text="the end")
+    RunDir(folder).write_inputs(CONFIG, {}, ENVIRONMENT)
+    flops_a_token = 6 * 12_345_678 + 12 * 4 * 256 * 512
+    share = pytest.approx(1000 * flops_a_token / 989.4e12)
+    assert _found(folder)["utilisation"].value == share
+    run = read_run(folder)
+    assert [share == value / 100 for value in curves(run)["runs"][0]["curve"]["utilisation"]] == [True] * 9
+    hours = (10 * 8 + 2 * 2) * 36 / 3600
+    assert run.device_hours == pytest.approx(hours)
+    rows = {row.key: row.values for row in measures([run], price=2.0)}
+    assert rows["device_hours"] + rows["cost"] == pytest.approx((hours, 2 * hours))
+    epoch = hours / (9 * TOKENS_PER_STEP) * 8e6
+    assert f"{epoch:.3g} device hours for an epoch" in _found(folder)["epoch_cost"].shown
 
 
 def test_utilisation_leaves_out_the_gradients_of_frozen_weights(tmp_path: Path) -> None:

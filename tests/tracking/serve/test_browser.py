@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,33 @@ def test_a_run_that_learns_from_rewards_leads_with_them(page, client):
     page.open(client.address, ready=TABLE)
     assert "reward 0.9245" in page.value("document.querySelector('.runs').textContent")
     assert page.complaints() == []
+
+
+def test_marks_of_one_step_do_not_cover_each_other(page, client):
+    """The skipped step, its loss that is nan and its incident, all at the upper edge."""
+    page.size(1280, 900)
+    page.open(f"{client.address}/run?key=nan", ready=RUN_DRAWN)
+    page.value(
+        """(() => {
+          window.marks = [];
+          CanvasRenderingContext2D.prototype.fillText = (text, x, y) => marks.push([text, x, y]);
+          drawn[0].redraw(false);
+        })()"""
+    )
+    page.wait("marks.length")
+    found = page.value("marks.filter(([text]) => Object.values(GLYPHS).includes(text))")
+    assert len(found) == 3 and len({x for _, x, _ in found}) == 1
+    heights = sorted(y for *_, y in found)
+    assert all(below - above >= 12 for above, below in pairwise(heights))
+
+
+def test_an_evaluation_before_the_first_step_is_drawn(page, tmp_path):
+    first = {"event": "eval", "at": 0, "loss": 9.0, "perplexity": 1.0}
+    write_run(tmp_path, "a", after={1: [first]})
+    with served(tmp_path) as client:
+        page.open(f"{client.address}/run?key=a", ready=RUN_DRAWN)
+        assert page.value("drawn.map((u) => u.scales.x.min)[0]") == 0
+        assert page.value("drawn[CHARTS.findIndex((chart) => chart.name === 'validation')].scales.y.max") > 9
 
 
 def test_a_row_of_a_heat_map_is_unfolded(page, client):

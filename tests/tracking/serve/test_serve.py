@@ -19,7 +19,7 @@ import pytest
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import wait_until
 from tests.support.page import Page
-from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, write_run
+from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, start_fields, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
 from tests.support.servers.serving import served
@@ -30,6 +30,8 @@ from tracking.serve.command import main
 from tracking.serve.notes import LONGEST_NOTE, MOST_BYTES, MOST_TAGS, NOTES
 from tracking.serve.overview import Asked as Question
 from tracking.serve.overview import differing, export, short_names, table
+from tracking.serve.run_page import incidents
+from tracking.summary import read_run
 
 
 def overflowing(step, fields):
@@ -109,6 +111,17 @@ def test_the_page_of_a_run_has_its_state_curves_and_incidents(client):
     assert incidents.count("<code>python -m tools.replay runs/a --step 20</code>") == 1
     assert "3 nan in the activation of model.layers.1.mlp on rank 1" in incidents
     assert {mark["kind"] for mark in run["marks"]} >= {"incident", "nonfinite", "skip"}
+
+
+def test_the_page_lists_all_that_is_counted_as_a_warning(tmp_path):
+    """A fault of the machine, and a validation whose step a resume did again."""
+    again = {"event": "reexecution", "outcome": "transient", "ranks": [1], "hosts": ["a"], "why": "other bits"}
+    evaluated = {"event": "eval", "loss": math.nan, "perplexity": None}
+    resumed = {"event": "run_start", "at": 15, **start_fields(resumed_from="step-15")}
+    after = {20: [{**again, "suspicion": "", "seconds": 1.0}, evaluated, resumed]}
+    run = read_run(write_run(tmp_path, "warned", after=after).path)
+    assert [found["what"] for found in incidents(run)] == ["run again:", "validation loss nan"]
+    assert run.verdict.warnings == 2 and all(math.isfinite(loss) for loss in run.evaluations[3])
 
 
 def test_heat_maps_are_folded_and_unfolded_on_request(client):
@@ -204,12 +217,15 @@ def test_only_reading_is_answered_and_only_under_its_own_name(client):
         ("DELETE", 501),
         ("PATCH", 501),
         ("OPTIONS", 501),
-        ("HEAD", 501),
     ):
         assert client.ask("/", method=method)[0] == status
-    for host, status in (("evil.test", 421), (f"localhost:{client.port}", 200), ("127.0.0.1", 200), ("", 421)):
+    for host, status in (("evil.test", 421), ("127.0.0.1", 200), ("", 421)):
         assert client.ask("/", Host=host)[0] == status
-    _, headers, _ = client.ask("/")
+    for host in (f"localhost:{client.port}", "LocalHost", "[::1]", f"[::1]:{client.port}"):
+        assert client.ask("/", Host=host)[0] == 200
+    _, headers, body = client.ask("/")
+    status, same, nothing = client.ask("/", method="HEAD")
+    assert (status, same["Content-Length"], nothing) == (200, headers["Content-Length"], b"") and body
     policy = headers["Content-Security-Policy"]
     assert (
         "default-src 'none'" in policy

@@ -268,6 +268,7 @@ def test_the_axis_goes_on_where_a_rollback_takes_steps_back() -> None:
 
 def test_the_lowest_validation_loss_is_that_of_all_sessions() -> None:
     rows = Rows()
+    assert "eval/lowest_loss" not in rows.row(_event("eval", loss=math.nan, perplexity=1.0))
     rows.row(_event("eval", loss=2.0, perplexity=1.0))
     events = [_event("eval", loss=loss, perplexity=1.0) for loss in (3.0, math.nan, 1.5)]
     assert [rows.row(event)["eval/lowest_loss"] for event in events] == [2.0, 2.0, 1.5]
@@ -294,6 +295,9 @@ def test_telemetry_becomes_as_many_panels_for_a_large_model_as_for_a_small_one()
     values = chart_values(event)
     assert values["telemetry/largest_activation"] == 7.0 and values["telemetry/update_ratio"] == 0.001
     assert values["telemetry/smallest_probe_cosine"] == 0.99
+    for order in ((math.nan, 7.0), (7.0, math.nan)):
+        broken = {"activation_max": dict(zip("ab", order, strict=True))}
+        assert math.isnan(chart_values(event | broken)["telemetry/largest_activation"])
     panels = [
         {*chart_values(event), *histograms(event)}
         for layers in (1, 32)

@@ -15,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from config.cli import REPOSITORY
 from tests.support.servers import threads
 from tests.training.tracing import tracing_cases
+from training.progress import Progress
+from training.tracing.spans import Tracing
 
 
 class Collector:
@@ -119,6 +121,16 @@ def test_every_step_is_one_trace_of_all_ranks(pair, tmp_path):
     assert len({root["trace"] for root in roots[0]}) == 3
     assert len({span["id"] for span in taken.spans}) == len(taken.spans) == 2 * (3 * 5 + 3)
     assert taken.spans[0]["resource"]["run"] == "a test"
+
+
+def test_an_evaluation_before_the_first_step_has_a_trace_of_its_own():
+    with collector() as taken:
+        tracing = Tracing(taken.url, {}, session="s", rank=0, tokens=1, note=pytest.fail)
+        with tracing.span("evaluation"), tracing.step(Progress()):
+            pass
+        tracing.close()
+    traces = {span["trace"] for span in taken.spans}
+    assert len(traces) == 2 and "0" * 32 not in traces, "collectors refuse an id of zeros"
 
 
 def test_a_failed_save_and_a_failed_step_are_told_without_their_words(pair, tmp_path):
