@@ -227,7 +227,6 @@ function spot(u, chart, mark) {
 
 function drawMarks(u, chart) {
   const { ctx } = u;
-  let edges = 0;
   const there = {}; // looks of the marks at each spot: different ones are stacked, towards the middle
   ctx.save();
   ctx.textAlign = "center";
@@ -237,7 +236,6 @@ function drawMarks(u, chart) {
   marksOf(chart).forEach((mark) => {
     const where = spot(u, chart, mark);
     if (!where) return;
-    edges += where.edge ? 1 : 0;
     ctx.globalAlpha = state.focus !== null && state.focus !== mark.run ? 0.15 : 1;
     ctx.font = `${(mark.kind === "incident" || where.edge ? 15 : 12) * devicePixelRatio}px system-ui, sans-serif`;
     ctx.fillStyle = where.edge ? css("--bad-line") : colour(mark.run);
@@ -266,7 +264,6 @@ function drawMarks(u, chart) {
     });
   }
   ctx.restore();
-  chart.element.dataset.edge = edges;
 }
 
 function at(run, step) {
