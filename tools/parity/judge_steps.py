@@ -405,11 +405,11 @@ def _agreement(
 
 
 def _by_module(values: Mapping[str, float], worst: Callable[..., float] = max) -> dict[str, float]:
-    """Parameter name to value -> module name to the worst of its parameters."""
+    """Parameter name to value -> module name to the worst of its parameters, which nan is."""
     found: dict[str, float] = {}
     for name, value in values.items():
         module = name.rpartition(".")[0]
-        found[module] = worst(found[module], value) if module in found else value
+        found[module] = value if math.isnan(value) else worst(found.get(module, value), value)  # nan stays if first
     return found
 
 

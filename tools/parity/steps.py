@@ -315,23 +315,24 @@ class StepParity:
         return others
 
     def accumulation_errors(self, batch: Batch) -> dict[str, float]:
-        """The error of adding up the gradients of a micro-batch and of an eighth of its loss, by parameter.
+        """The error of adding up the gradients of half a micro-batch's loss and of an eighth of that, by parameter.
 
-        Each is first computed alone. FP32 rounds their sum once, adding up in 16 bits rounds it again. If passes are
-        nondeterministic, four times their difference is allowed. Empty if the config reduces gradients in less than
-        FP32, or any is not finite. Changes no weight.
+        Half of it, so that both fit into FP16 where a step's gradients do. Each is first computed alone. FP32 rounds
+        their sum once, adding up in 16 bits rounds it again. If passes are nondeterministic, four times their
+        difference is allowed. Empty if the config reduces gradients in less than FP32, or any is not finite. Changes no
+        weight.
         """
         if self._resolved.config.precision.reduce != "fp32" or self._engine.router is not None:
             return {}
         self._engine.model.train(not self.no_dropout)
-        weights = ((1.0, 0.0), (0.0, 0.125), (1.0, 0.125))
+        weights = ((0.5, 0.0), (0.0, 0.0625), (0.5, 0.0625))
         first, second, both = (self._summed(batch, each) for each in weights)
         if not all(bool(gradient.isfinite().all()) for gradient in both.values()):
             return {}
         found = {name: _distance(both[name], gradient, second[name]) for name, gradient in first.items()}
         del second, both
         if max(found.values(), default=0.0) > self._resolved.config.parity.accumulation_error:
-            found = _beyond_noise(found, first, self._summed(batch, (1.0, 0.0)))
+            found = _beyond_noise(found, first, self._summed(batch, (0.5, 0.0)))
         return found
 
     def weighting_errors(self, batch: Batch) -> dict[str, Any]:
@@ -389,8 +390,9 @@ class StepParity:
         """Reduced gradient of the batch's first micro-batch, added up once per weight."""
         engine = self._engine
         inputs, labels = next(iter(batch.micro_batches(engine.world.device)))
+        total = float(engine.world.sum(engine.world.numbers([float(batch.label_tokens)]))[0])
         for index, weight in enumerate(weights):
-            factor = weight * engine.world.world_size / max(batch.label_tokens, 1)
+            factor = weight * engine.world.world_size / max(total, 1.0)
             scored = engine.loss_path.score(inputs, labels, factor * engine.loss_scale)
             engine.backward(scored.loss * factor, last=index == len(weights) - 1)
         return self._taken_gradients()
@@ -490,8 +492,9 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
     while applied < length and len(measured) - applied < MAX_SKIPS:
         batch = batches.next_step()
         repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
-        summed = {} if measured else {"accumulation_error": steps.accumulation_errors(batch)}
-        weighted = {} if measured else steps.weighting_errors(batch)
+        # again after a step that was skipped: gradients that overflow say nothing
+        summed = {} if applied else {"accumulation_error": steps.accumulation_errors(batch)}
+        weighted = {} if applied else steps.weighting_errors(batch)
         if not measured:
             repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch) | steps.task_loss(batch)
         found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from config.resolved import Resolved
 from config.schema import Fp8Section, ParitySection
+from data.batches.loader import Batch
 from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
 from modeling.build import model_config
@@ -24,10 +25,11 @@ from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.judge_steps import Check, judge_signatures
 from tools.parity.reference import Reference
 from tools.parity.rounding import pooled
-from tools.parity.steps import StepParity
+from tools.parity.steps import StepParity, walk
 from training.distributed import World
 from training.engine import Engine, optimizer
 from training.engine.rng import generators, restore_generators
+from training.progress import Progress
 
 
 def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
@@ -54,6 +56,26 @@ def measured_steps(world: World, *, steps: int, micro: int = 2, **how: Any) -> l
             applied += row["applied"]
             rows.append(row)
     return rows
+
+
+class _Drawn:
+    """Random batches in the place of a run's."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._position = world, 0
+
+    def restore(self, position: int) -> None:
+        self._position = position
+
+    def next_step(self) -> Batch:
+        self._position += 1
+        return replace(batch_of(self._world, 2, seed=self._position), position=self._position - 1)
+
+
+def walked(world: World, **how: Any) -> list[dict[str, Any]]:
+    """The steps from the start to the first that is applied, as the gate measures them."""
+    with compared(world, **how) as (_, parity):
+        return walk(parity, _Drawn(world), Progress(), length=1)  # type: ignore[arg-type]
 
 
 def inner_dtypes(

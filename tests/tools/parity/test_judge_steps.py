@@ -303,6 +303,8 @@ def test_a_healthy_step_passes_every_check() -> None:
         ({"own_error": {"a": 0.003, "b": math.nan}}, "module_error"),
         ({"update_error": {"a.weight": 0.0, "b.weight": 0.01}}, "update_error"),
         ({"drift": {"a.weight": 0.0, "b.weight": 1e-9}}, "weight_drift"),
+        ({"drift": {"b.weight": 0.0, "b.bias": math.nan}}, "weight_drift"),
+        ({"drift": {"b.bias": math.nan, "b.weight": 0.0}}, "weight_drift"),
         ({"update_rounding": {"a.weight": 0.0, "b.weight": 1e-3}}, "update_rounding"),
         ({"accumulation_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "accumulation_error"),
         ({"weighting_error": {"a.weight": 1e-7, "b.weight": 1e-3}}, "weighting_error"),

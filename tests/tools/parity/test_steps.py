@@ -304,6 +304,16 @@ def test_every_label_counts_the_same_or_the_weighting_is_named(pair, stage, comp
         assert max(found["weighting_error"].values()) < BOUNDS.weighting_error < 10 * found["loss_error"]
 
 
+def test_sums_and_weights_are_compared_once_the_loss_scale_has_come_down(pair):
+    """Gradients that overflow have none to compare, and a check without any would pass."""
+    for steps in pair.run(
+        parity_cases.walked, stage=2, compute="fp16", overrides=["precision.loss_scale.initial=8388608"]
+    ):
+        assert [step["applied"] for step in steps] == [False] * (len(steps) - 1) + [True] and len(steps) > 2
+        assert not steps[0]["accumulation_error"] and "weighting_error" not in steps[0]
+        assert all(steps[-1][key] for key in ("accumulation_error", "weighting_error")) and "loss_error" in steps[-1]
+
+
 ROUTED = (
     "model={architecture: qwen3_moe, config: {hidden_size: 32, moe_intermediate_size: 24, num_hidden_layers: 2, "
     "num_attention_heads: 2, num_key_value_heads: 2, num_experts: 4, num_experts_per_tok: 2}, router_z_loss: 0.001, "
