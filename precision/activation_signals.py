@@ -111,7 +111,7 @@ def _seen_without_mask(
     causal = getattr(module, "is_causal", True) if causal is None else causal
     seen = at[:, None] >= of_keys if causal else torch.ones(len(at), keys, dtype=torch.bool, device=at.device)
     if options.get("sliding_window"):
-        seen = seen & (at[:, None] - of_keys < options["sliding_window"])
+        seen = seen & ((at[:, None] - of_keys).abs() < options["sliding_window"])
     seen = seen[None, None]
     positions = options.get("position_ids")
     if isinstance(positions, torch.Tensor) and positions.dim() == 2 and positions.shape[1] == keys:

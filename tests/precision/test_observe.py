@@ -303,6 +303,7 @@ KERNELS = {
     "causal": {},
     "both ways": {"is_causal": False},
     "window": {"sliding_window": 3},
+    "window both ways": {"sliding_window": 3, "is_causal": False},
     "packed": {"position_ids": torch.cat([torch.arange(5), torch.arange(7)]).repeat(2, 1)},
     "padded": {"mask": torch.arange(12).repeat(2, 1) < torch.tensor([[12], [9]])},
 }
@@ -316,6 +317,8 @@ def test_a_kernel_without_a_mask_sees_what_one_with_the_mask_written_out_sees(ke
                 return True
             case "window":
                 return query - 2 <= key <= query
+            case "window both ways":
+                return query - 2 <= key <= query + 2
             case "packed":
                 return key <= query and (key < 5) == (query < 5)
             case "padded":

@@ -22,6 +22,7 @@ from tests.training.tasks.sft_cases import taken, trained_plainly
 from tools.parity.oracle.judge import judge
 from tools.parity.steps import measure, verdict
 from tools.replay.repeat import Collector
+from tracking.compare.surviving import read_run_events
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
@@ -293,6 +294,26 @@ def recomputed(world: World, *, folder: Path, wrong: str | None) -> tuple[list[s
     judged = verdict(walked, resolved.config.parity) if walked else {"failed": [], "checks": []}
     notes = [check["note"] for check in judged["checks"] if check["name"] == "task_loss"]
     return [each.what for each in found if not each.holds], judged["failed"], notes
+
+
+def recomputed_later(world: World, *, folder: Path) -> tuple[list[bool], list[str], list[str]]:
+    """Which steps a run in FP16 applied, which comparisons the oracle has failed, and what it notes: of its first four
+    steps, of the second on the same answers after checkpoint 5, and of the first on new ones after checkpoint 6."""
+    scale = ("precision.compute=fp16", "deepspeed.stage=2", f"precision.loss_scale.initial={2**21}")
+    given = (
+        *TASK[1:],
+        "grpo={updates: 2, beta: 0.1, algorithm: dapo}",
+        "model.config={}",
+        "guard.spike_sigmas=0",
+        *scale,
+    )
+    given = (*given, "run.steps=8", "checkpoint.also_after=[5, 6]", "checkpoint.keep=9")
+    overrides = resume_cases.task_job(folder, *given, task="grpo", rows="prompts")
+    resume_cases.job(world, folder=str(folder), name="later", overrides=overrides, passes=None)
+    run = RunDir(folder / "runs/later")
+    found = judge(run.path, steps=4, points=[5, 6], log=str)
+    applied = [event["applied"] for event in read_run_events(run.events) if event["event"] == "step"]
+    return applied, [each.what for each in found.comparisons if not each.holds], found.notes
 
 
 LOSSES = ("temperature in the loss alone",)

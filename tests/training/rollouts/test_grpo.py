@@ -199,6 +199,16 @@ def test_steps_are_recomputed_from_recorded_answers(pair: ProcessGroup, folder: 
         assert "task_loss" in single and notes[0].startswith("grpo.temperature 0.9 where 1 is asked"), notes
 
 
+def test_answers_are_told_apart_where_a_step_was_skipped_or_reuses_them(solo: ProcessGroup, folder: Path) -> None:
+    """New answers come from the same weights after skipped steps; reused ones need weights from before an update."""
+    [(applied, wrong, notes)] = solo.run(cases.recomputed_later, folder=folder, seconds=300)
+    assert not any(applied[:2]) and any(applied) and wrong == []
+    judged = [note for note in notes if "recomputed" in note]
+    assert [note.partition(",")[0] for note in judged] == [
+        "not recomputed: step 6", "recomputed from its masters: step 7"
+    ]  # fmt: skip
+
+
 def test_a_group_that_would_be_split_over_ranks_is_refused(pair: ProcessGroup, folder: Path) -> None:
     wanted = (
         "batch.global_size = 8: a group of grpo.group_size = 8 answers stays on one rank; make it a multiple of 8 x 2"

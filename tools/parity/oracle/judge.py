@@ -131,6 +131,10 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     compared = _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
     oracle = _Oracle(config, corpus, task, model, movement)
+    reused = [event for event in later if config.task == "grpo" and event["position"] % config.grpo.updates]
+    for event in reused:
+        notes.append(f"not recomputed: step {event['step']}, since the weights that scored its answers are gone")
+        later.remove(event)
     if later and drops:
         notes.append("no later step recomputed: what was dropped there follows from all steps before")
         later = []

@@ -454,7 +454,7 @@ class Rewarded(OnAnswers):
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
         super().__init__(config, corpus, shape, model)
         self._start = _as_it_is(model).eval() if config.grpo.beta else None
-        self._old: dict[str, list[torch.Tensor]] = {}
+        self._old: dict[int, list[torch.Tensor]] = {}
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per answer."""
@@ -462,9 +462,10 @@ class Rewarded(OnAnswers):
         found, section = order.answers, self._config.grpo
         weights = np.array(section.reward_weights or [1.0] * len(section.rewards))
         sequences = list(self.order.sequences(ids))
-        if found.version not in self._old:  # the first step on these answers
+        first = position // section.updates  # not the weights' version, which a skipped step does not change
+        if first not in self._old:
             with torch.no_grad():
-                self._old = {found.version: [self._log_probs(self._model, *own) for _, *own in sequences]}
+                self._old = {first: [self._log_probs(self._model, *own) for _, *own in sequences]}
         for row, (sample, inputs, labels) in enumerate(sequences):
             n, k = divmod(row, section.group_size)
             group = [np.nansum(one * weights) for one in found.rewards[n] if not np.isnan(one).all()]
@@ -476,7 +477,7 @@ class Rewarded(OnAnswers):
                     "rloo": len(group) / (len(group) - 1),
                 }.get(str(section.advantage), 1.0)
             length = int(found.lengths[n, k])
-            old = self._old[found.version][row]
+            old = self._old[first][row]
             apart = torch.from_numpy(found.old[n, k, :length].astype(np.float64) - found.sampler[n, k, :length])
             known = {OLD: old, SAMPLER: old - apart}
             if self._start is not None:
