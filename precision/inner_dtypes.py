@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from config.schema import Config
 from precision.dtypes import DTYPES, NAMES
 from precision.findings import LOSS, tensors_of
-from precision.manifest import find_regions, is_router
+from precision.manifest import find_regions, router_regions
 from precision.regions import Regions
 
 SOFTMAX, NORM, LOSS_SUM, ROTARY = "softmax", "norm statistics", "loss", "rotary table"
@@ -78,7 +78,8 @@ class InnerDtypes:
         modules = dict(model.named_modules())
         self._norms = {name for name, kind in kinds.items() if kind == "norm"}
         self._attentions = {name for name, kind in kinds.items() if kind == "attention"}
-        self._routers = {name for name, module in modules.items() if is_router(module)}
+        routers = router_regions(model)
+        self._routers = {*routers, *routers.values()}
         self._tables = {name for name, module in modules.items() if _makes_table(module)}
         inner = self._norms | self._attentions
         self._blocks = {

@@ -98,8 +98,7 @@ def find_regions(model: torch.nn.Module) -> dict[str, RegionKind]:
 
     attention: a module with `Attention` in its class name that has projections below it but no other attention; QK^T
     and PV are its own. functional: one that owns a parameter of two or more dimensions and is not an embedding, such as
-    fused experts and routers; a router around a linear layer. norm: a childless module with `Norm` in the name of its
-    class or of a base class.
+    fused experts and routers. norm: a childless module with `Norm` in the name of its class or of a base class.
     """
     found: dict[str, RegionKind] = {}
     inside_fused = ""  # torch's MultiheadAttention uses its projection's weights without calling the projection
@@ -118,12 +117,12 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     """The dtype of every region of `model`, by full module name. Raises UserError for a rule without effect, and for
     fp8 in a module that `can_be_fp8` rules out."""
     modules = dict(model.named_modules())
-    regions = find_regions(model)
+    regions, routers = find_regions(model), router_regions(model)
     assigned: dict[str, Assignment] = {}
     for name, kind in regions.items():
         if kind == "norm":
             assigned[name] = Assignment("fp32", None, NORM_REASON)
-        elif any(is_router(modules[owner]) for owner in (name, name.rpartition(".")[0])):
+        elif name in routers:
             assigned[name] = Assignment("fp32", None, ROUTER_REASON)
         else:
             assigned[name] = Assignment(manifest.default, None, "default")
@@ -154,13 +153,23 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
 
 
 def is_router(module: torch.nn.Module) -> bool:
-    """Whether a module routes tokens to experts: its class name says so, and it or a child multiplies by weights."""
-    return _is_named_router(module) and _kind(module) in ("matmul", "functional")
+    """Whether a module routes tokens to experts: its class name says so."""
+    return _ROUTER.search(type(module).__name__) is not None
 
 
-def _is_named_router(module: torch.nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "router" in name or ("moe" in name and name.endswith("gate"))
+_ROUTER = re.compile(r"router|topkgating|moe(v1)?gate$", re.IGNORECASE)
+"""The second is JetMoe's, the third DeepSeek's own code's and Hunyuan's."""
+
+
+def router_regions(model: torch.nn.Module) -> dict[str, str]:
+    """The regions that multiply by routers' weights, to the routers: these themselves, or linear layers inside."""
+    routers = [name for name, module in model.named_modules() if is_router(module)]
+    found: dict[str, str] = {}
+    for name, kind in find_regions(model).items():
+        around = next((router for router in routers if f"{name}.".startswith(f"{router}.")), None)
+        if around is not None and kind in ("matmul", "functional"):
+            found[name] = around
+    return found
 
 
 FP8_FOR = "fp8 is for linear layers other than the output embedding"
@@ -192,9 +201,6 @@ def _kind(module: torch.nn.Module) -> RegionKind | None:
         return "norm"
     if isinstance(module, torch.nn.MultiheadAttention) or _is_attention(module):
         return "attention"
-    wraps = any(isinstance(child, torch.nn.Linear) for child in module.children())
-    if wraps and _is_named_router(module) and not hasattr(module, "_cast_classifier"):  # Switch's and NLLB's widen it
-        return "functional"
     # ZeRO-3 leaves an empty tensor in place of a partitioned parameter and keeps the shape in ds_shape.
     shapes = (getattr(parameter, "ds_shape", parameter.shape) for parameter in module.parameters(recurse=False))
     return "functional" if any(len(shape) >= 2 for shape in shapes) else None

@@ -39,6 +39,7 @@ from precision.manifest import (
     find_regions,
     is_slice,
     nearest,
+    router_regions,
 )
 from precision.shared_inputs import SharedInputs, cast_once
 
@@ -62,11 +63,16 @@ class Regions:
         self._compute: dict[str, str] = {name: given.compute for name, given in self.assignments.items()}
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
         self._patched: list[tuple[torch.nn.Module, Any]] = []
-        modules = dict(model.named_modules())
+        modules, routers = dict(model.named_modules()), router_regions(model)
         for name, kind in self._kinds.items():
             module = modules[name]
             self._patched.append((module, module.__dict__.get("forward")))
-            module.forward = self._wrap(name, kind, module, returns_own_dtype=module is head)
+            inside = routers.get(name, name) != name  # a router, which has yet to choose by what it gets
+            module.forward = self._wrap(name, kind, module, returns_own_dtype=module is head or inside)
+        for name in set(routers.values()) - self._kinds.keys():  # LongCat's does not call the layer inside it
+            module = modules[name]
+            self._patched.append((module, module.__dict__.get("forward")))
+            module.forward = _outside_autocast(module.forward)
         self._patched.append((model, model.__dict__.get("forward")))
         model.forward = self._with_ambient(model.forward)
 
@@ -221,6 +227,15 @@ def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
     enabled = compute != "fp32"  # a dtype must be given even if autocast is off
     dtype = DTYPES[compute] if enabled else torch.bfloat16
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _outside_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _autocast(_device_type(args, kwargs), "fp32"):
+            return original(*args, **kwargs)
+
+    return forward
 
 
 def _run_norm(

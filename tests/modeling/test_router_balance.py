@@ -1,34 +1,19 @@
 """Experts are counted as each architecture's own routers choose them, or their balance is refused."""
 
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from config.errors import UserError
 from config.schema import ModelSection
 from modeling.router_balance import _VERIFIED, router_balance
-from tests.support.models.small_models import SIZES, VOCABULARY
+from tests.support.models.mixtures import EACH, EXPERTS, MORE, sources
+from tests.support.models.small_models import VOCABULARY
 
-EXPERTS, TAKEN = 4, 2
-EACH = SIZES | {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TAKEN, "head_dim": 8}
-EACH |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "pad_token_id": 0}
-_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
-_LINEAR |= {
-    f"linear_{key}": value for key, value in (("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 8))
-}
-_LINEAR["linear_value_head_dim"] = 8
-MORE: dict[str, dict[str, Any]] = {
-    "granitemoehybrid": {"layer_types": ["full_attention"] * 2, "mamba_n_heads": 8, "mamba_d_head": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False},
-    "qwen3_5_moe_text": _LINEAR,
-    "qwen3_next": _LINEAR,
-}
 SECTION = ModelSection(balance_loss=0.1)
 
 
@@ -44,13 +29,8 @@ def small(kind: str) -> Any:
 
 def mixtures() -> list[str]:
     """Every causal language model of transformers that records its routers' logits."""
-    found = []
-    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        config = CONFIG_MAPPING[kind].__module__
-        spec = importlib.util.find_spec(config.replace(".configuration_", ".modeling_"))
-        if spec and spec.origin and '"router_logits": ' in Path(spec.origin).read_text(encoding="utf-8"):
-            found.append(kind)
-    return found
+    found = sources(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return [kind for kind, source in found.items() if '"router_logits": ' in source]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_moe_text" if kind == "qwen3_5_moe" else kind for kind in sorted(_VERIFIED)])

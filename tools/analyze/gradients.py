@@ -145,8 +145,7 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
     with _without_regions(engine), ExitStack() as stack:
         for module in model.modules():
             stack.callback(_set_forward, module, module.__dict__.get("forward"))
-        found = compute_routers_in_fp32(model) if routers == "fp32" else []
-        wide = {module for name in found for module in model.get_submodule(name).modules()}
+        wide = {model.get_submodule(name) for name in compute_routers_in_fp32(model)} if routers == "fp32" else set()
         copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         for module in model.modules():
 

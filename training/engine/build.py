@@ -69,7 +69,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
     notes = drawn_notes(model) + choose_kernels(model, resolved, world)
     if resolved.compute != "fp32" and config.precision.routers == "fp32":  # a manifest's run has parameters in FP32
-        routers = compute_routers_in_fp32(model)
+        routers = set(compute_routers_in_fp32(model).values())
         notes += [f"{len(routers)} routers compute in FP32 (precision.routers)"] if routers else []
     attention = None
     if world.sequence is not None:
