@@ -76,7 +76,7 @@ from training.distributed import World
 from training.engine import Engine
 from training.engine.ledger import read_start
 from training.engine.optimizer import IMPLEMENTATIONS, rounding
-from training.engine.optimizers.rule import UpdateInputs
+from training.engine.optimizers.rule import UNIT, UpdateInputs
 from training.engine.rng import generators, restore_generators
 from training.engine.tensors import states_of, trainable_parameters, whole_gradient, whole_master, whole_weight
 from training.progress import Progress
@@ -468,7 +468,7 @@ class StepParity:
                 if counted:
                     taken = dataclasses.replace(given, gradient=gradient.double() * reported)
                     within += int((excess(taken, [found, *found_states]) <= 1).all(0).sum())
-            beyond_rounding = max(0.0, math.sqrt(moved.off) - 2.0**-24 * math.sqrt(size) - explained)
+            beyond_rounding = max(0.0, math.sqrt(moved.off) - roundings_of_master(decay) * math.sqrt(size) - explained)
             errors[name] = relative(beyond_rounding, math.sqrt(moved.size))
             if counted:
                 beyond[name] = 1.0 - within / gradients[name].numel()
@@ -479,6 +479,12 @@ class StepParity:
                 given = UpdateInputs(before[0], clipped, states[name], matrix=name in self._hidden, **options)
                 constants[name] = of_update(given, whole_master(engine, parameter), now)
         return {"update_error": errors, "update_rounding": beyond, "constants": constants}
+
+
+def roundings_of_master(decay: float) -> float:
+    """Largest relative error of a master after an update in FP32; of weight decay by `decay` also those of its factor,
+    which is just below 1, and of the product."""
+    return UNIT * (2.5 if decay else 1.0)
 
 
 def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
-from config.schema import ParitySection
+from config.schema import OptimizerSection, ParitySection
 from lab.detection.plants.permanent import PLANTED
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
@@ -24,6 +24,8 @@ from tools.parity import gate as parity
 from tools.parity import steps as single_steps
 from tools.parity.dropped import Rate, otherwise
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
+from training.engine.optimizer import IMPLEMENTATIONS
+from training.engine.optimizers.rule import UpdateInputs
 
 BOUNDS = ParitySection()
 CLIPPED = "optimizer.gradient_clipping=0.5"
@@ -53,6 +55,23 @@ def test_fp32_is_its_own_parity(pair, stage):
         assert checks["module_error"].measured < 1e-6
         assert checks["gradient_error"].measured < 1e-6
         assert checks["update_error"].measured < 1e-5
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.05])
+def test_the_masters_roundings_explain_an_update_at_a_small_rate(decay):
+    """Decay takes less from a weight than a rounding does, and torch rounds its factor and the product besides."""
+    torch.manual_seed(0)
+    start = torch.empty(4096).uniform_(1.0, 1.01)
+    weight = torch.nn.Parameter(start.clone())
+    weight.grad = torch.randn(4096)
+    given = UpdateInputs(start, weight.grad, [torch.zeros(4096)] * 2, OptimizerSection(), decay, 1e-6, 1, False)
+    torch.optim.AdamW([weight], lr=1e-6, betas=given.section.betas, eps=given.section.eps, weight_decay=decay).step()
+    off = (
+        weight.detach().double() - given.master - IMPLEMENTATIONS["adamw"].update(given)
+    ).norm() / given.master.norm()
+    assert off < single_steps.roundings_of_master(decay) and (off > single_steps.roundings_of_master(0.0)) == (
+        decay > 0
+    )
 
 
 IN_BF16 = ("optimizer.name=muon", "optimizer.orthogonalization=bf16")
