@@ -35,9 +35,10 @@ from tests.precision.test_inner_dtypes import by_hand, eager_with, widened_betwe
 from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
 from tests.tools.parity import step_cases
+from tools.parity import recompute
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
-from tools.parity.recompute import Call, distinct_rows
+from tools.parity.recompute import Call, distinct_rows, fewer_rows
 from tools.parity.rounding import figures, findings, pooled, resolution, size_of
 from tools.parity.signature import Signatures
 
@@ -750,3 +751,12 @@ def test_rows_of_equal_inputs_count_once() -> None:
     assert len(reduced.output) == len(reduced.output.unique(dim=0)) == 5
     assert torch.equal(reduced.args[0] * 2, reduced.output)
     assert distinct_rows(reduced) is reduced
+
+
+def test_the_rows_of_a_large_layer_are_of_all_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sixteenth of the rows of sequences of 16 would be their first tokens, which may all be the same."""
+    given, output = torch.randn(64, 16, 8), torch.randn(64, 16, 32)
+    given[:, 0] = given[0, 0]
+    monkeypatch.setattr(recompute, "MOST_VALUES", output.numel() // 16)
+    reduced = distinct_rows(fewer_rows(Call("head", (given,), {}, output)))
+    assert len(reduced.args[0]) > 50 and reduced.output.numel() <= recompute.MOST_VALUES
