@@ -107,15 +107,30 @@ def _positions_before(architecture: str, pad: int | None) -> int:
     return 0 if pad is None or architecture not in _AFTER_PADDING else pad + 1
 
 
+def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    """The config of each layer where they differ, as in Gemma 4, whose own config then raises for what differs; else
+    the one of all layers."""
+    return list(config.per_layer_config) if config.is_heterogeneous else [config]
+
+
+def attention_sizes(config: PretrainedConfig) -> tuple[tuple[int, int, int], ...]:
+    """(heads of queries, heads of keys, head size) by `layer_configs`."""
+    found = []
+    for layer in layer_configs(config):
+        heads = layer.num_attention_heads
+        keys, size = (getattr(layer, name, None) for name in ("num_key_value_heads", "head_dim"))
+        found.append((heads, keys or heads, size or layer.hidden_size // heads))
+    return tuple(found)
+
+
 def require_shares(config: PretrainedConfig) -> None:
     """Raises UserError for counts of heads or experts that do not fit together and would fail in the forward pass."""
-    heads, groups = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    latent = getattr(config, "kv_lora_rank", None)  # keys of multi-head latent attention are not shared
-    if isinstance(heads, int) and isinstance(groups, int) and not latent and (groups < 1 or heads % groups):
-        both = (
-            f"model.config.num_key_value_heads = {groups}: does not divide model.config.num_attention_heads = {heads}"
-        )
-        raise UserError(f"{both}; change one of them")
+    for layer in layer_configs(config):
+        heads, groups = (getattr(layer, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+        latent = getattr(layer, "kv_lora_rank", None)  # keys of multi-head latent attention are not shared
+        if isinstance(heads, int) and isinstance(groups, int) and not latent and (groups < 1 or heads % groups):
+            both = f"num_key_value_heads = {groups}: does not divide model.config.num_attention_heads = {heads}"
+            raise UserError(f"model.config.{both}; change one of them")
     experts = expert_count(config)
     used = getattr(config, "num_experts_per_tok", None)
     if experts and isinstance(used, int) and not 0 < used <= experts:
@@ -483,7 +498,8 @@ def _is_read(key: str, config: PretrainedConfig, model_class: str) -> bool:
 
 def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None:
     """Refuse unknown keys, which transformers silently keeps as attributes, and invalid sizes and probabilities."""
-    known = {*config.to_dict(), *config.attribute_map}
+    defaults = config.to_dict()
+    known = {*defaults, *config.attribute_map}
     if model_class == SEQ2SEQ_LM:
         known.add("decoder_start_token_id")  # T5's config accepts it without declaring it
     for key in given:
@@ -496,7 +512,7 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
     for key, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
-        least, usual = int(own.get(key, key) in _NEEDED), getattr(config, key, None)
+        least, usual = int(own.get(key, key) in _NEEDED), defaults.get(config.attribute_map.get(key, key))
         if _SIZE.fullmatch(key) and value < least and not (isinstance(usual, int) and usual < least):
             raise UserError(f"model.config.{key} = {value}: is not a valid size; give {least} or more")
         if _is_dropout(key) and not 0 <= value < 1:

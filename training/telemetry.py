@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
 
 from config.errors import UserError
 from data.batches.loader import Batch
@@ -345,11 +346,11 @@ class Telemetry:
         weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in frozen}
         tokens = engine.world.sum(torch.tensor(float(batch.label_tokens), dtype=torch.float64, device=device))
 
-        def forward(**options: Any) -> Any:
-            return torch.func.functional_call(engine.model, masters | weights, args=(), kwargs=options)
-
-        for inputs, labels in batch.micro_batches(device):
-            (engine.objective.score(forward, inputs, labels).loss / tokens.clamp(min=1).float()).backward()
+        # through the backward pass too, in which checkpointed blocks run again
+        with _reparametrize_module(engine.model, masters | weights, tie_weights=True):
+            for inputs, labels in batch.micro_batches(device):
+                scored = engine.objective.score(engine.model, inputs, labels)
+                (scored.loss / tokens.clamp(min=1).float()).backward()
         gradients = {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in masters.items()}
         return {name: engine.world.sum(gradient).detach().cpu() for name, gradient in gradients.items()}
 

@@ -192,10 +192,11 @@ def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
     import torch
     from transformers.pytorch_utils import Conv1D
 
+    from modeling.build import attention_sizes
+
     used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one fully trained
     weights = [module.weight for module in used if isinstance(module, torch.nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return linear + 12.0 * config.num_hidden_layers * heads * head_size * sequence
+    widths = [heads * size for heads, _, size in attention_sizes(config)]
+    return linear + 12.0 * config.num_hidden_layers * sum(widths) / len(widths) * sequence

@@ -84,7 +84,7 @@ def sampling_moments(shape: Shape, layout: Layout) -> dict[str, dict[str, float]
     if not whole:
         return {}
     rows = min(section.at_once, layout.micro * layout.accumulation) if section.engine != "vllm" else 0
-    cache = 2.0 * layout.width * shape.layers * shape.kv_heads * shape.head_dim * layout.sequence * rows
+    cache = 2.0 * layout.width * shape.layers * shape.widths()[1] * layout.sequence * rows
     widened = 4.0 * shape.parameters if layout.width == 2 else 0.0
     return {
         # logits, their log-softmax, and its exponential and sums in FP64

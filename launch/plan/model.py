@@ -21,7 +21,7 @@ from launch.plan.counted import Counted, count_activations
 from launch.plan.layout import Layout
 from modeling.activation_checkpointing import blocks_of
 from modeling.adapter import add_adapter, head_weights
-from modeling.build import empty_model
+from modeling.build import attention_sizes, empty_model
 from modeling.expert_parallel import expert_count, require_shareable_experts, share_experts
 from modeling.parameter_groups import parameter_groups
 from modeling.tensor_parallel import cut
@@ -104,9 +104,8 @@ class Shape:
     layers: int
     hidden: int
     intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attentions: tuple[tuple[int, int, int], ...]
+    """Heads of queries, heads of keys and [elements] head size of each block; one entry if all blocks are alike."""
     vocabulary: int
     plain_head: bool
     """Whether logits come from a plain linear layer, so that the loss may be computed in chunks."""
@@ -171,7 +170,14 @@ class Shape:
         """[FLOP] Attention matmuls of one token in the forward pass, over all blocks and the full square."""
         if self.counted_attention is not None:
             return self.counted_attention
-        return 4.0 * self.layers * self.heads * self.head_dim * sequence
+        return 4.0 * self.layers * self.widths()[0] * sequence
+
+    def widths(self, sharing: int = 1) -> tuple[float, float]:
+        """[elements] Size of a token's queries and of its keys, on average over blocks, with heads repeated so that
+        they divide evenly among `sharing` ranks."""
+        blocks = [[math.lcm(heads, sharing) * size for heads in counts] for *counts, size in self.attentions]
+        queries, keys = (sum(sizes) / len(sizes) for sizes in zip(*blocks, strict=True))
+        return queries, keys
 
     def forward_flops(self, sequence: int) -> float:
         """[FLOP] Forward pass of one token: 2 per parameter in a matmul, plus attention."""
@@ -256,9 +262,14 @@ def _slice(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int)
         cut_head = cut_head or module is head
         _cut(module, ranks, by_rows=kind == "colwise")
     own = sizes_of(model, AdapterSection(), optimizer)
-    parts = {name: getattr(whole, name) // ranks for name in ("heads", "kv_heads", "intermediate")}
-    parts |= {"columns": found["colwise"], "rows": found["rowwise"], "head_share": ranks if cut_head else 1}
-    return replace(own, **parts, head_dim=whole.head_dim)
+    return replace(
+        own,
+        attentions=tuple((heads // ranks, keys // ranks, size) for heads, keys, size in whole.attentions),
+        intermediate=whole.intermediate // ranks,
+        columns=found["colwise"],
+        rows=found["rowwise"],
+        head_share=ranks if cut_head else 1,
+    )
 
 
 def _with_experts_shared(model: Any, whole: Shape, optimizer: OptimizerSection, *, ranks: int) -> Shape:
@@ -296,7 +307,7 @@ def sizes_of(
     if not blocks:
         raise UserError(f"model.architecture = {model.config.model_type}: has no blocks to plan for")
     block = max(blocks, key=lambda one: sum(item.numel() for item in one.parameters()))
-    hidden, heads = text.hidden_size, text.num_attention_heads
+    hidden = text.hidden_size
     looked_up, codes = _embeddings(model), codes_of(model, adapter)
     coded = {id(layer.weight) for layer in coded_layers(model, adapter)}
     if adapter.kind != "none":
@@ -325,9 +336,7 @@ def sizes_of(
         layers=len(blocks),
         hidden=hidden,
         intermediate=next((size for name in _INTERMEDIATE if (size := getattr(text, name, None))), 4 * hidden),
-        heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        attentions=attention_sizes(text),
         vocabulary=text.vocab_size,
         plain_head=plain,
         trained_head=plain and head.weight.requires_grad,

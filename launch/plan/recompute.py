@@ -48,7 +48,7 @@ def recomputed_share(shape: Shape, layout: Layout) -> float:
     """[fraction] Share of the forward pass's matmul FLOPs that is recomputed in the backward pass."""
     if layout.checkpointing not in ("attention", "ops"):
         return recomputed_blocks(shape, layout) / shape.layers
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries, keys = shape.widths()
     scores = shape.attention_flops(layout.sequence) / shape.layers  # QK^T and PV
     if layout.checkpointing == "ops":
         again = scores if shape.attention == "eager" else 0.0

@@ -74,8 +74,7 @@ def traffic(shape: Shape, layout: Layout) -> Traffic:
         return _with_tokens(found, shape, layout)
     if layout.sharing == 1:
         return found
-    # heads are repeated so that they divide evenly among the ranks that share sequences
-    queries, keys = (math.lcm(heads, layout.sharing) * shape.head_dim for heads in (shape.heads, shape.kv_heads))
+    queries, keys = shape.widths(layout.sharing)
     again = layout.checkpointing in ("attention", "ops")
     times = layout.accumulation * (2 * shape.layers + (shape.layers if again else recomputed_blocks(shape, layout)))
     sent = times * layout.width * layout.tokens * (2.0 * queries + 2.0 * keys)

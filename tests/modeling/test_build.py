@@ -15,7 +15,15 @@ from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
 from config.task import MASKED_LM
 from modeling.adapter import add_adapter
-from modeling.build import attention_of, build_model, count_parameters, drawn_notes, empty_model, model_config
+from modeling.build import (
+    attention_of,
+    attention_sizes,
+    build_model,
+    count_parameters,
+    drawn_notes,
+    empty_model,
+    model_config,
+)
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import group_of_each, parameter_groups
@@ -79,6 +87,15 @@ def test_a_key_that_only_the_architectures_code_reads_is_taken():
     assert model.model.layers[0].self_attn.q_proj.out_features == 2 * 24
     with pytest.raises(UserError, match="model.config.head_dims: a qwen3_moe config has no such key"):
         build(ModelSection(architecture="qwen3_moe", config={**given, "head_dims": 24}))
+
+
+def test_a_size_that_differs_between_layers_is_checked_as_any_other():
+    given = {"num_hidden_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    section = ModelSection(architecture="gemma4_text", config=LLAMA | given | {"head_dim": 16})
+    shape = model_config(section, vocab_size=64, sequence_length=16)
+    assert [heads for *_, heads in attention_sizes(shape)] == [16, 512]
+    with pytest.raises(UserError, match="model.config.head_dim = 0: is not a valid size; give 1 or more"):
+        build(ModelSection(architecture="gemma4_text", config=LLAMA | given | {"head_dim": 0}))
 
 
 def test_drawing_weights_leaves_torchs_generator_alone():

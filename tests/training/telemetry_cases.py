@@ -71,6 +71,22 @@ def measured(
     }
 
 
+def recomputed_probe(world: World, *, stage: int) -> dict[str, dict[str, bool]]:
+    """By the overrides that recompute blocks, parameters whose FP32 gradients are those of a pass that keeps them."""
+    batch, found = batch_of(world, 2, seed=1), []
+    for override in ("none", "full", "full model.checkpointing_reentrant=true", "ops"):
+        overrides = f"model.activation_checkpointing={override}".split()
+        with engine_of(world, resolve(world, stage=stage, compute="bf16", micro=2, overrides=overrides)) as engine:
+            telemetry = Telemetry(engine, probe=True)
+            with telemetry.watching(batch):
+                found.append((override, telemetry._reference))
+    (_, kept), *others = found
+    return {
+        override: {name: bool(gradient.any()) and torch.equal(gradient, kept[name]) for name, gradient in own.items()}
+        for override, own in others
+    }
+
+
 def maxima(world: World) -> tuple[list[float], list[float]]:
     """The largest of two ranks' values of every kind, all pairs of them, and what they are by torch."""
     kinds = [0.0, -0.0, 5e-324, -5e-324, 1.5, -1.5, 1e308, -1e308, math.inf, -math.inf, math.nan, -math.nan]

@@ -239,6 +239,13 @@ def test_what_is_measured_is_right_and_changes_nothing(pair, stage, compute):
                 assert (agreement["relative_error"] > 1e-6) is (compute != "fp32"), name
 
 
+def test_the_probe_runs_recomputed_blocks_with_the_masters_too(pair):
+    for result in pair.run(telemetry_cases.recomputed_probe, stage=2):
+        assert len(result) == 3
+        for override, same in result.items():
+            assert same and all(same.values()), (override, same)
+
+
 def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, tmp_path):
     rule = {"match": "*.layers.1.*", "compute": "bf16", "reason": "a test"}
     manifest = {"default": "fp32", "rules": [rule]}

@@ -103,6 +103,13 @@ def test_a_contestant_that_fails_does_not_lose_what_the_others_measured(capsys) 
         list(in_rounds(names[:1], 2, run, {}, benchmark.tell))
 
 
+def test_flops_of_layers_that_differ_are_summed() -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 50, "head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **sizes, global_head_dim=32))
+    assert flops_per_token(model, 24) - flops_per_token(model, 0) == pytest.approx(12 * 4 * (16 + 16 + 32) * 24)
+
+
 @pytest.mark.parametrize(("value", "holds"), [(0.99, True), (1.01, False)])
 def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None:
     speeds = (1.0, 1.0, 9.0)

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from config import cli
 from config.command_line import read_command_line
+from config.errors import UserError
 from config.launcher import as_launched
 from config.schema import AdapterSection, Config, DistillSection, ModelSection, OptimizerSection
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
@@ -136,13 +137,30 @@ def test_a_frozen_base_saves_a_third_of_the_flops(base: Path) -> None:
     """Matmuls for the gradients of its weights are left out; a reference is a forward pass more."""
     whole, layout = planned(on_base(base))
     shape, _ = planned(on_base(base, LORA))
-    attention = 12 * shape.layers * shape.heads * shape.head_dim * 128
+    attention = 12 * shape.layers * shape.widths()[0] * 128
     adapter = shape.matmul_parameters - whole.matmul_parameters
     assert adapter == shape.trained_parameters == shape.trained_matmul
     assert whole.flops_per_token(128) == 6 * whole.matmul_parameters + attention
     assert shape.flops_per_token(128) == 4 * whole.matmul_parameters + 6 * adapter + attention
     more = computed_flops(shape, replace(layout, reference_pass=True)) - computed_flops(shape, layout)
     assert more == 2 * shape.matmul_parameters + attention / 3
+
+
+def test_layers_that_differ_count_with_their_own_heads() -> None:
+    """Gemma 4's layers with full attention have larger heads than those with a window, and may have fewer keys."""
+
+    def gemma(keys: int) -> list[str]:
+        sizes = "hidden_size: 64, num_hidden_layers: 3, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16"
+        own = f"per_layer_config: {{2: {{head_dim: 32, num_key_value_heads: {keys}}}}}"
+        tables = "hidden_size_per_layer_input: 8, vocab_size_per_layer_input: 300, intermediate_size: 96"
+        return ["model.architecture=gemma4_text", f"model.config={{{sizes}, {own}, {tables}, vocab_size: 300}}"]
+
+    shape, _ = planned(gemma(keys=1))
+    assert shape.attention_flops(10) == pytest.approx(4 * 10 * (64 + 64 + 128))
+    assert shape.widths() == pytest.approx((256 / 3, 32))
+    assert shape.widths(sharing=2) == pytest.approx((256 / 3, 128 / 3))
+    with pytest.raises(UserError, match="num_key_value_heads = 3: does not divide"):
+        planned(gemma(keys=3))
 
 
 CODED = "adapter={{kind: lora, r: 8, base: {}}}"
