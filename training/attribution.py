@@ -7,7 +7,9 @@ Among ranks that share sequences or matrices, the one in which it began is named
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 from torch import nn
 
 from data.batches.loader import Batch
@@ -30,8 +32,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     device = engine.world.device
     after = generators(device)
     restore_generators(outcome.generators, device)
-    held = ((name, getattr(p, "ds_tensor", p).data) for name, p in engine.model.named_parameters())
-    local = check_parameters(held)  # each parameter in full or, at ZeRO-3, this rank's partition
+    local = check_parameters((name, _held(parameter)) for name, parameter in engine.model.named_parameters())
     with Inspector(engine.model) as inspector:
         engine.forward_backward(batch, step=step, on_loss=inspector.check_loss)
     # A bad weight is found again in the module that uses it; under ZeRO-3 even on ranks that do not hold it.
@@ -50,6 +51,14 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
         (0, Finding(name, "gradient", *described, order, seen="the gradient reduced over all ranks"))
         for order, (name, described) in enumerate(bad[:_MAX_PARAMETERS])
     ]
+
+
+def _held(parameter: Any) -> torch.Tensor:
+    """A parameter in full or, at ZeRO-3, this rank's partition without its padding, which is never written."""
+    if not hasattr(parameter, "ds_tensor"):
+        return parameter.data
+    part = parameter.ds_tensor.data.view(-1)
+    return part[: max(parameter.ds_numel - parameter.ds_zero_partition_rank * len(part), 0)]
 
 
 def _without_consequences(

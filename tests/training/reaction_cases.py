@@ -104,6 +104,21 @@ def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]
         return [(r, f.module, f.tensor, f.kind, f.count) for r, f in found]
 
 
+def stained_padding(world: World) -> list[tuple[int, str]]:
+    """Who is blamed for a NaN on rank 0 where memory behind the last rank's partitions is NaN: it is not theirs."""
+    odd = "hidden_size: 33, head_dim: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 1"
+    spoiled = f"faults=[{{kind: nan_activation, step: 1, rank: 0, module: {HIT}}}]"
+    overrides = [f"model.config={{{odd}, num_key_value_heads: 1}}", spoiled]
+    with engine_of(world, resolve(world, stage=3, compute="bf16", micro=2, overrides=overrides)) as engine:
+        norm: Any = engine.model.get_submodule("model.norm").weight
+        if world.rank == 1:
+            norm.ds_tensor.data[-1] = float("nan")  # of 33 values the first rank has 17
+        batch = batch_of(world, 2, seed=1)
+        outcome = engine.forward_backward(batch, step=1)
+        found = attribute(engine, batch, outcome, step=1)
+        return [(rank, finding.module) for rank, finding in found]
+
+
 def disagreement(world: World, *, stage: int, what: str) -> str:
     """The error when rank 1 has another loss scale or step count."""
     resolved = resolve(world, stage=stage, compute="fp16", overrides=["precision.loss_scale.initial=256"])

@@ -188,6 +188,12 @@ def test_a_weight_that_was_bad_before_the_step_is_named(pair, stage, compute):
         assert found[0] == named[0]
 
 
+def test_padding_of_partitions_is_no_weight(pair) -> None:
+    """DeepSpeed leaves it as the allocator hands it out, for frozen weights such as an adapter's base."""
+    for found in pair.run(reaction_cases.stained_padding):
+        assert found == [(0, HIT)]
+
+
 MIXED = {
     "default": "bf16",
     "rules": [
