@@ -35,7 +35,7 @@ from config.printable import first_of
 from config.rules import QUANTISED_BASES
 from config.schema import AdapterSection, ModelSection
 from config.task import CAUSAL_LM, KINDS, SEQ2SEQ_LM
-from modeling.expert_parallel import EXPERT_COUNTS, expert_count
+from modeling.expert_parallel import EXPERT_COUNTS, expert_count, used_by_token
 from modeling.quantised_base import freeze_quantised, loading_options, quantised_parameters
 from modeling.tensor_parallel import cut
 
@@ -363,8 +363,9 @@ def attention_of(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
 
 
-def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
-    """Number of parameters, counting tied ones once and partitioned ones in full. trained: leave out frozen ones."""
+def count_parameters(model: Any, *, trained: bool = False, active: bool = False) -> int:
+    """Number of parameters, counting tied ones once and partitioned ones in full. trained: leave out frozen ones.
+    active: of experts, count those that a token uses."""
     found, coded = 0, quantised_parameters(model)
     for parameter in model.parameters():
         if trained and not parameter.requires_grad:
@@ -373,7 +374,8 @@ def count_parameters(model: torch.nn.Module, *, trained: bool = False) -> int:
             found += coded[id(parameter)].whole_shape.numel()
             continue
         shape, how = torch.Size(getattr(parameter, "ds_shape", parameter.shape)), cut(parameter)
-        found += (how.whole(shape) if how else shape).numel()
+        whole = how.whole(shape) if how else shape
+        found += used_by_token(whole, model.config) if active else whole.numel()
     return found
 
 

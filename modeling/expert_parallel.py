@@ -24,12 +24,22 @@ MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "d
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Config keys for the number of experts in a layer."""
+_CHOSEN = ("num_experts_per_tok", "top_k_experts")
+"""Config keys for the number of experts that a token's router chooses; the second is Gemma 4's."""
 
 
 def expert_count(shape: PretrainedConfig) -> int | None:
     """Experts in a layer according to a model's config; None if it names none."""
     text = shape.get_text_config()
     return next((int(getattr(text, key)) for key in EXPERT_COUNTS if getattr(text, key, None)), None)
+
+
+def used_by_token(shape: torch.Size, config: Any) -> int:
+    """[parameters] Number of a whole tensor that one token uses: of fused experts, those that its router chooses."""
+    text = config.get_text_config()
+    chosen = next((int(each) for key in _CHOSEN if (each := getattr(text, key, None))), 0)
+    fused = chosen and len(shape) == 3 and shape[0] == expert_count(text)
+    return shape.numel() * chosen // shape[0] if fused else shape.numel()
 
 
 def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:

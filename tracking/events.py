@@ -72,7 +72,7 @@ _NUMBERS = frozenset(
         *("tokens", "loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total", "step_seconds"),
         *("tokens_per_second", "memory_bytes", "data_seconds", "from", "to", "consecutive_overflows", "perplexity"),
         *("seconds", "stall_seconds", "bytes", "world_size", "parameters", "zero_stage", "exit_code", "count"),
-        "trained_parameters",
+        *("trained_parameters", "active_parameters", "active_trained_parameters"),
         *("slice", "slices", "tensor_slice", "tensor_slices"),
     }
 )

@@ -205,6 +205,8 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         config_sha256=json_sha256(to_dict(config), sort_keys=True),
         parameters=count_parameters(engine.model),
         trained_parameters=count_parameters(engine.model, trained=True),
+        active_parameters=count_parameters(engine.model, active=True),
+        active_trained_parameters=count_parameters(engine.model, trained=True, active=True),
         compute=resolved.compute,
         zero_stage=resolved.zero_stage,
         resumed_from=str(found) if found else None,

@@ -22,7 +22,7 @@ from launch.plan.layout import Layout
 from modeling.activation_checkpointing import blocks_of
 from modeling.adapter import add_adapter, head_weights
 from modeling.build import attention_sizes, empty_model
-from modeling.expert_parallel import expert_count, require_shareable_experts, share_experts
+from modeling.expert_parallel import expert_count, require_shareable_experts, share_experts, used_by_token
 from modeling.parameter_groups import parameter_groups
 from modeling.tensor_parallel import cut
 from training.tasks.shape import empty_model_of
@@ -317,7 +317,9 @@ def sizes_of(
     # a fully trained module keeps an unused copy of its original
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
     matmuls = [
-        (item, _per_token(item, text)) for item, _ in used.values() if id(item) not in looked_up | _embeddings(model)
+        (item, used_by_token(how.whole(item.shape) if (how := cut(item)) else item.shape, text))
+        for item, _ in used.values()
+        if id(item) not in looked_up | _embeddings(model)
     ]
     inside = list(block.parameters())
     trained = [size for item, size in parameters.values() if item.requires_grad]
@@ -343,14 +345,6 @@ def sizes_of(
         attention=str(model.config._attn_implementation),
         codes=codes,
     )
-
-
-def _per_token(item: Any, text: Any) -> int:
-    """[parameters] Number of a tensor that one token uses: of fused experts, those that its router chooses."""
-    whole, experts = (how.whole(item.shape) if (how := cut(item)) else item.shape), expert_count(text)
-    chosen = getattr(text, "num_experts_per_tok", None)
-    fused = bool(chosen) and len(whole) == 3 and whole[0] == experts
-    return int(item.numel() * chosen // item.shape[0] if fused else item.numel())
 
 
 _BLOCK, _SCALES = 64, 256

@@ -186,6 +186,21 @@ def test_shared_parameters_count_once(tied):
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
 
 
+@pytest.mark.parametrize(("family", "chosen"), [("qwen3_moe", "num_experts_per_tok"), ("gemma4_text", "top_k_experts")])
+def test_of_experts_those_are_active_that_a_token_uses(family, chosen):
+    given = {**LLAMA, "num_experts": 4, chosen: 1, "moe_intermediate_size": 16}
+    if family == "gemma4_text":
+        given |= {"enable_moe_block": True, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+    model = build(ModelSection(architecture=family, config=given))
+    experts = [parameter for name, parameter in model.named_parameters() if ".experts." in name]
+    assert len(experts) == 2 * 2 and {parameter.shape[0] for parameter in experts} == {4}
+    unused = 3 * sum(map(torch.numel, experts)) // 4
+    assert count_parameters(model, active=True) == count_parameters(model) - unused
+    model.get_input_embeddings().weight.requires_grad = False
+    trained = count_parameters(model, trained=True)
+    assert count_parameters(model, trained=True, active=True) == trained - unused < count_parameters(model) - unused
+
+
 def test_an_encoder_that_would_see_what_it_predicts_is_refused():
     """transformers makes a language model of BERT, and warns; its loss goes to 0 on whatever text."""
     small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}

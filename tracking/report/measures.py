@@ -89,11 +89,14 @@ def epoch_time(context: MeasureContext, found: Finding) -> float:
 
 
 def utilisation(context: MeasureContext, found: Finding) -> float:
-    """Model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x parameters + 12 x layers x hidden size
-    x sequence length), over the device's dense 16-bit peak; recomputed activations do not count."""
+    """Model FLOPs utilisation (PaLM, appendix B): tokens/s of one device x (6 x active parameters + 12 x layers x
+    hidden size x sequence length), over the device's dense 16-bit peak; recomputed activations do not count."""
     run = context.run
-    parameters = int(run.start["parameters"])
-    trained = int(run.start.get("trained_parameters", parameters))
+    whole = int(run.start["parameters"])
+    parameters = int(run.start.get("active_parameters", whole))
+    trained = int(run.start.get("active_trained_parameters") or run.start.get("trained_parameters", whole))
+    if parameters < whole:
+        found.how += f"; {whole - parameters:,} parameters of experts that a token does not use count 0"
     if trained < parameters:
         found.how += f"; {parameters - trained:,} frozen parameters count 4, since they need no gradients"
     peak, device = context.peak or peak_flops(_device(run)), _device(run)

@@ -498,7 +498,9 @@ def regions_of(model: PreTrainedModel, resolved: Resolved) -> Regions | None:
     sixteen_bit = [compute for compute in ("bf16", "fp16") if regions.uses(compute)]
     kind = "mixed" if len(sixteen_bit) == 2 else (sixteen_bit or ["fp32"])[0]
     if regions.uses("fp8"):
-        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}.get(kind, kind)
+        if "fp16" in sixteen_bit:
+            raise UserError(f"{where}: FP8 is not verified beside FP16; use bf16 instead of fp16 in it, or remove fp8")
+        kind = {"fp32": "fp8", "bf16": "fp8_bf16"}[kind]
     path = "cast" if kind == "fp32" else "manifest"
     refuse_combination(where, Combination(path, kind, resolved.zero_stage, resolved.offload))
     return regions

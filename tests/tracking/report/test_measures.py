@@ -167,6 +167,19 @@ def test_utilisation_leaves_out_the_gradients_of_frozen_weights(tmp_path: Path) 
     assert "12,000,000 frozen parameters count 4" in found.how
 
 
+def test_utilisation_counts_the_experts_that_a_token_uses(tmp_path: Path) -> None:
+    fields = {"parameters": 12_345_678, "trained_parameters": 12_345_678}
+    fields |= {"active_parameters": 2_345_678, "active_trained_parameters": 2_345_678}
+    with session(tmp_path / "moe", compute="bf16", **fields) as written:
+        written.steps(9, step_seconds=0.5, tokens_per_second=TOKENS_PER_STEP / 0.5)
+        written.end("done")
+    RunDir(tmp_path / "moe").write_inputs(CONFIG, {}, ENVIRONMENT)
+    found = _found(tmp_path / "moe")["utilisation"]
+    flops_a_token = 6 * 2_345_678 + 12 * 4 * 256 * 512
+    assert found.value == pytest.approx(TOKENS_PER_STEP / 0.5 / 2 * flops_a_token / 989.4e12)
+    assert "10,000,000 parameters of experts" in found.how and "frozen" not in found.how
+
+
 def test_utilisation_is_not_guessed(tmp_path: Path) -> None:
     cpu = simple_run(tmp_path / "cpu", environment={"accelerator": {"device": "cpu"}})
     assert "--peak-tflops" in _found(cpu)["utilisation"].reason

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.models import small_run
+from tests.support.models.small_run import manifest_of
 from tests.training import reaction_cases
 from tests.training.engine import engine_cases
 from tests.training.engine.test_engine import difference, require_step
@@ -71,6 +73,17 @@ def test_what_computes_in_it_is_observed_and_can_change(pair, tmp_path, stage):
         assert result["share"]["fp8"] > 0.3
         assert result["computed"] == ({"fp8"}, {"fp32"})
         assert result["masters"] == {"torch.float32"}
+
+
+@pytest.mark.parametrize("default", ["fp16", "bf16"])
+def test_it_is_refused_beside_fp16(solo, tmp_path, default):
+    """As the ambient dtype, or in other regions."""
+    other = {"match": "*.mlp.*_proj", "compute": "fp16", "reason": "test"}
+    rules = RULES if default == "fp16" else [{**RULES[0], "match": "*.self_attn.*_proj"}, other]
+    given = manifest_of(tmp_path, {"default": default, "rules": rules})
+    (said,) = solo.run(small_run.refused, stage=2, compute="fp32", overrides=given)
+    where = given[1].replace("=", " = ")
+    assert said == f"{where}: FP8 is not verified beside FP16; use bf16 instead of fp16 in it, or remove fp8"
 
 
 def test_a_kernel_is_tried_before_it_is_used(pair, tmp_path):

@@ -48,7 +48,10 @@ def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
     # what was left to Mantissa is printed and saved
     assert "DeepSpeed JSON: ds_configs/zero2_fp32.json; attention: sdpa" in output
     assert "  attention: sdpa\n" in (run / "config.yaml").read_text()
-    assert [event["attention"] for event in events(finished, "it", "run_start")] == ["sdpa"]
+    (start,) = events(finished, "it", "run_start")
+    assert start["attention"] == "sdpa"
+    kinds = ("active_parameters", "trained_parameters", "active_trained_parameters")  # all, without experts or adapter
+    assert {start[kind] for kind in kinds} == {start["parameters"]}
 
 
 def test_a_single_text_file_trains_validates_and_resumes(folder):
