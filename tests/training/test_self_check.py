@@ -15,6 +15,7 @@ from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
 from data.text.prepare import prepare
 from lab.detection.plants.site import ATTENTION, LAYER, LINEAR, NORM
+from modeling.objectives.label_prediction import LabelPrediction
 from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
@@ -171,6 +172,27 @@ def test_products_of_the_check_are_not_taken_for_the_models_own(pair, folder, mo
     events = events_of(pair, folder, [*settings, *model])
     assert not of(events, "warning") and of(events, "self_check")[0]["checks"]["gradients"]["compared"] > 13
     assert of(events, "precision")[0]["flop_share"] == {"bf16": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("falcon_h1", {"lm_head_multiplier": 0.5}),
+        ("recurrent_gemma", {"logits_soft_cap": 30.0}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("marian", {"final_logits_bias": torch.tensor([[0.0, 1.0]])}),
+    ],
+)
+def test_the_loss_of_a_model_that_changes_its_logits_is_left_out(family: str, changes: dict[str, Any]) -> None:
+    bias = changes.pop("final_logits_bias", torch.zeros(1, 2))
+    model = SimpleNamespace(config=AutoConfig.for_model(family, **changes), final_logits_bias=bias)
+    passes: Any = object.__new__(Passes)
+    passes.skipped, passes._head = {}, torch.nn.Linear(2, 2)
+    passes._engine = SimpleNamespace(model=model, objective=LabelPrediction(), regions=None)
+    passes._resolved = SimpleNamespace(batch=SimpleNamespace(sequence=1))
+    assert passes._can_judge_loss() == (family == "llama")
+    assert passes.skipped == ({} if family == "llama" else {"loss": "the model changes its logits"})
 
 
 def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> None:

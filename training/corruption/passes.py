@@ -39,6 +39,8 @@ _BLOCKS = 2
 """Number of blocks recomputed in a step; blocks take turns."""
 _LOGITS = 1 << 24
 """Number of logits recomputed at a time."""
+_FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap")
+"""Keys of a model's config by which it changes its logits, other than the soft cap of Gemma's family."""
 
 
 class Row(NamedTuple):
@@ -242,13 +244,15 @@ class Passes:
         return [distance(*three, roundoff=unit_roundoff(dtype), kernel=IN_HALVES)]
 
     def _can_judge_loss(self) -> bool:
-        config: Any = self._engine.model.config.get_text_config()
+        model: Any = self._engine.model
+        factors = (getattr(model.config.get_text_config(), name, None) for name in _FACTORS)
+        bias = getattr(model, "final_logits_bias", None)  # of BART's family, outside of its head
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
             self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
         elif self._engine.regions is not None or not isinstance(self._head, nn.Linear):
             self.skipped["loss"] = "its output embedding is not a linear layer in the run's dtype"
-        elif any(getattr(config, name, None) not in (None, 1.0) for name in ("logits_scaling", "logit_scale")):
-            self.skipped["loss"] = "the model scales its logits"
+        elif any(factor not in (None, 1.0) for factor in factors) or (bias is not None and bool(bias.any())):
+            self.skipped["loss"] = "the model changes its logits"
         return "loss" not in self.skipped
 
     def _enter_head(self, module: nn.Module, args: Any) -> None:
