@@ -110,7 +110,7 @@ def _positions_before(architecture: str, pad: int | None) -> int:
 def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """The config of each layer where they differ, as in Gemma 4, whose own config then raises for what differs; else
     the one of all layers."""
-    return list(config.per_layer_config) if config.is_heterogeneous else [config]
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def attention_sizes(config: PretrainedConfig) -> tuple[tuple[int, int, int], ...]:
