@@ -195,6 +195,27 @@ def test_the_loss_of_a_model_that_changes_its_logits_is_left_out(family: str, ch
     assert passes.skipped == ({} if family == "llama" else {"loss": "the model changes its logits"})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_that_the_model_caps_in_16_bits_are_capped_so(dtype: torch.dtype) -> None:
+    """Capped in FP32, BF16's loss would be 2.6e-4 off."""
+    torch.manual_seed(0)
+    head, cap = torch.nn.Linear(16, 64, bias=False).to(dtype), 5.0
+    hidden, labels = (8 * torch.randn(32, 16)).to(dtype), torch.randint(64, (32,))
+    logits = head(hidden).detach().requires_grad_()
+    loss = torch.nn.functional.cross_entropy((cap * torch.tanh(logits / cap)).float(), labels, reduction="sum")
+    (own,) = torch.autograd.grad(loss, logits)
+    came = list[torch.Tensor]()
+    passes: Any = object.__new__(Passes)
+    passes._cap, passes._total, passes._factor = cap, torch.zeros(2, dtype=torch.float64), torch.ones(())
+    passes._engine = SimpleNamespace(loss_path=SimpleNamespace(chunked=False))
+    passes._sums = SimpleNamespace(
+        wide=torch.float32, operand=lambda head, given: given, add=lambda head, given, back: came.append(back)
+    )
+    passes._add_loss(hidden, labels, head)
+    assert abs(float(passes._total[0]) / float(loss) - 1) < 1e-6
+    assert float((came[0] - own.float()).norm() / own.float().norm()) < 4 * torch.finfo(dtype).eps
+
+
 def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> None:
     """OPT's layers and Bloom's MLP call a function with a rate of their own; only torch's modules call it p."""
     for name, rates in (("opt", {"dropout": 0.1}), ("bloom", {"hidden_dropout": 0.1}), ("gpt2", {"resid_pdrop": 0.1})):

@@ -277,9 +277,13 @@ class Passes:
         u = unit_roundoff(hidden.dtype)
         chunk = max(_LOGITS // len(head.weight), 1)
         for given, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits = functional.linear(given, head.weight, head.bias).to(self._sums.wide)
-            bent = torch.tanh(logits / self._cap) if self._cap else None
-            logits = bent * self._cap if bent is not None and self._cap else logits
+            logits, bent = functional.linear(given, head.weight, head.bias), None
+            # without chunks the model caps them in its dtype, where little is left of 1 - tanh^2 near 0
+            logits = logits.to(self._sums.wide) if self._engine.loss_path.chunked else logits
+            if self._cap:
+                bent = torch.tanh(logits / self._cap)
+                logits, bent = bent * self._cap, bent.to(self._sums.wide)
+            logits = logits.to(self._sums.wide)
             counted, rows = (own != IGNORED_LABEL)[:, None], own.clamp(min=0)[:, None]
             logs = logits.log_softmax(-1)
             losses, largest = -logs.gather(1, rows) * counted, logits.abs().amax(-1, keepdim=True) * counted
