@@ -14,7 +14,7 @@ EXPERTS, TAKEN = 6, 2
 """No other size of these models is EXPERTS, so that logits of routers are known by their shape."""
 EACH = SIZES | {"num_experts": EXPERTS, "num_local_experts": EXPERTS, "num_experts_per_tok": TAKEN, "head_dim": 8}
 EACH |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "pad_token_id": 0}
-"""What most architectures take."""
+"""Keys that most architectures take."""
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 _LINEAR |= {
     f"linear_{key}": value for key, value in (("num_key_heads", 2), ("num_value_heads", 2), ("key_head_dim", 8))
@@ -26,10 +26,10 @@ MORE: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR,
     "qwen3_next": _LINEAR,
 }
-"""What single ones need beside."""
+"""Further keys of single ones."""
 _FULL = {"layer_types": ["full_attention"] * 2}
 _INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8}
-"""Of Qwen 4's attention."""
+"""Keys of Qwen 4's attention."""
 _ROUTED = {"n_routed_experts": EXPERTS, "moe_num_experts": EXPERTS, "moe_topk": TAKEN, "moe_k": TAKEN}
 _ROUTED |= {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 0, "num_dense_layers": 0}
 _ROUTED |= {"mlp_layer_types": ["sparse"] * 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8}
