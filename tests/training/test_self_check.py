@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
@@ -254,6 +255,21 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
             call = _Call((given,), {}, [(output.float() * factor).to(dtype)], [])
             ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, weights, call))
             assert (error <= bound) == sound, factor
+
+
+def test_a_bias_that_cancels_a_rounded_product_is_sound_at_zero_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's linear layer rounds its product before it adds the bias, unless its input is a matrix."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
+    passes: Any = Passes.__new__(Passes)
+    passes._engine = SimpleNamespace(regions=None, compute="bf16", world=SimpleNamespace(device=torch.device("cpu")))
+    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa")))
+    module = torch.nn.Linear(32, 32).to(torch.bfloat16).requires_grad_(False)
+    given = (torch.ones(1, 64, 32) + 0.01 * torch.randn(1, 64, 32)).to(torch.bfloat16)
+    module.bias.copy_(-(given @ module.weight.t()).mean((0, 1)))
+    call = _Call((given[0],), {}, [module(given)[0]], [])
+    ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, dict(module.named_parameters()), call))
+    assert error <= bound
 
 
 def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(pair, folder) -> None:
