@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
             *("--dtype", _DTYPES[resolved.compute], "--max-model-len", str(resolved.config.data.sequence_length)),
             *("--load-format", "dummy", "--skip-tokenizer-init", "--generation-config", "vllm", "--enforce-eager"),
             *("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--host", options.host),
-            "--no-enable-chunked-prefill",  # after a part it takes back a seed's number, which ends vLLM 0.32 on a CPU
+            "--no-enable-chunked-prefill",  # after a chunk vLLM 0.32 rewinds the seed's generator: on a CPU it crashes
             *("--worker-extension-cls", "vllm_worker.ProvenWeights", "--port", str(options.port)),
             *("--weight-transfer-config", '{"backend": "mantissa"}', *shlex.split(options.vllm)),
         ]

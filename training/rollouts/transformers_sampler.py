@@ -85,7 +85,7 @@ def copy_of_model(resolved: Resolved, shape: PretrainedConfig, engine: Engine) -
     if resolved.compute != "fp32" and config.precision.routers == "fp32":
         compute_routers_in_fp32(model)
     for own, trained in zip(model.parameters(), engine.model.parameters(), strict=True):
-        # what is trained is copied, and aligned: kernels add in another order where memory is mapped from a file
+        # trained weights are copied: memory mapped from a file is unaligned, where kernels add in another order
         shared = engine.stage < 3 and not trained.requires_grad
         own.data = trained.data if shared else own.data.to(engine.world.device, trained.dtype, copy=True)
     for buffer, its in zip(model.buffers(), engine.model.buffers(), strict=True):

@@ -59,7 +59,7 @@ _LAYERS = 4
 _DRAWS = 0.05
 """Largest distance between random numbers and the answers drawn with them; 1/3 for unrelated numbers."""
 _AMPLIFIED, _ROUNDINGS = ("loss", "norm"), 4
-"""Comparisons that a later step's weights enter; and rounding errors of FP32 that a run may have for each weight's."""
+"""Comparisons that depend on earlier updates; and the factor allowed on what rounding the initial weights changes."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -188,7 +188,7 @@ def _compare_steps(
 def _widen(oracle: _Oracle, own: Sequence[Mapping[str, Any]], compared: Mapping[str, Comparison]) -> list[str]:
     """Widen bounds where rounding explains more. own: the first events with the oracle's results. Returns notes.
 
-    An update follows the sign of a gradient near zero, which is rounding, and a high rate makes the next step's of it.
+    Adam's first update follows a gradient's sign, which for one near zero is rounding; a high rate magnifies that.
     """
     apart, notes = {what: replace(row, largest=0.0) for what, row in compared.items()}, []
     oracle.begin_again()

@@ -61,7 +61,7 @@ class Movement:
 
     @torch.no_grad()
     def begin_again(self) -> None:
-        """Go back to the initial weights, each with another rounding error of FP32. Nothing can be compared then."""
+        """Go back to the initial weights, each off by about FP32's unit roundoff. `compare` no longer applies."""
         draw = torch.Generator().manual_seed(0)
         for name, value in torch.load(self._start).items():
             noise = torch.randn(value.shape, generator=draw, dtype=value.dtype)
