@@ -79,7 +79,8 @@ class Workers:
                 _kill(process)
                 raise WorkerDied("no answer in time") from error
             process.join(timeout=5)
-            how = "has ended" if process.exitcode is None else describe_exit(process.exitcode)
+            with self._starting:  # a start in another thread may have reaped it and not have noted its exit code yet
+                how = "has ended" if process.exitcode is None else describe_exit(process.exitcode)
             raise WorkerDied(f"a worker process {how}") from error
         if not good:
             raise result
