@@ -24,6 +24,7 @@ from tests.training import observer_cases
 from tests.training.observer_cases import cast
 from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
+from training.corruption.between import Between
 from training.corruption.passes import Passes, Row, _Call
 from training.corruption.plain import is_random
 from training.corruption.self_check import SelfCheck
@@ -229,6 +230,26 @@ def test_a_module_that_drops_values_is_random_whatever_its_rate_is_called() -> N
             (block,) = (item for item in model.modules() if type(item).__name__.endswith(("Block", "DecoderLayer")))
             found.append(is_random(block))
         assert found == [False, True], name
+
+
+def test_blocks_that_get_their_hidden_states_by_keyword_are_left_out() -> None:
+    """As DBRX's do: the run goes on."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.nn.Linear(4, 4)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.block(input=hidden)
+            return out
+
+    model = Model()
+    between = Between(SimpleNamespace(model=model), {"block": model.block}, "sdpa")  # type: ignore[arg-type]
+    with between.watching():
+        model(torch.ones(2, 3, 4))
+    with pytest.raises(TypeError, match="exchange more than hidden states"):
+        between.compared()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

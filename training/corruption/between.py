@@ -51,14 +51,14 @@ class Between:
     def compared(self) -> list[str]:
         """Names of the modules with other inputs than the model's own forward gives them. A collective at ZeRO-3.
         Raises an exception if the model's blocks exchange more than hidden states."""
+        if not self._plain:
+            raise TypeError("its blocks exchange more than hidden states")
         model: Any = self._engine.model
         weights = weights_of(self._engine, model, leaving=self._inside)
         copied, kept = plain(model, weights, None, self._attention), dict[str, Any]()
         for name, module in self._stations.items():
             owner, _, own = name.rpartition(".")
             copied.get_submodule(owner)._modules[own] = _Handing(module, partial(kept.__setitem__, name))
-        if not self._plain:
-            raise TypeError("its blocks return more than hidden states")
         args, kwargs = self._given
         copied(*args, **kwargs)
         wrong, before = [], None
@@ -79,12 +79,14 @@ class Between:
             self._given = tree_map_only(torch.Tensor, _first, (args, kwargs))
 
     def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
-        if name not in self._handed:
+        if not args:  # hidden states by keyword, which no stand-in hands on
+            self._plain = False
+        elif name not in self._handed:
             self._handed[name] = _tensors(kwargs)
             self._rows[name] = [_some(args[0])]
 
     def _leave(self, name: str, module: Any, args: Any, output: Any) -> None:
-        if len(self._rows[name]) == 1:
+        if len(self._rows.get(name, ())) == 1:
             self._plain = self._plain and torch.is_tensor(output)
             self._rows[name].append(_some(output if torch.is_tensor(output) else output[0]))
 
