@@ -168,7 +168,7 @@ class StepParity:
             "own_grad_norm": _norm(found),
             "applied": update.applied,
             "loss_scale": update.loss_scale,
-            "roundoff": unit_roundoff(compute),
+            "roundoff": unit_roundoff(DTYPES[self._coarsest]),
             "parameters": agreement,
             "planned": planned,
             "plain": {name: plain[name] for name in beyond if name in plain},
@@ -268,15 +268,24 @@ class StepParity:
     def _plain_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of plain torch's gradients in the run's dtype with FP32's, by parameter.
 
-        It is the best that the dtype allows: if terms cancel, rounding alone takes a gradient beyond every bound. Empty
-        in FP32, and if modules compute in several dtypes.
+        It is the best that the dtype allows: if terms cancel, rounding alone takes a gradient beyond every bound. Under
+        a manifest the dtype is its coarsest, which allows a gradient no more than a run in that dtype alone. Empty in
+        FP32 and with FP8, whose rounding `_planned_agreement` has.
         """
         engine = self._engine
-        if engine.regions is not None or engine.compute == "fp32":
+        if self._coarsest == "fp32":
             return {}
         scale = engine.loss_scale * engine.world.zero_ranks  # of the loss that the engine differentiates
         with self._routed():
-            return _agreement(self._reference.gradients_in(engine.compute, batch, scale), gradients)
+            return _agreement(self._reference.gradients_in(self._coarsest, batch, scale), gradients)
+
+    @property
+    def _coarsest(self) -> str:
+        """The coarsest dtype that a module computes in, by which plain torch can compute all; fp32 with FP8."""
+        regions = self._engine.regions
+        if regions is None or regions.names_in("fp8"):
+            return self._engine.compute
+        return next((dtype for dtype in ("bf16", "fp16") if regions.names_in(dtype)), "fp32")
 
     def _routed(self) -> AbstractContextManager[None]:
         """Context manager: the reference makes the choices of the run's routers and ReLUs, where they can be used."""
@@ -298,7 +307,7 @@ class StepParity:
         """
         if not plain or self._engine.world.sequence is not None:
             return {}
-        roundoff = unit_roundoff(DTYPES[self._engine.compute])
+        roundoff = unit_roundoff(DTYPES[self._coarsest])
 
         def farthest(found: dict[str, Any]) -> float:
             return max((excess_of(found[name], plain[name], roundoff) for name in judged), default=0.0)

@@ -115,12 +115,14 @@ def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16")])
-def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dtype(pair, stage, compute):
+@pytest.mark.parametrize(
+    ("stage", "compute", "given"), [(2, "bf16", []), (3, "fp16", []), (1, "fp32", manifest("bf16"))]
+)
+def test_a_gradient_beyond_its_bound_is_compared_with_plain_torch_in_the_same_dtype(pair, stage, compute, given):
     """Under a bound that no 16-bit gradient keeps: what is healthy passes, and a defect is still named."""
     bounds = ParitySection(gradient_error=1e-6)
     defect = f"{{kind: lost_reduction, module: {LINEAR}}}"
-    overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=1024"]
+    overrides = ["parity.gradient_error=1e-6", "precision.loss_scale.initial=1024", *given]
     for planted in ("", defect):
         of_case = {"stage": stage, "compute": compute, "steps": 2, "overrides": overrides, "defect": planted}
         for steps in pair.run(parity_cases.measured_steps, **of_case):
