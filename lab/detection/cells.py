@@ -17,6 +17,7 @@ from lab.detection.defects import BF16, DEFECTS, FP16, MANIFEST, PATHS, TEAM, WA
 from lab.detection.healthy import drawn
 from lab.detection.later import LATER
 from tests.support.rows.chats import write_base, write_chats, write_pairs
+from tools.parity.jobs import WALK
 
 STEPS = 24
 """Steps of a run."""
@@ -112,9 +113,12 @@ class Cell:
 
     @property
     def points(self) -> tuple[int, ...]:
-        """Attempted steps after which single steps are compared; of a healthy run at the start as well."""
-        last = 2 * self.every
-        return (last,) if self.planted is not None else (0, last)
+        """Attempted steps after which single steps are compared: a random one; of a healthy run at the start as well.
+
+        Cells that share a defect share it too, since they may share a twin.
+        """
+        drawn = random.Random(f"{self.planted or self.variant} {self.seed}").randrange(1, self.steps - WALK + 1)
+        return (drawn,) if self.planted is not None else (0, drawn)
 
     @property
     def is_wide(self) -> bool:

@@ -37,7 +37,7 @@ from lab.detection.cells import (
 )
 from lab.detection.defects import DEFECTS, Defect
 from lab.detection.made_of import PACKAGES, made_of
-from lab.detection.page import page, wide_alarms
+from lab.detection.page import by_kind, page, wide_alarms
 from lab.results import keep_result, read_results
 from precision.observe import PrecisionMismatch
 from tests.support.jobs.process_group import ProcessGroup
@@ -123,7 +123,8 @@ class Cells:
         (self._folder / f"refused-{self._job}.txt").write_text(f"{cell.name}\n{problem}\n", encoding="utf-8")
         kind, _, said = line.partition(": ")
         by = [f"refused: {kind.rpartition('.')[2]}"]
-        return {"found_by": by, "said": [said[:300]], "modules": [], "ranks": [], "oracle": ""}
+        alone = [line] if f"in {run.alone.__name__}\n" in str(problem) else []
+        return {"found_by": by, "said": [said[:300]], "modules": [], "ranks": [], "oracle": "", "alone": alone}
 
 
 def _last_line(problem: AssertionError) -> str:
@@ -257,7 +258,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measure(options, code)
     if options.wide:
         print(wide_alarms(results(options.folder / "results.jsonl", code)[0]))
-    elif not options.only and not options.later:
+    elif options.later:
+        print(by_kind(later_cells(), results(options.folder / "results.jsonl", code)[0]))
+    elif not options.only:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         found, _ = results(options.folder / "results.jsonl", code)
         minutes = sum(each["seconds"] for each in found.values()) / 60

@@ -27,35 +27,33 @@ def judged(
     *,
     code: int,
     recomputed: int,
+    points: Sequence[int] | None,
     apart: Sequence[Path] = (),
     again: Sequence[Path] = (),
-    points: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """{"found_by", "modules", "ranks", "said", "oracle"} of a finished run.
+    """{"found_by", "modules", "ranks", "said", "oracle", "chaotic"} of a finished run.
 
-    code: its exit code. recomputed: steps that the oracle recomputes. apart, again: as for `of_whole_runs`.
-    points: steps after which the gate's checks outside of the engine recompute one, in place of the oracle's. found_by:
-    names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
+    code: its exit code. recomputed: first steps that `--oracle` recomputes; 0: none. points: attempted steps
+    after which the gate's oracle recomputes one of the twin; None: the twin is not recomputed. apart, again: as for
+    `of_whole_runs`. found_by: names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it
+    was not asked.
     """
     run, bounds = Run(run_dir, code == 0, "", None), resolved.config.parity
-    events = list(read_events(run_dir.events))
-    other = Run(twin, True, "", None)
     checks = [
         Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
         *of_whole_runs(run_dir, twin, bounds, apart, again),
         *judge_steps(walks_of(measured, run), bounds),
         judge_dtypes(inner_dtypes(run), bounds),
         judge_every_step([run_dir.events], bounds.whole_steps),
+        by_rule(run_dir.events, resolved.config),
+        *outside(run, _silent, "evaluation"),
     ]
     if points is not None:
-        checks += [
-            by_rule(run_dir.events, resolved.config),
-            *outside(other, _silent, "fp32_evaluation", steps=bounds.oracle_steps, points=points),
-            *outside(run, _silent, "evaluation"),
-        ]
+        other = Run(twin, True, "", None)
+        checks += outside(other, _silent, "fp32_evaluation", steps=bounds.oracle_steps, points=points)
     found = _of_checks(checks)
     found["chaotic"] = [check.name for check in checks if check.note.startswith("not judged: chaotic")]
-    for event in events:
+    for event in read_events(run_dir.events):
         if event["event"] in ("corruption", "reexecution"):
             found["found_by"].append("corruption")
             parameters = event["modules"] if "modules" in event else [event["module"]]
@@ -63,18 +61,26 @@ def judged(
             found["ranks"] += event["ranks"]
             found["said"].append(event.get("text") or f"{event['outcome']}: {event['why']}")
     found["oracle"] = ""
-    if points is not None:
-        return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
     try:
-        oracle = judge(run_dir.path, steps=recomputed, log=lambda line: None)
+        compared = judge(run_dir.path, steps=recomputed, log=_silent).comparisons if recomputed else []
     except UserError as problem:
-        found["oracle"] = str(problem)
-    else:
-        for each in oracle.comparisons:
-            if not each.holds:
-                found["found_by"].append(f"oracle: {each.what}")
-                found["said"].append(f"oracle: {each.what}: {each.largest:.2e}, bound {each.bound:.2e}, {each.where}")
+        compared, found["oracle"] = [], str(problem)
+    for each in compared:
+        if not each.holds:
+            found["found_by"].append(f"oracle: {each.what}")
+            found["said"].append(f"oracle: {each.what}: {each.largest:.2e}, bound {each.bound:.2e}, {each.where}")
     return {key: _once(value) if isinstance(value, list) else value for key, value in found.items()}
+
+
+def said_by_itself(events: Path, code: int) -> list[str]:
+    """What a run that nobody judges reported of itself: its own checks, and how it ended if not well."""
+    found = [f"exit code {code}"] if code else []
+    for event in read_events(events):
+        if event["event"] == "warning" and event["signal"] == "self_check":
+            found.append(event["reason"])
+        elif event["event"] in ("corruption", "reexecution"):
+            found.append(event.get("text") or f"{event['outcome']}: {event['why']}")
+    return _once(found)
 
 
 def of_whole_runs(

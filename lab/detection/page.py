@@ -42,6 +42,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
             results = {**results, cell.name: {**results[cell.name], "found_by": found_by}}
     return markdown.page(
         _opening(planted, healthy, results, conditions),
+        by_kind(cells, results),
         _false_alarms(healthy, results),
         wide_alarms(results),
         *(_group(group, planted, results) for group in _TITLES),
@@ -101,6 +102,43 @@ was finished, are in [detection_later.md](detection_later.md).""",
     if left:
         lines.append(f"{left} of the {len(planted)} runs with a defect have not been made yet (`-` in the tables).")
     return markdown.page(*lines)
+
+
+def by_kind(cells: Sequence[Cell], results: Results) -> str:
+    """The section on who found what: of each kind a plain run, the gate, the oracle; and of healthy runs."""
+    done = [cell for cell in cells if cell.name in results and not cell.is_wide]
+    kinds = dict.fromkeys(cell.defect.group if cell.defect else "" for cell in done)
+    planted, rows = [cell for cell in done if cell.defect], list[tuple[object, ...]]()
+    for kind in kinds:
+        own = [cell for cell in done if (cell.defect.group if cell.defect else "") == kind]
+        rows.append((_TITLES.get(kind, kind) if kind else "healthy runs", len(own), *_who(own, results)))
+    rows.sort(key=lambda row: row[0] == "healthy runs")
+    if planted:
+        shares = (_share_of(count, len(planted)) for count in _who(planted, results))
+        rows.insert(len(rows) - ("" in kinds), ("all planted", len(planted), *shares))
+    return section(
+        "Who found what",
+        """A run that is not judged has the checks of every run alone ([self-check.md](self-check.md)); with a defect of
+its state it is resumed halfway. The gate compares one random step, where it takes three by default, and recomputes
+evaluations, and of a mistake that its FP32 twin shares steps of the twin. The oracle (`--oracle`) recomputes first
+steps of the run. Shares have 95% intervals (Wilson).""",
+        Table(("kind", "runs", "plain run", "gate", "oracle", "gate or oracle", "any"), rows),
+    )
+
+
+def _who(cells: Sequence[Cell], results: Results) -> tuple[int, int, int, int, int]:
+    """Numbers of runs in which a plain run, the gate, the oracle, one of the last two, and any of them found."""
+    found = [results[cell.name] for cell in cells]
+    alone = [bool(each.get("alone")) for each in found]
+    oracle = [any(name.startswith("oracle: ") for name in each["found_by"]) for each in found]
+    gate = [any(not name.startswith("oracle: ") for name in each["found_by"]) for each in found]
+    either = [is_found(each) for each in found]
+    return sum(alone), sum(gate), sum(oracle), sum(either), sum(map(max, alone, either))
+
+
+def _share_of(count: int, total: int) -> str:
+    low, high = _interval(count, total)
+    return f"{count}: {count / total:.0%} ({low:.0%} to {high:.0%})"
 
 
 def _false_alarms(healthy: Sequence[Cell], results: Results) -> str:
@@ -239,7 +277,7 @@ flipped bit it is the lowest bit position, in a whole run. A size that rounds to
 
 def _how(conditions: dict[str, Any]) -> str:
     healthy = Cell(None, "bf16", 2)
-    last, recomputed = healthy.points[-1], healthy.every
+    recomputed = healthy.every
     minutes = conditions["minutes"]
     return f"""## How it is measured
 
@@ -249,9 +287,9 @@ def _how(conditions: dict[str, Any]) -> str:
   0.1 (under a manifest its attention is in FP32, because a CPU kernel widens to it); `qwen3` and `gemma3` are these
   families.
 - **What runs** is the code of `train.py` and `tools.parity`: session, build, train, restore, single steps, the
-  gate's checks with their default bounds. The processes stay up between runs. Single steps are compared after step
-  {last}, restored from its checkpoint, and in healthy runs at the start as well; the gate's own default is three
-  points. The oracle recomputes the first {recomputed} steps.
+  gate's checks with their default bounds. The processes stay up between runs. Single steps are compared after one
+  that is drawn for each defect, restored from its checkpoint, and in healthy runs at the start as well. The oracle
+  recomputes the first {recomputed} steps.
 - **The checks for silent corruption** are on where a bit flips and in nine healthy runs: slices of the update as
   long as a rank's part, every fourth step executed again, copies compared once in four steps, where a bit flips in
   each.

@@ -12,11 +12,12 @@ from config.command_line import read_command_line
 from config.files import write_atomically
 from config.resolved import Resolved
 from lab.detection.cells import Cell, base, precision
-from lab.detection.judge import judged, judged_steps, of_whole_runs
+from lab.detection.judge import judged, judged_steps, of_whole_runs, said_by_itself
 from lab.detection.made_of import made_of, made_with
 from lab.detection.plants.site import Plant, planted
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
+from tools.parity.jobs import WALK
 from tools.parity.judge_runs import AGAIN, MOST_APART, in_doubt, rounding_to
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
@@ -24,8 +25,6 @@ from training.build import build
 from training.distributed import World
 from training.loop import train
 from training.session import locked_run_dir, run_dir_of, session
-
-WALK = 2
 
 
 def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: int | None = None) -> None:
@@ -36,7 +35,7 @@ def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: 
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"
     overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0"]
-    if not cell.is_wide:
+    if not (cell.is_wide or shares_defect(cell)):
         overrides.append("checkpoint.at_end=false")
     elif a_bit is None:
         overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
@@ -68,10 +67,16 @@ def shares_defect(cell: Cell) -> bool:
 
 
 def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None = None) -> dict[str, Any] | None:
-    """Train as the run `name`, compare single steps, judge; what was found, on rank 0."""
-    where, started, cpu = Path(folder), time.monotonic(), time.process_time()
-    overrides = [f"checkpoint.every_steps={cell.every}", "checkpoint.keep=3", *cell.overrides]
-    overrides = [*precision(where, cell.path, cell.stage), *overrides]
+    """Train as the run `name`, compare single steps, judge; what was found, on rank 0.
+
+    "alone" is what a plain run of the same config reported of itself; of a healthy set-up over all architectures there
+    is none.
+    """
+    where = Path(folder)
+    by_itself = [] if cell.is_wide else alone(world, where, cell, name, size)
+    started, cpu = time.monotonic(), time.process_time()
+    overrides = [f"checkpoint.every_steps={cell.every}", f"checkpoint.also_after=[{cell.points[-1]}]"]
+    overrides = [*precision(where, cell.path, cell.stage), *overrides, "checkpoint.keep=4", *cell.overrides]
     bounds = _resolve(where, cell, name, overrides).config.parity
     overrides += settings([*_arguments(where, cell, name), *overrides], os.environ, bounds.whole_steps)
     resolved = _resolve(where, cell, name, overrides)
@@ -98,11 +103,28 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
         again.append(run_dir_of(moved).path)
     if not world.is_main:
         return None
-    points = cell.points[1:] if cell.is_wide else None
+    points = [point for point in cell.points if point] if cell.is_wide or shares_defect(cell) else None
+    recomputed = 0 if cell.is_wide else cell.every
     found = judged(
-        mine, other, measured, resolved, code=code, recomputed=cell.every, apart=apart, again=again, points=points
+        mine, other, measured, resolved, code=code, recomputed=recomputed, points=points, apart=apart, again=again
     )
-    return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
+    return {**found, "alone": by_itself, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
+
+
+def alone(world: World, folder: Path, cell: Cell, name: str, size: float | None) -> list[str]:
+    """What a plain run says, with the checks that are on by default; one with a defect of its state is resumed."""
+    overrides = [*precision(folder, cell.path, cell.stage), *cell.overrides, "checkpoint.every_steps=0"]
+    half = [f"run.steps={cell.steps // 2}", f"schedule.steps={cell.steps}"]
+    resumes = cell.defect is not None and cell.defect.group == "state"
+    plant = cell.defect.plant if cell.defect else None
+    size = size if size is not None else cell.defect.size if cell.defect else 0.0
+    code, resolved = 0, _resolve(folder, cell, f"{name}-alone", overrides)
+    if resumes:
+        code = _train(world, _resolve(folder, cell, f"{name}-alone", [*overrides, *half]), plant, size)
+        resolved = _resolve(folder, cell, f"{name}-alone", [*overrides, "run.resume=auto", half[1]])
+    if not code:
+        code = _train(world, resolved, plant, size, anew=not resumes)
+    return said_by_itself(run_dir_of(resolved).events, code)
 
 
 def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float) -> dict[str, Any] | None:
@@ -115,9 +137,9 @@ def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float
     return judged_steps(measured, resolved) if world.is_main else None
 
 
-def _train(world: World, resolved: Resolved, plant: Plant | None, size: float) -> int:
+def _train(world: World, resolved: Resolved, plant: Plant | None, size: float, *, anew: bool = True) -> int:
     run_dir = run_dir_of(resolved)
-    if world.is_main:
+    if world.is_main and anew:
         _remove(run_dir.path)
     world.gather_objects(None)
     with _planted(plant, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:

@@ -50,10 +50,10 @@ def result(pair: ProcessGroup, folder: Path, cell: Cell) -> dict[str, Any]:
 
 def test_a_healthy_run_raises_no_alarm_and_a_planted_defect_is_named(pair: ProcessGroup, folder: Path) -> None:
     healthy = result(pair, folder, Cell(None, "bf16", 2))
-    assert (healthy["found_by"], healthy["said"], healthy["oracle"]) == ([], [], "")
+    assert (healthy["found_by"], healthy["said"], healthy["oracle"], healthy["alone"]) == ([], [], "", [])
     found = result(pair, folder, Cell(SCALED, "bf16", 2))
     assert "unexplained" in found["found_by"]
-    assert ATTENTION in found["modules"]
+    assert ATTENTION in found["modules"] and ATTENTION in found["alone"][0]
     assert is_found(found) and is_named(defect_of(SCALED), found)
 
 
@@ -218,7 +218,7 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     missed = next(cell.name for cell in cells if cell.planted == "labels smoothed by 1%")
     healthy = [cell.name for cell in cells if cell.planted is None]
     results = {name: said() for name in healthy}
-    results[scaled[0]] = said("unexplained", modules=(ATTENTION,))
+    results[scaled[0]] = said("unexplained", modules=(ATTENTION,)) | {"alone": ["its output is off"]}
     results[scaled[1]] = said("oracle: loss")
     results[bit] = said("corruption", modules=(HIT,), ranks=(BAD_RANK,))
     results[missed] = said()
@@ -227,6 +227,9 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     assert "named in\n2 of 3" in text
     assert "0 of 40 healthy runs raised an alarm" in text and "the rate is at most 7.2% at 95% confidence" in text
     assert "Not found: labels smoothed by 1%." in text
+    who = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if " | " in line}
+    assert who["Forward passes"] == "| Forward passes | 3 | 1 | 1 | 1 | 2 | 2 |"
+    assert who["all planted"].startswith("| all planted | 4 | 1: 25% (5% to 70%) | 2: 50% (15% to 85%) |")
     row = next(line for line in text.splitlines() if line.startswith(f"| {SCALED}"))
     assert "`unexplained`, oracle: loss" in row and "1 of 2" in row
     results[healthy[0]] = {**said("module_error"), "said": ["module_error: 1"]}
