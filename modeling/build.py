@@ -433,6 +433,7 @@ def _require_class(section: ModelSection, config: PretrainedConfig, model_class:
 def _require_causal(section: ModelSection, config: PretrainedConfig) -> None:
     """Raises UserError for an encoder such as BERT, whose causal model in transformers attends to all tokens."""
     is_encoder = type(config) in transformers.AutoModelForMaskedLM._model_mapping and not config.is_encoder_decoder
+    is_encoder = is_encoder or config.model_type == "bert-generation"
     if is_encoder and getattr(config, "is_decoder", None) is False:
         raise UserError(
             f"model {section.name_or_path or section.architecture}: a {config.model_type} attends to tokens it "

@@ -84,7 +84,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     update = engine.step(health, rate, apply=apply)
     later: list[EarlyWarning] = []
     if parts.self_check:
-        parts.self_check.follow_scale(health, update)
+        parts.self_check.follow(health, update, lr=rate, applied=progress.applied, factor=guard.lr_factor)
     if compared and update.applied:
         factor = guard.lr_factor
         later = compared.after_update(health, scale=update.loss_scale, applied=progress.applied, factor=factor)

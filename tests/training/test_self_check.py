@@ -74,7 +74,7 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
     for event in checks:
         compared = {name: check["compared"] for name, check in event["checks"].items()}
         passes = {"modules", "backward", "between", "gradients", "loss", "norm", "samples", "constants"}
-        assert set(compared) == passes | {"updates", "copies"} | (
+        assert set(compared) == passes | {"updates", "copies", "schedule"} | (
             {"scale"} if "precision.compute=fp16" in overrides else set()
         )
         assert compared["modules"] > 20 and compared["gradients"] > 20 and compared["updates"] > 5
@@ -91,6 +91,32 @@ def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGr
     assert not of(events, "warning")
     skipped = of(events, "self_check")[0]["skipped"]
     assert skipped["backbone.layers.0.mixer.dt_proj"] == "its weight is used without a call of the layer"
+
+
+def test_a_block_whose_input_other_modules_use_too_is_sound(pair: ProcessGroup, folder: Path) -> None:
+    """Gemma 4 projects the first block's input for all layers, which adds to its gradient."""
+    shape = "{hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 4, head_dim: 16,"
+    shape += " num_key_value_heads: 2, hidden_size_per_layer_input: 16, vocab_size_per_layer_input: 4096}"
+    gemma = ["model.name_or_path=null", "model.architecture=gemma4_text", f"model.config={shape}"]
+    events = events_of(pair, folder, [*cast("bf16", 2), *gemma])
+    assert not of(events, "warning")
+    assert of(events, "self_check")[0]["checks"]["backward"]["compared"] == 2, "both blocks"
+
+
+_DECODER = "d_model: 32, decoder_layers: 2, encoder_layers: 1, decoder_ffn_dim: 48, decoder_attention_heads: 4"
+_TWICE = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, head_dim: 8"
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [("bart", _DECODER), ("blenderbot-small", _DECODER), ("pegasus", _DECODER), ("hrm_text", _TWICE)],
+)
+def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: str, shape: str) -> None:
+    """Values dropped between embedding and first block; a decoder that scales its embedding itself; a class that
+    changes its config; blocks that are called several times."""
+    given = ["model.name_or_path=null", f"model.architecture={family}", f"model.config={{{shape}}}"]
+    events = events_of(pair, folder, [*cast("bf16", 2), *given])
+    assert len(of(events, "self_check")) == 3 and not of(events, "warning")
 
 
 @pytest.mark.parametrize(

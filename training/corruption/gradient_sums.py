@@ -171,7 +171,8 @@ class GradientSums:
 
 def can_follow(module: nn.Module) -> bool:
     """Whether `GradientSums` supports the module, norms aside (`is_norm`)."""
-    return type(module) in (nn.Linear, Conv1D, nn.Embedding) or hasattr(module, "embed_scale")
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    return type(module) in (nn.Linear, Conv1D, nn.Embedding) or scaled
 
 
 def is_norm(module: nn.Module) -> bool:

@@ -110,6 +110,8 @@ class Passes:
             for name, module in (self._modules | self._followed).items():
                 hook = module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
                 stack.callback(hook.remove)
+                if name in self._stations and name in self._of_samples:
+                    stack.callback(module.register_forward_pre_hook(partial(self._enter_block, name)).remove)
             if self._between is not None:
                 stack.enter_context(self._between.watching())
             if self._judges_loss:
@@ -191,6 +193,15 @@ class Passes:
     def _begin(self, module: nn.Module, args: Any) -> None:
         self._micro += _in_forward()
 
+    def _enter_block(self, name: str, module: nn.Module, args: Any) -> Any:
+        """The block's inputs, the first in a view, since other modules may add to the gradient of what they share."""
+        due = _in_forward() and self._micro == self._drawn and name not in self._calls
+        if not (due and args and args[0].requires_grad):
+            return None
+        seen, kept = args[0].view_as(args[0]), self._back.setdefault(name, {})
+        seen.register_hook(lambda came: kept.update(given=came.detach()[:1]))
+        return seen, *args[1:]
+
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         if not _in_forward():  # a recomputation, or a pass of a reference
             return
@@ -204,11 +215,8 @@ class Passes:
         alone = name not in self._of_samples and not kwargs and [*map(torch.is_tensor, (*args, output))] == [True, True]
         call = _of_tokens(args[0].detach(), output.detach(), self._turn) if alone else None
         self._calls[name] = call or _of_first_sample(args, kwargs, output)
-        is_block = name in self._stations and name in self._of_samples
-        if is_block and torch.is_tensor(output) and args[0].requires_grad:
-            kept = self._back[name] = {}
-            args[0].register_hook(lambda came: kept.update(given=came.detach()[:1]))
-            output.register_hook(lambda came: kept.update(output=came.detach()[:1]))
+        if name in self._back and torch.is_tensor(output):
+            output.register_hook(lambda came: self._back[name].update(output=came.detach()[:1]))
 
     def _compare(self, name: str, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
         if any(tensor._version != version for tensor, version in call.versions):
@@ -257,9 +265,10 @@ class Passes:
             self.skipped["loss"] = "the model changes its logits"
         return "loss" not in self.skipped
 
-    def _enter_head(self, module: nn.Module, args: Any) -> None:
+    def _enter_head(self, module: nn.Module, args: Any) -> Any:
         if not (_in_forward() and args[0].requires_grad):
-            return
+            return None
+        args = args[0].view_as(args[0]), *args[1:]  # a prediction of later tokens may have the same input
         labels = self._batch.labels[self._micro].flatten()
         counted = (labels != IGNORED_LABEL).nonzero().flatten()
         counted = counted[_spread(len(counted), max(1, _TOKENS // len(self._batch.labels)), self._turn)]
@@ -273,6 +282,7 @@ class Passes:
         args[0].register_hook(lambda came: kept.append(of_labels(came)))
         with unseen(args[0].device.type):
             self._add_loss(args[0].detach().flatten(0, -2), labels.to(args[0].device), module)
+        return args
 
     def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
         """Add a micro-batch's loss and its contribution to the head's gradient, of all its labels."""

@@ -62,6 +62,11 @@ def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def is_random(module: torch.nn.Module) -> bool:
-    """Whether the module draws random numbers in training."""
-    named = (item for inner in module.modules() for item in vars(inner).items())  # by torch and by transformers
+    """Whether the module, or one inside it, draws random numbers in training."""
+    return any(map(drops, module.modules()))
+
+
+def drops(module: torch.nn.Module) -> bool:
+    """Whether the module's own code drops values in training, by the names that torch and transformers give rates."""
+    named = vars(module).items()
     return any((name == "p" or "drop" in name) and isinstance(rate, float) and rate > 0 for name, rate in named)

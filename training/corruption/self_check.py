@@ -7,7 +7,7 @@ An unchecked step costs a comparison of integers. A checked step has the same re
 import copy
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,7 @@ from config.schema import SAMPLING_TASKS
 from config.task import model_class_of
 from data.batches.loader import Batch
 from data.corpora.corpus import Corpus
+from modeling.adapter import add_adapter
 from modeling.build import empty_model
 from modeling.document_masking import LARGEST_LEAK
 from precision.loss_scale import ScalePolicy, make_policy
@@ -57,12 +58,15 @@ _WORDS = {
     "between": "it does not get what the model's own code hands to it",
     "evaluation": "it is not the mean over the labels of the validation set",
     "scale": "the loss scale or its counters do not follow their rule",
+    "schedule": "some step's is not that of the schedule",
     "samples": "the batch is not what its samples and their order say",
     "constants": "its numbers are not those of a model that the config makes",
 }
+_SAME_RATE = 1e-9
+"""Relative difference of two FP64 computations of a learning rate."""
 _STATES = ("training", "gradient_checkpointing", "use_cache")
 """Attributes of modules that are not constants of the architecture."""
-_OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale")
+_OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale", "schedule")
 """Checks of what ranks share or sum, so that no single rank is to blame."""
 
 
@@ -82,7 +86,7 @@ class SelfCheck:
         self._skipped: dict[str, str] = {}
         self._samples: list[Row] = []
         self._policy: ScalePolicy | None = None
-        self._scales = 0
+        self._scales = self._rates = 0
 
     def due(self, step: int, first: int) -> bool:
         """Whether an attempted step, from 1, is checked. first: the session's first step."""
@@ -132,12 +136,19 @@ class SelfCheck:
         self._updates = UpdateCheck(self._engine, config.optimizer, values=_VALUES, seed=seed, of_each=True)
         self._updates.before_update()
 
+    @cached_property
+    def _schedule(self) -> Callable[[int], float]:
+        config = self._resolved.config
+        return schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
+
     def forget(self) -> None:
         """Call after a checkpoint was loaded: the replay of the loss scale starts again."""
         self._policy = None
 
-    def follow_scale(self, health: Health, update: Update) -> None:
-        """Call after every attempted step, to replay the loss scale."""
+    def follow(self, health: Health, update: Update, *, lr: float, applied: int, factor: float) -> None:
+        """Call after every attempted step, to replay loss scale and schedule. applied: updates before it. factor: the
+        guard's, on the rate."""
+        self._rates += update.applied and not math.isclose(lr, self._schedule(applied) * factor, rel_tol=_SAME_RATE)
         if self._policy is not None and (update.applied or health.scale_overflowed):
             self._policy.update(not update.applied)
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
@@ -147,10 +158,9 @@ class SelfCheck:
         if not self._whole:
             return []
         rows = [Row("scale", "loss scale", float(self._scales), 0.0)] if self._policy is not None else []
+        rows.append(Row("schedule", "learning rate", float(self._rates), 0.0))
         if self._updates is not None:
-            config = self._resolved.config
-            rates = schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
-            lr = rates(applied) * factor
+            lr = self._schedule(applied) * factor
             self._updates.after_update(norm=health.grad_norm, scale=scale, lr=lr, step=applied + 1)
             done = self._updates.compared
             worst = torch.stack([item.excess.max() for item in done]).tolist() if done else []
@@ -257,20 +267,22 @@ class SelfCheck:
             return []
 
     def _unlike(self) -> Iterator[str]:
-        named = self._engine.model.named_modules()
-        mine = {name.removeprefix("base_model.model.").removesuffix(".base_layer"): module for name, module in named}
+        mine = dict(self._engine.model.named_modules())
         for name, right in self._fresh.named_modules():
             own, buffers = vars(mine.get(name, right)), dict(mine.get(name, right).named_buffers(recurse=False))
             yield from (f"{name}.{key}" for key in _differing(vars(right), own))
             for key, value in right.named_buffers(recurse=False):
                 if key in buffers and not torch.equal(buffers[key].cpu(), value.cpu().to(buffers[key].dtype)):
                     yield f"{name}.{key}"
-        yield from (f"config.{key}" for key in _differing(self._shape.to_dict(), self._engine.model.config.to_dict()))
+        config: Any = self._fresh.config  # as its class changes it: Pegasus' decoder is no encoder-decoder
+        yield from (f"config.{key}" for key in _differing(config.to_dict(), self._engine.model.config.to_dict()))
 
     @cached_property
     def _fresh(self) -> torch.nn.Module:
         config = self._resolved.config
-        return empty_model(config.model, copy.deepcopy(self._shape), model_class=model_class_of(config))
+        kind = model_class_of(config)
+        model = empty_model(config.model, copy.deepcopy(self._shape), model_class=kind)
+        return add_adapter(model, config.adapter, seed=config.run.seed, model_class=kind)
 
     def _norm(self, health: Health) -> Row:
         """Comparison of the recorded norm with that of the reduced gradients. A collective."""
