@@ -73,7 +73,7 @@ def judged(
 
 
 def said_by_itself(events: Path, code: int) -> list[str]:
-    """What a run that nobody judges reported of itself: its own checks, and how it ended if not well."""
+    """The findings that a run which nobody judges reported: its own checks, and how it ended if not well."""
     found = [f"exit code {code}"] if code else []
     for event in read_events(events):
         if event["event"] == "warning" and event["signal"] == "self_check":

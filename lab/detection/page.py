@@ -60,7 +60,12 @@ def is_named(defect: Defect, result: dict[str, Any]) -> bool | None:
     """Whether the right module, and the right rank, was named; None where there is neither to name."""
     if not (defect.modules or defect.rank):
         return None
-    module = not defect.modules or bool(set(defect.modules) & set(result["modules"]))
+    named = [name.strip("()") for name in result["modules"]]
+    module = not defect.modules or any(
+        name == right or name.startswith((f"{right}.", f"{right} ", f"{right})"))  # a parameter, or what it does
+        for name in named
+        for right in defect.modules
+    )
     return module and (not defect.rank or BAD_RANK in result["ranks"])
 
 

@@ -112,7 +112,7 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
 
 
 def alone(world: World, folder: Path, cell: Cell, name: str, size: float | None) -> list[str]:
-    """What a plain run says, with the checks that are on by default; one with a defect of its state is resumed."""
+    """The findings of a plain run with default checks; one with a defect of its state is resumed."""
     overrides = [*precision(folder, cell.path, cell.stage), *cell.overrides, "checkpoint.every_steps=0"]
     half = [f"run.steps={cell.steps // 2}", f"schedule.steps={cell.steps}"]
     resumes = cell.defect is not None and cell.defect.group == "state"
