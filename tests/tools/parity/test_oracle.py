@@ -186,6 +186,21 @@ def test_signs_of_gradients_near_zero_are_rounding_and_no_rate_is(error: float, 
     assert {name for name, each in compared.items() if not each.holds} == wrong, compared
 
 
+@pytest.mark.parametrize(("rate", "sound"), [(5e-7, True), (5.3e-7, False)])
+def test_rounding_of_masters_is_no_difference_at_a_small_rate(rate: float, sound: bool) -> None:
+    """A norm's ones move by eight spacings of FP32, and all are rounded alike, by 4.6% of it where 1e-5 is allowed."""
+    model, section = torch.nn.LayerNorm(64, bias=False).double(), OptimizerSection(weight_decay=0.0)
+    run = copy.deepcopy(model).float()
+    movement, optimizer = Movement(model, section), optimizer_of(run, section)
+    optimizer.param_groups[0]["lr"] = rate
+    model.weight.grad, run.weight.grad = torch.ones(64).double(), torch.ones(64)
+    optimizer.step()
+    movement.update(5e-7, shares={"weight": 1.0}, factor=1.0)
+    compared = {DISTANCE: Comparison(DISTANCE, 1e-5), DIRECTION: Comparison(DIRECTION, 1e-5)}
+    movement.compare({"weight": SimpleNamespace(read=lambda: run.weight.detach())}, compared, "step 1")
+    assert compared[DISTANCE].holds == sound and compared[DIRECTION].holds, compared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(

@@ -78,10 +78,11 @@ class Movement:
     def compare(self, saved: Mapping[str, Any], compared: Mapping[str, Comparison], where: str) -> None:
         """Compare a checkpoint's masters with the oracle's, relative to how far they have moved from the start.
 
-        An FP32 master is rounded once per update, by at most 2^-24 of itself, which is no difference. Parameters whose
-        gradient is only rounding, such as a key bias, are left out: Adam follows its sign all the same.
+        An FP32 master is rounded once per update, by at most 2^-24 of itself, which is no difference. At a small rate
+        that is much of a norm's movement, and the same for all of its ones. Parameters whose gradient is only rounding,
+        such as a key bias, are left out: Adam follows its sign all the same.
         """
-        start, whole = torch.load(self._start, mmap=True), Apart()
+        start, whole, rounded = torch.load(self._start, mmap=True), Apart(), 0.0
         for name, parameter in self._trained.items():
             if 0 < self._weight[name] < _NOTHING:
                 continue
@@ -90,8 +91,12 @@ class Movement:
                 for apart in (own, whole):
                     apart.add(master - before, now - before)
                 size += float(master.square().sum())
+                rounded += float((now.float() - now).square().sum())
             if "masters" in compared:
                 distance = max(own.off**0.5 - self._updates * 2.0**-24 * size**0.5, 0.0)
                 compared["masters"].add(distance / own.size**0.5 if distance else 0.0, f"{name}, {where}")
-        compared[DISTANCE].add(relative_difference(whole.length, whole.size**0.5), where)
-        compared[DIRECTION].add(1.0 - whole.cosine, where)
+        rounding = self._updates * (rounded / whole.size) ** 0.5 if whole.size else 0.0
+        distance = relative_difference(whole.length, whole.size**0.5)
+        compared[DISTANCE].add(distance - min(rounding, distance), where)
+        turned = 1.0 - whole.cosine
+        compared[DIRECTION].add(turned - min(rounding**2 / 2, turned), where)
