@@ -58,6 +58,10 @@ WHOLE_LOSS = "(loss)"
 """The name used if the reported loss is wrong."""
 
 
+_IF_ANY = math.nan
+"""Floor of a check that only some steps or optimizers measure."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One bound, and what was measured against it."""
@@ -102,9 +106,11 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     most_excess = max(bounds.gradient_excess, PLAIN_MARGIN * others)
     checks = [
         _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
-        _over(attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=0.0),
-        _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=0.0),
-        _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=0.0),
+        _over(
+            attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=_IF_ANY
+        ),
+        _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=_IF_ANY),
+        _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=_IF_ANY),
         _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
         _over(attempted, "dropout", 0.0, _otherwise("dropped_otherwise"), floor=0.0),
         _over(attempted, "task_loss", 1.0, lambda step: step.get("task_loss", {}).items(), note=asked, floor=0.0),
@@ -119,7 +125,9 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
         _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine", margin), at_least=True),
         _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement", margin), at_least=True),
         _over(taken, "update_error", bounds.update_error, _figures("update_error"), note=read_back),
-        _over(taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), note=read_back, floor=0.0),
+        _over(
+            taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), note=read_back, floor=_IF_ANY
+        ),
         _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
         _over(attempted, "weight_drift", bounds.weight_drift, _figures("drift"), floor=0.0),
         judge_signatures(taken, bounds),
@@ -233,7 +241,10 @@ def _over(
     note: str = "",
     floor: float | None = None,
 ) -> Check:
-    """The check of the worst value over modules and steps. floor: initial value; None: something must be measured."""
+    """The check of the worst value over modules and steps.
+
+    floor: initial value; None: something must be measured; _IF_ANY: where nothing is, it passes as not measured.
+    """
     worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
     measured, where = floor, ""
     seen: set[str] = set()
@@ -242,7 +253,7 @@ def _over(
         for module, found in values(step):
             value = nan if math.isnan(found) else float(found)
             seen.add(module)
-            if measured is None or worse(value, measured):
+            if measured is None or math.isnan(measured) or worse(value, measured):
                 measured, where = value, f"{module} at step {step['step']}"
             if worse(value, beyond.get(module, bound)):
                 beyond[module] = value
@@ -419,7 +430,7 @@ def _figures(key: str) -> _Values:
 
 
 def _of_loss(key: str) -> _Values:
-    return lambda step: [(WHOLE_LOSS, step.get(key, 0.0))]
+    return lambda step: [(WHOLE_LOSS, step[key])] if key in step else []
 
 
 def _otherwise(key: str) -> _Values:

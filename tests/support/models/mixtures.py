@@ -91,8 +91,13 @@ def with_experts() -> dict[str, Any]:
     return {kind: classes for kind, classes in found.items() if "text_config" not in CONFIG_MAPPING[kind].sub_configs}
 
 
+def keys_of(kind: str) -> dict[str, Any]:
+    """Keys for a small model of `kind`, among them some that it does not have."""
+    return EACH | _ROUTED | MORE.get(kind, {}) | _OTHERS.get(kind, {})
+
+
 def mixture(kind: str, classes: Any) -> Any:
     """A model of 2 layers or fewer with the experts of `kind` in FP32, in training mode. classes: of `with_experts`."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **EACH | _ROUTED | MORE.get(kind, {}) | _OTHERS.get(kind, {}))
+    config = AutoConfig.for_model(kind, **keys_of(kind))
     return classes[type(config)]._from_config(config).train()

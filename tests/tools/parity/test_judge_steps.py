@@ -295,6 +295,12 @@ def test_a_healthy_step_passes_every_check() -> None:
     assert not failed(walked(step(1), step(2)))
 
 
+def test_what_no_step_measured_passes_as_not_measured() -> None:
+    checks = walked(step(accumulation_error={}, weighting_error={}, update_rounding={}))
+    lacking = {name for name, check in checks.items() if math.isnan(check.measured)}
+    assert lacking >= {"accumulation_error", "weighting_error", "loss_error", "update_rounding"} and not failed(checks)
+
+
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
