@@ -210,13 +210,18 @@ def test_products_of_the_check_are_not_taken_for_the_models_own(pair, folder, mo
         ("recurrent_gemma", {"logits_soft_cap": 30.0}),
         ("granite", {"logits_scaling": 8.0}),
         ("marian", {"final_logits_bias": torch.tensor([[0.0, 1.0]])}),
+        ("esm", {}),
     ],
 )
 def test_the_loss_of_a_model_that_changes_its_logits_is_left_out(family: str, changes: dict[str, Any]) -> None:
     bias = changes.pop("final_logits_bias", torch.zeros(1, 2))
-    model = SimpleNamespace(config=AutoConfig.for_model(family, **changes), final_logits_bias=bias)
+    model: Any = torch.nn.Module()
+    model.config, model.final_logits_bias = AutoConfig.for_model(family, **changes), bias
+    model.lm_head, decoder = torch.nn.Module(), torch.nn.Linear(2, 2)
+    model.lm_head.decoder = decoder
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(2)) if family == "esm" else decoder.bias
     passes: Any = object.__new__(Passes)
-    passes.skipped, passes._head = {}, torch.nn.Linear(2, 2)
+    passes.skipped, passes._head, passes._head_name = {}, decoder, "lm_head.decoder"
     passes._engine = SimpleNamespace(model=model, objective=LabelPrediction(), regions=None)
     passes._resolved = SimpleNamespace(batch=SimpleNamespace(sequence=1))
     assert passes._can_judge_loss() == (family == "llama")

@@ -95,7 +95,8 @@ class GradientSums:
         if own is None:  # its bias alone is trained
             return given.new_zeros(0)
         if given.is_floating_point():
-            return given.reshape(-1, given.shape[-1]).to(self.wide) @ (own.u if type(module) is nn.Linear else own.v)
+            signs = own.u if type(module) is nn.Linear else own.v
+            return _times(given.reshape(-1, given.shape[-1]).to(self.wide), signs)
         ids = given.flatten()
         counts = ids.bincount().double()
         own.roundings = (1 + counts.square().sum() / counts.sum() / 2).sqrt()
@@ -107,21 +108,23 @@ class GradientSums:
     def add(self, module: Any, operand: torch.Tensor, came: torch.Tensor) -> None:
         """Add the contribution of one call. came: gradient of its output."""
         came = came.detach().reshape(-1, came.shape[-1]).to(self.wide)
+        norm = torch.linalg.vector_norm(came)
         for key, parameter in module._parameters.items():
             own = self._sums.get(parameter)
             if own is None:
                 continue
-            size = len(came) ** 0.5 if key == "bias" else operand.norm()
+            size = len(came) ** 0.5 if key == "bias" else torch.linalg.vector_norm(operand)
             if key == "bias":
-                sums = (came @ own.u).double().sum(0)
+                sums = _times(came, own.u).double().sum(0)
             elif is_norm(module):
-                sums = (came * operand @ own.u).double().sum(0)
+                sums = _times(came * operand, own.u).double().sum(0)
             else:
-                sums = ((came @ (own.v if type(module) is nn.Linear else own.u)).double() * operand.double()).sum(0)
+                signs = own.v if type(module) is nn.Linear else own.u
+                sums = (_times(came, signs).double() * operand.double()).sum(0)
             if is_norm(module):
                 own.rounded = 1 + len(came)
             sums = sums * own.v[0].double() if key == "bias" or is_norm(module) else sums
-            own.came.append(torch.cat([sums, sums.square().mean()[None], (came.norm() * size).double()[None]]))
+            own.came.append(torch.cat([sums, sums.square().mean()[None], (norm * size).double()[None]]))
             if isinstance(module, nn.LayerNorm):
                 own.roundings = (1 + len(came) / 2) ** 0.5
 
@@ -164,9 +167,14 @@ class GradientSums:
         first, before = divmod(shard.start, len(own.u))
         after = -(before + shard.length) % len(own.u)
         rows = functional.pad(gradient.to(found.device, self.wide), (before, after)).view(-1, len(own.u))
-        found[:-1] = ((rows @ own.u).double() * own.v[first : first + len(rows)].double()).sum(0)
+        found[:-1] = (_times(rows, own.u).double() * own.v[first : first + len(rows)].double()).sum(0)
         found[-1] = torch.linalg.vector_norm(rows, dtype=torch.float64).square()
         return found
+
+
+def _times(rows: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """rows @ signs. For so few columns CPUs compute the product of the transposes two to four times as fast."""
+    return (signs.t() @ rows.t()).t()
 
 
 def can_follow(module: nn.Module) -> bool:

@@ -257,11 +257,16 @@ class Passes:
         model: Any = self._engine.model
         factors = (getattr(model.config.get_text_config(), name, None) for name in _FACTORS)
         bias = getattr(model, "final_logits_bias", None)  # of BART's family, outside of its head
+        beside = model.get_submodule(self._head_name.rpartition(".")[0])._parameters.get("bias")  # of ESM's
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
             self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
         elif self._engine.regions is not None or not isinstance(self._head, nn.Linear):
             self.skipped["loss"] = "its output embedding is not a linear layer in the run's dtype"
-        elif any(factor not in (None, 1.0) for factor in factors) or (bias is not None and bool(bias.any())):
+        elif (
+            any(factor not in (None, 1.0) for factor in factors)
+            or (bias is not None and bool(bias.any()))
+            or not (beside is None or beside is self._head.bias)
+        ):
             self.skipped["loss"] = "the model changes its logits"
         return "loss" not in self.skipped
 
