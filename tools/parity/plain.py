@@ -12,7 +12,7 @@ from torch import nn
 
 from precision.dtypes import DTYPES
 from precision.statistics import in_fp64
-from precision.tolerance import relative
+from precision.tolerance import relative, unit_roundoff
 
 
 class Apart:
@@ -56,17 +56,22 @@ class Apart:
 
 @contextmanager
 def in_dtype(
-    models: Mapping[nn.Module, str], own: Mapping[str, torch.dtype], *, computed: torch.dtype | None = None
+    models: Mapping[nn.Module, str],
+    own: Mapping[str, torch.dtype],
+    *,
+    computed: torch.dtype | None = None,
+    dice: torch.Generator | None = None,
 ) -> Iterator[None]:
     """Context manager: the weights of these models are rounded to their dtypes.
 
-    computed: the dtype to compute with all the same. own: dtypes of buffers, by name.
+    computed: the dtype to compute with all the same. own: dtypes of buffers, by name. dice: which of the two values
+    beside a weight it becomes is left to chance.
     """
     whole: list[tuple[Any, torch.Tensor]] = []
     for model, name in models.items():
         for parameter in model.parameters():
             whole.append((parameter, parameter.data))
-            rounded = parameter.data.to(DTYPES[name])
+            rounded = by_chance(parameter.data, DTYPES[name], dice) if dice else parameter.data.to(DTYPES[name])
             parameter.data = rounded if computed is None else rounded.to(computed)
         for key, buffer in model.named_buffers():
             whole.append((buffer, buffer.data))
@@ -76,6 +81,12 @@ def in_dtype(
     finally:
         for tensor, data in reversed(whole):  # models may share some
             tensor.data = data
+
+
+def by_chance(values: torch.Tensor, dtype: torch.dtype, dice: torch.Generator) -> torch.Tensor:
+    """The values in `dtype`, each moved by up to one roundoff before it is rounded."""
+    moved = torch.rand(values.shape, generator=dice).to(values.device).mul_(2).sub_(1).mul_(unit_roundoff(dtype))
+    return moved.add_(1).mul_(values).to(dtype)
 
 
 def sigmoid_preference(margin: torch.Tensor, *, beta: float, label_smoothing: float) -> torch.Tensor:

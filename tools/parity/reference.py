@@ -89,15 +89,17 @@ class Reference:
             found[name], parameter.grad = self._world.sum(gradient.detach()), None  # the caller's alone, to free
         return loss, found
 
-    def gradients_in(self, dtype: str, batch: Batch, loss_scale: float) -> dict[str, torch.Tensor]:
+    def gradients_in(
+        self, dtype: str, batch: Batch, loss_scale: float, dice: torch.Generator | None = None
+    ) -> dict[str, torch.Tensor]:
         """The gradients by name, FP32, with weights and activations in `dtype`, so that they show its rounding.
 
-        Sums over micro-batches and ranks are in FP32. loss_scale: temporary factor on the loss. Afterwards the weights
-        are the FP32 ones again, bit for bit. A collective.
+        Sums over micro-batches and ranks are in FP32. loss_scale: temporary factor on the loss. dice: rounds weights
+        by chance (`by_chance`). Afterwards the weights are the FP32 ones again, bit for bit. A collective.
         """
         sums = {name: torch.zeros_like(parameter) for name, parameter in self._trained()}
         self.model.zero_grad()
-        with in_dtype({self.model: dtype}, {}), products_in_fp32(), ExitStack() as stack:
+        with in_dtype({self.model: dtype}, {}, dice=dice), products_in_fp32(), ExitStack() as stack:
             for name, parameter in self._trained():
                 stack.enter_context(parameter.register_post_accumulate_grad_hook(partial(_move, sums[name])))
             self._pass(batch, loss_scale=loss_scale)

@@ -265,7 +265,9 @@ class StepParity:
         with in_fp8(model, names, regions.fp8), self._routed():
             return _agreement(self._reference.loss_and_gradients(batch)[1], gradients)
 
-    def _plain_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
+    def _plain_agreement(
+        self, batch: Batch, gradients: dict[str, torch.Tensor], dice: torch.Generator | None = None
+    ) -> dict[str, Any]:
         """Agreement of plain torch's gradients in the run's dtype with FP32's, by parameter.
 
         It is the best that the dtype allows: if terms cancel, rounding alone takes a gradient beyond every bound. Under
@@ -277,7 +279,7 @@ class StepParity:
             return {}
         scale = engine.loss_scale * engine.world.zero_ranks  # of the loss that the engine differentiates
         with self._routed():
-            return _agreement(self._reference.gradients_in(self._coarsest, batch, scale), gradients)
+            return _agreement(self._reference.gradients_in(self._coarsest, batch, scale, dice), gradients)
 
     @property
     def _coarsest(self) -> str:
@@ -320,6 +322,10 @@ class StepParity:
         for what, context in alternatives(self._reference.model).items():
             with context:
                 others[what] = farthest(self._plain_agreement(batch, gradients))
+        allowed = max(self._resolved.config.parity.gradient_excess, PLAIN_MARGIN * max(others.values()))
+        if self._engine.world.from_main(allowed < farthest(agreement) < math.inf):  # those round all weights alike
+            dice = torch.Generator().manual_seed(batch.position)
+            others["weights rounded by chance"] = farthest(self._plain_agreement(batch, gradients, dice))
         self._most_apart = max([self._most_apart or 0.0, *others.values()])
         return others
 

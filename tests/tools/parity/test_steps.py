@@ -24,6 +24,7 @@ from tools.parity import gate as parity
 from tools.parity import steps as single_steps
 from tools.parity.dropped import Rate, otherwise
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
+from tools.parity.plain import by_chance
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
 
@@ -384,10 +385,23 @@ def test_second_moments_below_the_smallest_normal_number_are_no_finding(pair, op
 
 
 def test_sound_alternatives_are_measured_again_where_gradients_are_further_off(pair):
+    """Weights are rounded by chance as well, and damped gradients are still out of bounds."""
     cases = {parity_cases.measured_steps: [True, False], parity_cases.with_damped_gradients: [True, True]}
     for case, again in cases.items():
         for steps in pair.run(case, stage=2, compute="bf16", steps=2):
+            damped = case is parity_cases.with_damped_gradients
             assert [bool(step["alternatives"]) for step in steps] == again
+            assert any("weights rounded by chance" in step["alternatives"] for step in steps) == damped
+            assert ("gradient_excess" in failed(judged(steps))) == damped
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_rounded_by_chance_become_one_of_their_two_neighbours(dtype: torch.dtype) -> None:
+    """Each is closer than one spacing, and on average none is moved."""
+    values = torch.full((4096,), 1.25 + 0.25 * torch.finfo(dtype).eps)
+    rounded = by_chance(values, dtype, torch.Generator().manual_seed(0)).double()
+    assert set((rounded - 1.25).div(torch.finfo(dtype).eps).tolist()) == {0.0, 1.0}
+    assert abs(float((rounded - values).mean())) < 0.1 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize(
