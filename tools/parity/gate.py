@@ -75,11 +75,9 @@ from tracking.compare.surviving import read_events, surviving
 from tracking.jsonl import encode
 from tracking.run_facts import median
 from tracking.summary import read_inputs
-from training.corruption.rates import schedule
+from training.corruption.rates import SAME_RATE, schedule
 
 PARITY, NO_PARITY = 0, 3
-SAME_RATE = 1e-9
-"""Relative difference up to which a learning rate equals the schedule's: both use FP64, in a different order."""
 MAX_CURVE_POINTS = 2000
 
 

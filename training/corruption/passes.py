@@ -257,7 +257,7 @@ class Passes:
         model: Any = self._engine.model
         factors = (getattr(model.config.get_text_config(), name, None) for name in _FACTORS)
         bias = getattr(model, "final_logits_bias", None)  # of BART's family, outside of its head
-        beside = model.get_submodule(self._head_name.rpartition(".")[0])._parameters.get("bias")  # of ESM's
+        beside = model.get_submodule(self._head_name.rpartition(".")[0])._parameters.get("bias")  # as in ESM
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
             self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
         elif self._engine.regions is not None or not isinstance(self._head, nn.Linear):

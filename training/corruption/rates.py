@@ -9,6 +9,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from config.schema import ScheduleSection
 
+SAME_RATE = 1e-9
+"""Relative difference up to which a learning rate equals the schedule's: both use FP64, in a different order."""
+
 
 def schedule(section: ScheduleSection, *, peak: float, total: int) -> Callable[[int], float]:
     """Maps the number of applied updates, of `total` planned, to the next one's learning rate.

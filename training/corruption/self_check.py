@@ -29,7 +29,7 @@ from precision.loss_scale import ScalePolicy, make_policy
 from precision.step_health import Health
 from training.corruption.copies import Copies
 from training.corruption.passes import Passes, Row, verdicts
-from training.corruption.rates import schedule
+from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import is_in_order, wrong_samples
 from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
@@ -58,12 +58,10 @@ _WORDS = {
     "between": "it does not get what the model's own code hands to it",
     "evaluation": "it is not the mean over the labels of the validation set",
     "scale": "the loss scale or its counters do not follow their rule",
-    "schedule": "some step's is not that of the schedule",
+    "schedule": "it departed from the schedule in as many steps as the error says",
     "samples": "the batch is not what its samples and their order say",
     "constants": "its numbers are not those of a model that the config makes",
 }
-_SAME_RATE = 1e-9
-"""Relative difference of two FP64 computations of a learning rate."""
 _STATES = ("training", "gradient_checkpointing", "use_cache")
 """Attributes of modules that are not constants of the architecture."""
 _OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale", "schedule")
@@ -148,7 +146,7 @@ class SelfCheck:
     def follow(self, health: Health, update: Update, *, lr: float, applied: int, factor: float) -> None:
         """Call after every attempted step, to replay loss scale and schedule. applied: updates before it. factor: the
         guard's, on the rate."""
-        self._rates += update.applied and not math.isclose(lr, self._schedule(applied) * factor, rel_tol=_SAME_RATE)
+        self._rates += update.applied and not math.isclose(lr, self._schedule(applied) * factor, rel_tol=SAME_RATE)
         if self._policy is not None and (update.applied or health.scale_overflowed):
             self._policy.update(not update.applied)
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
