@@ -1,7 +1,7 @@
 """Distances between equally valid computations on this machine; bounds on rounding are no tighter than these.
 
 The reference's gradients in the run's dtype are recomputed with linear layers that sum in halves, with eager instead of
-fused attention or vice versa, and with another number of threads. Each rounds in other places and is equally valid.
+fused attention or vice versa, and with one thread instead of several. Each rounds in other places and is equally valid.
 
     python -m tools.parity.alternatives OFF DRAW --config FILE ...
 
@@ -36,7 +36,8 @@ def alternatives(model: PreTrainedModel) -> dict[str, AbstractContextManager[Non
     """Context managers under which a model computes the same in a different order, by name."""
     threads, attention = torch.get_num_threads(), str(getattr(model.config, "_attn_implementation", None))
     found: dict[str, AbstractContextManager[None]] = {"sums in halves": _halves()}
-    found["other threads"] = _switched(torch.set_num_threads, threads, 1 if threads > 1 else 2)
+    if threads > 1:  # one per core of this rank: more would wait for each other most of the time
+        found["one thread"] = _switched(torch.set_num_threads, threads, 1)
     if attention in _ATTENTION and (attention == "sdpa" or model._supports_sdpa):
         other = _ATTENTION[attention]
         found[f"{other} attention"] = _switched(model.set_attn_implementation, attention, other)

@@ -1,14 +1,15 @@
-"""Checks of every step of the runs that the gate trains, between the points at which single steps are compared.
+"""Checks of every step of the run that the gate judges, between the points at which single steps are compared.
 
-The runs perform them themselves (`guard.gradient_checks`, `guard.replica_checks`, `guard.update_checks`): in each step
+The run performs them itself (`guard.gradient_checks`, `guard.replica_checks`, `guard.update_checks`): in each step
 the gradients of all linear layers, the gradient norm, all copies of weights and a slice of the update; one random step
 in `parity.whole_steps` is compared in full (docs/self-check.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.job import refusal
 from tools.parity.judge_steps import MOST_NAMED, Check
@@ -36,6 +37,18 @@ def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) 
         if refusal([*arguments, *found, setting], launched) is None:  # such as copies if ranks hold slices
             found.append(setting)
     return found
+
+
+def seldom(watching: Sequence[str], whole: int) -> list[str]:
+    """`settings` for the FP32 twin: one step in `whole` compares what each step of the run does, so that the time of
+    such steps can be compared."""
+    return [setting.replace("_checks=1", f"_checks={whole}") for setting in watching if "_checks=" in setting]
+
+
+def compared_alike(events: Iterable[Mapping[str, Any]]) -> set[int]:
+    """The steps in which a run compared its gradients but not the whole step."""
+    checks = ((event["step"], event["checks"]) for event in events if event["event"] == "self_check")
+    return {step for step, found in checks if "gradients" in found and "modules" not in found}
 
 
 def judge_every_step(files: Sequence[Path], whole: int) -> Check:

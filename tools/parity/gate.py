@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.options import positive_int
@@ -38,7 +40,7 @@ from config.redact import redact, redact_arguments
 from config.schema import Config
 from launch.job import add_processes_option
 from precision.tolerance import relative
-from tools.parity.every_step import judge_every_step
+from tools.parity.every_step import compared_alike, judge_every_step
 from tools.parity.jobs import (
     Log,
     Plan,
@@ -222,12 +224,19 @@ def _thinned(run: Trajectory) -> dict[str, Any]:
 
 
 def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: int) -> dict[str, Any]:
-    """Time, memory, energy and cost of both runs, and their ratios if both were measured."""
+    """Time, memory, energy and cost of both runs, and their ratios if both were measured.
+
+    Times are those of steps in which both compared the same for the gate, since most steps of the twin compare nothing.
+    """
     if not twins:
         return {}
+    both = candidate, twins[0]
+    alike = [np.isin(run.facts.columns.step, [*compared_alike(read_events(run.folder.events))]) for run in both]
+    if not all(map(np.any, alike)):
+        alike = [np.full(len(run.facts.columns), True) for run in both]
     mine, other = (
-        {name: None if value is None or math.isnan(value) else value for name, value in _used(run, price * devices)}
-        for run in (candidate, twins[0])
+        {name: None if value is None or math.isnan(value) else value for name, value in _used(run, price * devices, of)}
+        for run, of in zip(both, alike, strict=True)
     )
     return {
         name: {"candidate": a, "fp32": b, "ratio": a / b if a is not None and b else None}
@@ -235,14 +244,15 @@ def _resources(candidate: Run, twins: Sequence[Run], *, price: float, devices: i
     }
 
 
-def _used(run: Run, hourly: float) -> Iterator[tuple[str, float | None]]:
-    """Medians over the steps, peak memory, energy, and the cost if an hour has a price."""
-    yield "step_seconds", median(run.facts.columns.step_seconds)
-    yield "tokens_per_second", run.facts.tokens_per_second
+def _used(run: Run, hourly: float, alike: np.ndarray) -> Iterator[tuple[str, float | None]]:
+    """Medians over some steps, peak memory, energy, and the cost if an hour has a price. alike: which steps."""
+    columns = run.facts.columns
+    speed = median(columns.tokens_per_second[alike])
+    yield "step_seconds", median(columns.step_seconds[alike])
+    yield "tokens_per_second", speed
     yield "memory_bytes", run.facts.peak_memory_bytes
     yield "energy_joules", run.energy
     if hourly:
-        speed = run.facts.tokens_per_second
         yield "cost_per_million_tokens", hourly / 3600 * 1e6 / speed if speed else None
 
 

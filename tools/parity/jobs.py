@@ -25,7 +25,7 @@ from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
 from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
 from tools.parity.energy import joules, used
-from tools.parity.every_step import settings
+from tools.parity.every_step import seldom, settings
 from tools.parity.judge_runs import NUDGE, Settling, Trajectory, rounding_to, settling_of
 from tools.parity.judge_steps import COMPARED, Walk
 from tracking.compare.surviving import read_events, surviving
@@ -59,7 +59,7 @@ class Plan:
     processes: int
     launcher: tuple[str, ...]
     watching: tuple[str, ...] = ()
-    """Overrides that make the trained runs compare each of their steps."""
+    """Overrides that make the half-precision run compare each of its steps."""
 
     @cached_property
     def inputs(self) -> str:
@@ -164,8 +164,9 @@ def train_twin(
         *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
         *("checkpoint.every_steps=0", "faults=[]"),
     ]
-    if seed == chosen.resolved.config.run.seed and control is None and settling is None and a_bit is None:
-        overrides = [*overrides, *_saving(chosen)]
+    if control is None and settling is None and a_bit is None:
+        overrides += seldom(chosen.watching, chosen.resolved.config.parity.whole_steps)
+        overrides += _saving(chosen) if seed == chosen.resolved.config.run.seed else []
     name = f"{TWIN}seed-{seed}"
     program: Sequence[str] = TRAIN
     if a_bit is not None:
@@ -193,7 +194,7 @@ def train_again(chosen: Plan, seed: int, log: Log, draw: int) -> Run:
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
     """Train the half-precision job. Raises UserError if it takes no step, as when activations exceed FP16 from the
     start; ending later is a finding."""
-    run = _train(chosen, f"candidate-seed-{seed}", seed, _saving(chosen), log)
+    run = _train(chosen, f"candidate-seed-{seed}", seed, [*chosen.watching, *_saving(chosen)], log)
     events = read_events(run.folder.events) if run.folder.events.exists() else ()
     if not run.finished and not any(event["event"] == "step" and event["applied"] for event in events):
         raise UserError(f"the run took no step: {run.error_line}; see {_log(chosen, run.folder.name)}")
@@ -219,7 +220,7 @@ def _train(
         *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
-        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0", *chosen.watching),
+        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
         *overrides,
     ]
     output, energy = _log(chosen, name), None

@@ -504,8 +504,9 @@ class _Chance:
         """The values in FP64, each off by FP32's unit roundoff, up or down."""
         if value.device not in self._generators:
             self._generators[value.device] = torch.Generator(value.device).manual_seed(0)
-        up = torch.randint(2, value.shape, generator=self._generators[value.device], device=value.device)
-        return value.double() * (1 + unit_roundoff(torch.float32) * (2 * up - 1))
+        drawn: Any = {"generator": self._generators[value.device], "device": value.device, "dtype": torch.int8}
+        u = unit_roundoff(torch.float32)
+        return torch.randint(2, value.shape, **drawn).double().mul_(2 * u).add_(1 - u).mul_(value)
 
 
 def row_of(name: str, part: str, kind: Kind, roundoff: float, terms: int, sums: list[float]) -> list[dict[str, Any]]:

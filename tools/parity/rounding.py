@@ -135,27 +135,36 @@ def sums_of(
     width = width if width and last % width == 0 else last
     x = exact.double().reshape(-1, width)
     judged = x.abs() < _MASKED
-    x = torch.where(judged, x, 0.0)
+    all_judged = bool(judged.all())  # usually; copies would take as long as the sums
+    x = x if all_judged else torch.where(judged, x, 0.0)
 
     def error(values: torch.Tensor) -> torch.Tensor:
-        return torch.where(judged, values.double().reshape(-1, width) - x, 0.0)
+        r = values.double().reshape(-1, width) - x
+        return r if all_judged else torch.where(judged, r, 0.0)
 
     floor = floor_times * exact.numel() * HALF_OF_SMALLEST**2 if plan.dtype == torch.float16 else 0.0
     off, in_fp32 = [error(run), error(plan)], [0.0, 0.0]
     if own is not None:
-        in_fp32 = [float(error(own).square().sum()), float(x.square().sum())]
-    found = [(x != 0).any(1).sum(), judged.sum(), x.square().sum(), *(r.square().sum() for r in (*off, error(fp32)))]
-    known = 1 / _expected(x, off[1], roundoff, floor / max(1, x.numel()))
+        in_fp32 = [float(_dot(error(own))), float(_dot(x))]
+    found = [(x != 0).any(1).sum(), judged.sum(), _dot(x), *map(_dot, (*off, error(fp32)))]
+    known = _expected(x, off[1], roundoff, floor / max(1, x.numel())).reciprocal_()
     weighted, along = x * known, []
     square = weighted.square()
     q = square.sum(1)
     found += [q.sum(), q @ q]
-    for r in (r * known for r in off):
-        a = (r * weighted).sum(1)
+    for r in off:
+        r = r.mul_(known)
+        a = torch.linalg.vecdot(r, weighted)
         along.append(a)
-        found += [r.square().sum(), (r.square() * square).sum(), a.sum(), a @ a, a @ q]
+        squared = r.square_()
+        found += [squared.sum(), _dot(squared, square), a.sum(), a @ a, a @ q]
     found.append(along[0] @ along[1])
     return [*torch.stack([item.double() for item in found]).tolist(), walk, walk_fp32, floor, moved, *in_fp32]
+
+
+def _dot(values: torch.Tensor, other: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of products of values, or of their squares."""
+    return torch.dot(values.flatten(), (values if other is None else other).flatten())
 
 
 def further_off(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, roundoff: float) -> bool:
@@ -168,7 +177,7 @@ def further_off(run: torch.Tensor, plan: torch.Tensor, exact: torch.Tensor, roun
     x = exact.double().reshape(-1, exact.shape[-1] if exact.dim() else 1)
     mine, planned = (values.double().reshape(x.shape) - x for values in (run, plan))
     expected = _expected(x, planned, roundoff, 0.0)
-    return bool((mine / expected).norm() > (1 + OTHER_KERNEL) * (planned / expected).norm())
+    return bool(mine.div_(expected).norm() > (1 + OTHER_KERNEL) * planned.div_(expected).norm())
 
 
 def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float, floor: float) -> torch.Tensor:
@@ -181,7 +190,10 @@ def _expected(x: torch.Tensor, off: torch.Tensor, roundoff: float, floor: float)
     if x.shape[1] >= FEWEST_VALUES:  # a row exact only because it cancels would outweigh all
         rows = square.mean(1, keepdim=True)
         mean = torch.maximum(rows, rows.median())
-    expected = (roundoff * x).square() + mean + floor
+    mean = mean + floor
+    expected = (roundoff * x).square_().add_(mean)
+    if bool((mean > 0).all()):
+        return expected.sqrt_()
     least = roundoff**2 * x.square().mean()  # for values that are 0, like the plan's errors in their row
     return torch.where(expected > 0, expected, torch.where(least > 0, least, 1.0)).sqrt()
 

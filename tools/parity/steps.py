@@ -102,14 +102,22 @@ class StepParity:
         """Compare without dropout: which values a kernel drops may depend on the dtype."""
 
     def step(
-        self, batch: Batch, *, applied: int, lr: float | None = None, apply: bool = True, dropped: bool = False
+        self,
+        batch: Batch,
+        *,
+        applied: int,
+        lr: float | None = None,
+        apply: bool = True,
+        dropped: bool = False,
+        modules: bool = True,
     ) -> dict[str, Any]:
         """Take one real step and measure it.
 
-        applied: updates so far. lr: None: the schedule's rate after them. apply: False measures the step and discards
-        its gradients, as the guard does with one that it refuses. dropped: a model with dropout takes the step with
-        dropout as the generators draw it, after the passes without dropout that are compared with FP32; update,
-        gradient norm and `loss_with_dropout` are then those of the step taken.
+        modules: compare module by module, too, which takes most of the time. applied: updates so far. lr: None: the
+        schedule's rate after them. apply: False measures the step and discards its gradients, as the guard does with
+        one that it refuses. dropped: a model with dropout takes the step with dropout as the generators draw it, after
+        the passes without dropout that are compared with FP32; update, gradient norm and `loss_with_dropout` are then
+        those of the step taken.
         """
         engine, reference = self._engine, self._reference
         drawn = generators(engine.world.device)
@@ -127,9 +135,13 @@ class StepParity:
             reference.model, engine.model, compute=compute, regions=regions, world=world, slices=slices
         )
         first = next(batch.micro_batches(world.device))
-        watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score)
+        watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score) if modules else None
         products = Fp8Products(reference.model, engine.model, regions, world=world)
-        with signatures.of_candidate(), products.of_candidate(), choosing(engine.model, chosen):
+        with ExitStack() as stack:
+            if modules:
+                stack.enter_context(signatures.of_candidate())
+                stack.enter_context(products.of_candidate())
+            stack.enter_context(choosing(engine.model, chosen))
             outcome = engine.forward_backward(batch, step=batch.position + 1, on_loss=watch)
         health = compared = engine.health(outcome)
         other = differ(chosen, expected)
@@ -502,10 +514,14 @@ def roundings_of_master(decay: float) -> float:
     return UNIT * (2.5 if decay else 1.0)
 
 
-def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int) -> list[dict[str, Any]]:
+def walk(
+    steps: StepParity, batches: Batches, progress: Progress, *, length: int, sums: bool = True
+) -> list[dict[str, Any]]:
     """Measure steps from `progress` on until `length` of them are applied; the list includes skipped ones.
 
-    For a model with dropout the first has `loss_with_dropout`, to compare the run's own loss with.
+    The first is compared module by module; later ones show a state that is wrong after it. For a model with dropout it
+    has `loss_with_dropout`, to compare the run's own loss with. sums: measure how gradients are added up, too, which
+    the point of a run does not change.
     """
     batches.restore(progress.position)
     measured: list[dict[str, Any]] = []
@@ -514,11 +530,13 @@ def walk(steps: StepParity, batches: Batches, progress: Progress, *, length: int
         batch = batches.next_step()
         repeated = {"loss_with_dropout": steps.loss_with_dropout(batch)} if steps.no_dropout and not measured else {}
         # again after a step that was skipped: gradients that overflow say nothing
-        summed = {} if applied else {"accumulation_error": steps.accumulation_errors(batch)}
+        summed = {"accumulation_error": steps.accumulation_errors(batch)} if sums and not applied else {}
         weighted = {} if applied else steps.weighting_errors(batch)
         if not measured:
             repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch) | steps.task_loss(batch)
-        found = repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied)
+        found = (
+            repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied, modules=not applied)
+        )
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
         if steps.speaks:
@@ -572,7 +590,7 @@ def measure(
             except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
                 found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
                 continue
-            steps = walk(run.parity, run.batches, progress, length=length)
+            steps = walk(run.parity, run.batches, progress, length=length, sums=point == points[-1])
             found.append({"point": point, "restored": True, "steps": steps})
     return found
 
