@@ -35,15 +35,19 @@ from tools.parity.partial_sums import Walk, walks
 from tools.parity.recompute import (
     COMPUTED_IN,
     Call,
+    Kernel,
     Leaves,
     Plan,
     Redrawn,
     again,
     as_fp64,
+    bias_last,
     by_halves,
+    fewer_outputs,
     fewer_rows,
     leaves_of,
     map_floats,
+    products_in_fp32,
     rounded,
     row_of,
     terms_of,
@@ -187,10 +191,12 @@ class Backward:
         if kind == "functional":  # implementations may call submodules any number of times
             call.inside = []
         small, run = fewer_rows(call) if kind == "linear" and not call.inside else call, self._of_run(call)
+        rows: list[dict[str, Any]] = []
         if small is not call:  # its parameters' gradients are sums over all rows
+            rows = self._of_large_weight(call, run)
             run = {_INPUT: small.made[0]} if 0 in small.made else {}
         if not run:  # such as an embedding with a tied weight
-            return []
+            return rows
         computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
         in_halves = kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear)
         if in_halves or call.inside:
@@ -213,7 +219,30 @@ class Backward:
             size["moved"] = self._moved(small, computed[-1], torch.float64)
         elif _is_far(computed[1], computed[-1], expected(max(terms_of(kind, small), tokens), torch.float32)):
             size["moved"] = self._moved(small, computed[1], torch.float32)
-        return self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
+        return rows + self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
+
+    def _of_large_weight(self, call: Call, run: _Gradients) -> list[dict[str, Any]]:
+        """The rows of a few of a large linear layer's outputs, whose gradients of the weight are sums over all tokens.
+        run: the run's own gradients."""
+        part, module = f"{GRADIENT}weight", self._plan.modules[call.name]
+        if part not in run or type(module) is not torch.nn.Linear or not self._plan.in_16_bits:
+            return []
+        few, chosen = fewer_outputs(call)
+        weight, values = module.weight.detach()[chosen], run[part][chosen]
+        tokens, u = few.output.numel() // few.output.shape[-1], self._plan.roundoff_of_gradient(call.name, few.output)
+
+        def computed(dtype: torch.dtype, kernel: Kernel) -> _Gradients:
+            leaf = weight.to(few.output.dtype).to(dtype).requires_grad_()
+            with torch.enable_grad(), products_in_fp32():
+                made = kernel({"weight": leaf}, few.args[0].to(dtype))
+                return {part: torch.autograd.grad(made, leaf, few.came[0].to(dtype))[0]}
+
+        found = [computed(dtype, bias_last) for dtype in (few.output.dtype, torch.float32, torch.float64)]
+        if further_off(values, found[0][part], found[-1][part], u):
+            found[0] = computed(few.output.dtype, by_halves)
+        of_sums = {part: walks(module, few, found[-1][part])["weight"]}
+        came = _mean_square(few.came[0])
+        return self._rows(call.name, "linear", tokens, {part: values}, found, tokens=tokens, came=came, walks=of_sums)
 
     def _compare_loss(self, objective: Objective, inputs: dict[str, Any], labels: torch.Tensor) -> list[dict[str, Any]]:
         whole, head = self._whole and self._slices.call(self._whole), self._chunked_head()

@@ -445,6 +445,14 @@ def fewer_rows(call: Call) -> Call:
     return Call(call.name, (*args, *call.args[1:]), call.kwargs, output, came=came, made=made)
 
 
+def fewer_outputs(call: Call) -> tuple[Call, slice]:
+    """A linear layer's call with all rows and evenly spread outputs, at most MOST_VALUES values; and which outputs."""
+    rows = call.output.numel() // call.output.shape[-1]
+    chosen = slice(None, None, -(-call.output.shape[-1] // max(1, MOST_VALUES // rows)))
+    came = {number: gradient[..., chosen] for number, gradient in call.came.items()}
+    return replace(call, output=call.output[..., chosen], came=came, made={}), chosen
+
+
 def distinct_rows(call: Call) -> Call:
     """A linear layer's call with each distinct input row once. Rows of a repeated token are equal in layers that see no
     position, and so are their errors, which statistics over rows would take for independent."""

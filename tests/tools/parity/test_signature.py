@@ -760,3 +760,18 @@ def test_the_rows_of_a_large_layer_are_of_all_positions(monkeypatch: pytest.Monk
     monkeypatch.setattr(recompute, "MOST_VALUES", output.numel() // 16)
     reduced = distinct_rows(fewer_rows(Call("head", (given,), {}, output)))
     assert len(reduced.args[0]) > 50 and reduced.output.numel() <= recompute.MOST_VALUES
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16"])
+def test_the_weights_gradient_of_a_large_layer_is_judged_by_some_of_its_outputs(
+    compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recompute, "MOST_VALUES", 4 * 64 * 16)
+    layer, part = f"{MLP}.up_proj", "gradient of weight"
+
+    def enlarge(run: Any) -> None:
+        run.get_submodule(layer).weight.register_hook(lambda gradient: gradient * 1.01)
+
+    sound, wrong = measured(compute=compute), measured(compute=compute, plant=enlarge)
+    assert (layer, part) in {(row["module"], row["part"]) for row in sound[0]["parts"]}
+    assert named(sound) == () and named(wrong) == (layer,)
