@@ -72,10 +72,10 @@ class _Drawn:
         return replace(batch_of(self._world, 2, seed=self._position), position=self._position - 1)
 
 
-def walked(world: World, **how: Any) -> list[dict[str, Any]]:
-    """The steps from the start to the first that is applied, as the gate measures them."""
+def walked(world: World, *, length: int = 1, **how: Any) -> list[dict[str, Any]]:
+    """The steps from the start until `length` of them are applied, as the gate measures them."""
     with compared(world, **how) as (_, parity):
-        return walk(parity, _Drawn(world), Progress(), length=1)  # type: ignore[arg-type]
+        return walk(parity, _Drawn(world), Progress(), length=length)  # type: ignore[arg-type]
 
 
 def inner_dtypes(

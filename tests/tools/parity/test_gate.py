@@ -17,11 +17,13 @@ from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.runs.compare_runs import SCALE, TOKENS_PER_STEP, step_fields
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
+from tools.parity.every_step import compared_alike
 from tools.parity.gate import main
 from tools.parity.jobs import Plan, plan
 from tools.parity.judge_runs import Settling
 from tools.parity.oracle.rules import loss_scale
 from tools.parity.room import _estimate, estimates
+from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
 from tracking.record import Record
 from tracking.run_dir import RunDir
@@ -77,6 +79,12 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     for name in ("trajectories.png", "steps.png"):
         assert name in page
         assert (folder / "good" / name).stat().st_size > 10_000
+
+
+def test_the_run_compares_each_step_and_its_twin_one_in_eight(folder, judged):
+    runs = RunDir(folder / "good/runs/candidate-seed-0"), judged[1].twins[0].folder
+    half, twin = (compared_alike(read_events(run.events)) for run in runs)
+    assert twin == {8} < half and len(half) > 6
 
 
 def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatch):

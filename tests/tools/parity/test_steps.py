@@ -336,6 +336,13 @@ def test_sums_and_weights_are_compared_once_the_loss_scale_has_come_down(pair):
         assert all(steps[-1][key] for key in ("accumulation_error", "weighting_error")) and "loss_error" in steps[-1]
 
 
+def test_the_second_step_of_a_point_is_compared_without_its_modules(pair):
+    for first, second in pair.run(parity_cases.walked, stage=2, compute="bf16", length=2):
+        assert first["signature"]["parts"] and not second["signature"]["parts"]
+        for step in (first, second):
+            assert step["parameters"].keys() == step["update_error"].keys() and step["plain_error"]
+
+
 ROUTED = (
     "model={architecture: qwen3_moe, config: {hidden_size: 32, moe_intermediate_size: 24, num_hidden_layers: 2, "
     "num_attention_heads: 2, num_key_value_heads: 2, num_experts: 4, num_experts_per_tok: 2}, router_z_loss: 0.001, "
