@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.pytorch_utils import Conv1D
 
 from config.errors import UserError, meant, one_line
 from config.files import file_sha256
@@ -345,7 +346,17 @@ def draw_weights(
             with gather(parameters) as writes:
                 if writes:
                     with _in_fp32(parameters, only):
-                        owner._init_weights(module)
+                        _initialise(module, owner)
+
+
+def _initialise(module: torch.nn.Module, owner: PreTrainedModel) -> None:
+    """Initialise a module, or as its constructor would if its model leaves that to it, like the first GPT's."""
+    if isinstance(module, Conv1D):
+        module.weight.fill_(math.nan)
+    owner._init_weights(module)
+    if isinstance(module, Conv1D) and bool(module.weight.isnan().any()):
+        torch.nn.init.normal_(module.weight, std=0.02)
+        torch.nn.init.zeros_(module.bias)
 
 
 def _zeroed(model: PreTrainedModel) -> set[torch.nn.Parameter]:

@@ -39,6 +39,7 @@ FAMILIES = {
     "qwen3": {**LLAMA, "num_key_value_heads": 2, "head_dim": 16},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
     "gpt_neox": LLAMA,
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2},
 }
 
 
