@@ -21,7 +21,7 @@ from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training import observer_cases
-from tests.training.observer_cases import cast
+from tests.training.observer_cases import cast, manifest
 from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
 from training.corruption.between import Between
@@ -81,6 +81,36 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
         assert not event["skipped"] or "optimizer.name=" in str(overrides)
         assert all(check["breaches"] == 0 and check["error"] <= check["bound"] for check in event["checks"].values())
     assert not of(events, "warning")
+
+
+def under_a_manifest(folder: Path, head: str, default: str = "bf16", stage: int = 2) -> list[str]:
+    """Overrides. head: what the output embedding computes in."""
+    rule = {"match": "lm_head", "compute": head, "reason": "to be as asked"}
+    (folder / f"{default}-{head}.json").write_text(json.dumps({"default": default, "rules": [rule]}))
+    return [setting.replace("{folder}", str(folder)) for setting in manifest(f"{default}-{head}", stage)]
+
+
+@pytest.mark.parametrize(
+    ("head", "default", "stage", "further"),
+    [
+        ("bf16", "bf16", 1, []),
+        ("fp32", "bf16", 3, []),
+        ("fp16", "bf16", 2, ["model.loss=full", "model.loss_chunk_tokens=0"]),
+        slow("fp16", "fp16", 3, []),
+        slow("bf16", "fp32", 1, ["model.loss=full", "model.loss_chunk_tokens=0"]),
+        slow("fp32", "fp32", 2, []),
+    ],
+)
+def test_the_loss_is_compared_under_a_manifest_too(pair, folder, head, default, stage, further) -> None:
+    events = events_of(pair, folder, [*under_a_manifest(folder, head, default, stage), *further])
+    for event in of(events, "self_check"):
+        assert event["checks"]["loss"]["compared"] == 3 and "loss" not in event["skipped"]
+    assert not of(events, "warning")
+
+
+def test_what_is_wrong_with_the_loss_is_found_under_a_manifest(pair, folder) -> None:
+    events = events_of(pair, folder, under_a_manifest(folder, "bf16"), "last micro-batch dropped")
+    assert any("mean cross-entropy" in event["reason"] for event in of(events, "warning"))
 
 
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:
@@ -222,7 +252,7 @@ def test_the_loss_of_a_model_that_changes_its_logits_is_left_out(family: str, ch
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(2)) if family == "esm" else decoder.bias
     passes: Any = object.__new__(Passes)
     passes.skipped, passes._head, passes._head_name = {}, decoder, "lm_head.decoder"
-    passes._engine = SimpleNamespace(model=model, objective=LabelPrediction(), regions=None)
+    passes._engine = SimpleNamespace(model=model, objective=LabelPrediction(), regions=None, compute="bf16")
     passes._resolved = SimpleNamespace(batch=SimpleNamespace(sequence=1))
     assert passes._can_judge_loss() == (family == "llama")
     assert passes.skipped == ({} if family == "llama" else {"loss": "the model changes its logits"})
@@ -240,7 +270,8 @@ def test_logits_that_the_model_caps_in_16_bits_are_capped_so(dtype: torch.dtype)
     came = list[torch.Tensor]()
     passes: Any = object.__new__(Passes)
     passes._cap, passes._total, passes._factor = cap, torch.zeros(2, dtype=torch.float64), torch.ones(())
-    passes._engine = SimpleNamespace(loss_path=SimpleNamespace(chunked=False))
+    compute = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    passes._engine = SimpleNamespace(loss_path=SimpleNamespace(chunked=False), regions=None, compute=compute)
     passes._sums = SimpleNamespace(
         wide=torch.float32, operand=lambda head, given: given, add=lambda head, given, back: came.append(back)
     )

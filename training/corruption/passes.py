@@ -253,6 +253,12 @@ class Passes:
         three = [_some_rows(item) for item in (came["given"], *made)]
         return [distance(*three, roundoff=unit_roundoff(dtype), kernel=IN_HALVES)]
 
+    @property
+    def _head_dtype(self) -> str:
+        """The dtype in which the output embedding computes."""
+        regions = self._engine.regions
+        return self._engine.compute if regions is None else regions.dtypes.get(self._head_name, "fp32")
+
     def _can_judge_loss(self) -> bool:
         model: Any = self._engine.model
         factors = (getattr(model.config.get_text_config(), name, None) for name in _FACTORS)
@@ -260,8 +266,8 @@ class Passes:
         beside = model.get_submodule(self._head_name.rpartition(".")[0])._parameters.get("bias")  # as in ESM
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
             self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
-        elif self._engine.regions is not None or not isinstance(self._head, nn.Linear):
-            self.skipped["loss"] = "its output embedding is not a linear layer in the run's dtype"
+        elif not isinstance(self._head, nn.Linear) or self._head_dtype == "fp8":
+            self.skipped["loss"] = "its output embedding is in FP8, or not a linear layer"
         elif (
             any(factor not in (None, 1.0) for factor in factors)
             or (bias is not None and bool(bias.any()))
@@ -291,10 +297,12 @@ class Passes:
 
     def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
         """Add a micro-batch's loss and its contribution to the head's gradient, of all its labels."""
-        u = unit_roundoff(hidden.dtype)
+        dtype = DTYPES[self._head_dtype]
+        weights = [None if item is None else item.to(dtype) for item in (head.weight, head.bias)]
+        u = unit_roundoff(dtype)
         chunk = max(_LOGITS // len(head.weight), 1)
-        for given, own in zip(hidden.split(chunk), labels.split(chunk), strict=True):
-            logits, bent = functional.linear(given, head.weight, head.bias), None
+        for given, own in zip(hidden.to(dtype).split(chunk), labels.split(chunk), strict=True):
+            logits, bent = functional.linear(given, *weights), None
             # without chunks the model caps them in its dtype, where little is left of 1 - tanh^2 near 0
             logits = logits.to(self._sums.wide) if self._engine.loss_path.chunked else logits
             if self._cap:
@@ -328,8 +336,10 @@ class Passes:
         if not seen or not sum(len(labels) for labels, *_ in seen):
             return []
         labels, hidden, came = (torch.cat(items) for items in zip(*seen, strict=True))
-        wide = torch.float64 if hidden.dtype == torch.float32 else torch.float32
-        for dtype in (hidden.dtype, wide):
+        planned = DTYPES[self._head_dtype]
+        u = max(unit_roundoff(planned), unit_roundoff(came.dtype))
+        wide = torch.float64 if u == unit_roundoff(torch.float32) else torch.float32
+        for dtype in (planned, wide):
             given, own = hidden.to(dtype).requires_grad_(), in_dtype(weights, dtype)
             with torch.enable_grad():
                 logits = functional.linear(given, own["weight"], own.get("bias"))
@@ -338,7 +348,7 @@ class Passes:
                 logits = self._cap * torch.tanh(logits / self._cap) if self._cap else logits
                 loss = functional.cross_entropy(logits.to(wide), labels, reduction="sum") * self._factor.to(wide)
             made += torch.autograd.grad(loss, given)
-        return [distance(came, *made, roundoff=unit_roundoff(hidden.dtype), kernel=2.0)]
+        return [distance(came, made[0].to(came.dtype), made[1], roundoff=u, kernel=2.0)]
 
 
 def _in_forward() -> bool:
