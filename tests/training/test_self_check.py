@@ -104,13 +104,17 @@ def under_a_manifest(folder: Path, head: str, default: str = "bf16", stage: int 
 def test_the_loss_is_compared_under_a_manifest_too(pair, folder, head, default, stage, further) -> None:
     events = events_of(pair, folder, [*under_a_manifest(folder, head, default, stage), *further])
     for event in of(events, "self_check"):
-        assert event["checks"]["loss"]["compared"] == 3 and "loss" not in event["skipped"]
+        assert event["checks"]["loss"]["compared"] == 3 and not event["skipped"].keys() & {"loss", "between"}
     assert not of(events, "warning")
 
 
-def test_what_is_wrong_with_the_loss_is_found_under_a_manifest(pair, folder) -> None:
-    events = events_of(pair, folder, under_a_manifest(folder, "bf16"), "last micro-batch dropped")
-    assert any("mean cross-entropy" in event["reason"] for event in of(events, "warning"))
+@pytest.mark.parametrize(
+    ("defect", "says"),
+    [("last micro-batch dropped", "mean cross-entropy"), ("1% lost between two blocks", "hands to it")],
+)
+def test_what_is_wrong_with_the_loss_or_between_blocks_is_found_under_a_manifest(pair, folder, defect, says) -> None:
+    events = events_of(pair, folder, under_a_manifest(folder, "bf16"), defect)
+    assert any(says in event["reason"] for event in of(events, "warning"))
 
 
 def test_a_layer_whose_weight_is_used_without_a_call_is_left_out(pair: ProcessGroup, folder: Path) -> None:

@@ -90,7 +90,7 @@ class Passes:
         again = {self._head_name: self._head} if self._judges_loss else {}
         self._sums = GradientSums(engine, self._followed | again, turn=turn)
         self._between: Between | None = None
-        if self._stations and self._head_name and engine.regions is None:
+        if self._stations and self._head_name:
             stations = self._stations | {self._head_name: self._head}
             self._between = Between(engine, stations, resolved.config.model.attention)
         self._calls: dict[str, _Call] = {}
@@ -266,8 +266,8 @@ class Passes:
         beside = model.get_submodule(self._head_name.rpartition(".")[0])._parameters.get("bias")  # as in ESM
         if type(self._engine.objective) is not LabelPrediction or self._resolved.batch.sequence > 1:
             self.skipped["loss"] = "it is not a cross-entropy of whole sequences"
-        elif not isinstance(self._head, nn.Linear) or self._head_dtype == "fp8":
-            self.skipped["loss"] = "its output embedding is in FP8, or not a linear layer"
+        elif not isinstance(self._head, nn.Linear):
+            self.skipped["loss"] = "its output embedding is not a linear layer"
         elif (
             any(factor not in (None, 1.0) for factor in factors)
             or (bias is not None and bool(bias.any()))
