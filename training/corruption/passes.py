@@ -298,11 +298,11 @@ class Passes:
     def _add_loss(self, hidden: torch.Tensor, labels: torch.Tensor, head: Any) -> None:
         """Add a micro-batch's loss and its contribution to the head's gradient, of all its labels."""
         dtype = DTYPES[self._head_dtype]
-        weights = [None if item is None else item.to(dtype) for item in (head.weight, head.bias)]
-        u = unit_roundoff(dtype)
+        u, weight, bias = unit_roundoff(dtype), head.weight.to(dtype), head.bias
+        bias = None if bias is None else bias.to(dtype)
         chunk = max(_LOGITS // len(head.weight), 1)
         for given, own in zip(hidden.to(dtype).split(chunk), labels.split(chunk), strict=True):
-            logits, bent = functional.linear(given, *weights), None
+            logits, bent = functional.linear(given, weight, bias), None
             # without chunks the model caps them in its dtype, where little is left of 1 - tanh^2 near 0
             logits = logits.to(self._sums.wide) if self._engine.loss_path.chunked else logits
             if self._cap:
