@@ -325,10 +325,8 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
     engine = SimpleNamespace(regions=None, compute={torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype])
     engine.world = SimpleNamespace(device=torch.device("cpu"))
     passes: Any = Passes.__new__(Passes)
-    passes._engine, passes._resolved = (
-        engine,
-        SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa"))),
-    )
+    passes._engine, passes._back = engine, {}
+    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa")))
     layers = [torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)]
     for module in (torch.nn.Linear(32, 32), torch.nn.Sequential(*layers)):
         for parameter in module.parameters():
@@ -340,7 +338,8 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
         weights = dict(module.named_parameters())
         for factor, sound in ((1.0, True), (1 + 2 * unit_roundoff(dtype), False)):
             call = _Call((given,), {}, [(output.float() * factor).to(dtype)], [])
-            ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, weights, call))
+            ((_, row),) = passes._compare("", module, weights, call)
+            error, bound = row.tolist()
             assert (error <= bound) == sound, factor
 
 
@@ -349,13 +348,15 @@ def test_a_bias_that_cancels_a_rounded_product_is_sound_at_zero_3(monkeypatch: p
     torch.manual_seed(0)
     monkeypatch.setattr(torch.nn.functional, "linear", zero3_linear_wrap)
     passes: Any = Passes.__new__(Passes)
+    passes._back = {}
     passes._engine = SimpleNamespace(regions=None, compute="bf16", world=SimpleNamespace(device=torch.device("cpu")))
     passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa")))
     module = torch.nn.Linear(32, 32).to(torch.bfloat16).requires_grad_(False)
     given = (torch.ones(1, 64, 32) + 0.01 * torch.randn(1, 64, 32)).to(torch.bfloat16)
     module.bias.copy_(-(given @ module.weight.t()).mean((0, 1)))
     call = _Call((given[0],), {}, [module(given)[0]], [])
-    ((error, bound),) = (pair.tolist() for pair in passes._compare("", module, dict(module.named_parameters()), call))
+    ((_, row),) = passes._compare("", module, dict(module.named_parameters()), call)
+    error, bound = row.tolist()
     assert error <= bound
 
 

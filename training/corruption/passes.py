@@ -127,8 +127,7 @@ class Passes:
             if call is None:
                 continue
             try:
-                found += [("modules", name, item) for item in self._compare(name, module, weights, call)]
-                found += [("backward", name, item) for item in self._compare_backward(name, module, weights, call)]
+                found += [(check, name, item) for check, item in self._compare(name, module, weights, call)]
             except Exception as error:  # the architecture's own code does not take these inputs in another dtype
                 self.skipped[type(module).__name__] = one_line(error, 120)
         first, between = len(found), list[Row]()
@@ -218,40 +217,38 @@ class Passes:
         if name in self._back and torch.is_tensor(output):
             output.register_hook(lambda came: self._back[name].update(output=came.detach()[:1]))
 
-    def _compare(self, name: str, module: nn.Module, weights: Any, call: _Call) -> list[torch.Tensor]:
+    def _compare(self, name: str, module: Any, weights: Any, call: _Call) -> list[tuple[str, torch.Tensor]]:
+        """Compare a module's outputs, and the gradient of a block's input for the first sample, recomputed from that of
+        its output."""
         if any(tensor._version != version for tensor, version in call.versions):
             raise ValueError("its inputs are changed in place")
         regions, attention = self._engine.regions, self._resolved.config.model.attention
-        made: list[list[torch.Tensor]] = []
+        made, gradients = list[list[torch.Tensor]](), list[torch.Tensor]()
         planned = None if regions is None else DTYPES[regions.dtypes[name]]
+        came = self._back.pop(name, {}) if regions is None else {}
+        back = len(came) == 2
         dtypes = (planned or DTYPES[self._engine.compute], *(item.dtype for item in call.outputs))
         u = max(map(unit_roundoff, dtypes))
         for dtype in (planned, torch.float64 if u == unit_roundoff(torch.float32) else torch.float32):
             args, kwargs = in_dtype((call.args, call.kwargs), dtype)
             if type(module) is nn.Linear and not call.versions:  # DeepSpeed's rounds differently for a matrix
                 args = (args[0][None],)
-            with torch.autocast(self._engine.world.device.type, enabled=False):
+            given: Any = args[0].requires_grad_() if back else None
+            with torch.set_grad_enabled(back), torch.autocast(self._engine.world.device.type, enabled=False):
                 output = plain(module, weights, dtype, attention)(*args, **kwargs)
+            if back:
+                gradients += torch.autograd.grad(output, given, came["output"].to(output.dtype))
             made.append([_some_rows(item) if call.versions else item.flatten(0, -2) for item in _floats(output)])
         # a correct kernel may round both halves of a linear layer's sum, their sum, and that plus the bias
         kernel = IN_HALVES if any(isinstance(item, nn.Linear) for item in module.modules()) else OTHER_KERNEL
         three = zip(call.outputs, *made, strict=False)
-        return [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
-
-    def _compare_backward(self, name: str, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
-        """Compare the first sample's gradient of a block's input, recomputed from that of its output."""
-        came, made = self._back.pop(name, {}), list[torch.Tensor]()
-        if len(came) < 2 or self._engine.regions is not None:
-            return []
-        dtype = came["output"].dtype
-        for own in (None, torch.float64 if dtype == torch.float32 else torch.float32):
-            args, kwargs = in_dtype((call.args, call.kwargs), own)
-            copied = plain(module, weights, own, self._resolved.config.model.attention)
-            with torch.enable_grad(), torch.autocast(self._engine.world.device.type, enabled=False):
-                output = copied(args[0].requires_grad_(), *args[1:], **kwargs)
-                made += torch.autograd.grad(output, args[0], came["output"].to(output.dtype))
-        three = [_some_rows(item) for item in (came["given"], *made)]
-        return [distance(*three, roundoff=unit_roundoff(dtype), kernel=IN_HALVES)]
+        rows = [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
+        found = [("modules", row) for row in rows]
+        if back:
+            of_input = [_some_rows(item) for item in (came["given"], *gradients)]
+            row = distance(*of_input, roundoff=unit_roundoff(came["output"].dtype), kernel=IN_HALVES)
+            found.append(("backward", row))
+        return found
 
     @property
     def _head_dtype(self) -> str:

@@ -3,6 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,9 @@ def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype |
     found.__dict__ = {name: value for name, value in module.__dict__.items() if name != "forward"}
     found.__dict__ |= {name: OrderedDict() for name in _EMPTY}
     own = {name: weights.get(name) for name in module._parameters}
-    found._parameters = {name: None if value is None else in_dtype(value, dtype) for name, value in own.items()}
-    found._buffers = in_dtype(dict(_rebuilt(kind, module)._buffers), dtype)
+    found._parameters = {name: None if value is None else _cast(value, dtype) for name, value in own.items()}
+    buffers = _rebuilt(kind, module)._buffers.items()
+    found._buffers = {name: None if value is None else _cast(value, dtype) for name, value in buffers}
     found._modules = {}
     for name, child in module._modules.items():
         inside = {key.removeprefix(f"{name}."): item for key, item in weights.items() if key.startswith(f"{name}.")}
@@ -54,11 +56,11 @@ def _rebuilt(kind: type, module: Any) -> Any:
 
 def in_dtype(tree: Any, dtype: torch.dtype | None) -> Any:
     """The tree with detached tensors, floating ones cast to `dtype` unless None."""
+    return tree_map_only(torch.Tensor, partial(_cast, dtype=dtype), tree)
 
-    def convert(value: torch.Tensor) -> torch.Tensor:
-        return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
 
-    return tree_map_only(torch.Tensor, convert, tree)
+def _cast(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return value.detach().to(dtype) if dtype is not None and value.is_floating_point() else value.detach()
 
 
 def is_random(module: torch.nn.Module) -> bool:
