@@ -74,7 +74,8 @@ def test_a_sound_run_is_checked_and_nothing_is_said(pair: ProcessGroup, folder: 
     for event in checks:
         compared = {name: check["compared"] for name, check in event["checks"].items()}
         passes = {"modules", "backward", "between", "gradients", "loss", "norm", "samples", "constants"}
-        assert set(compared) == passes | {"updates", "copies", "schedule"} | (
+        in_16_bits = set() if "precision.compute=fp32" in overrides else {"code"}
+        assert set(compared) == passes | in_16_bits | {"updates", "copies", "schedule"} | (
             {"scale"} if "precision.compute=fp16" in overrides else set()
         )
         assert compared["modules"] > 20 and compared["gradients"] > 20 and compared["updates"] > 5
@@ -165,6 +166,7 @@ def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: st
         ("both: first token of rows lost", cast("fp16", 2), "inputs of sample", "its samples"),
         ("scale of one attention 1% too large", cast("fp32", 0), f"{ATTENTION}.scaling", "the config makes"),
         ("1% lost between two blocks", cast("bf16", 1), LAYER, "hands to it"),
+        ("rotary base of one layer 1% too large", cast("bf16", 2), ATTENTION, "computes something else"),
         pytest.param("attention of one layer times 1.01", cast("fp16", 3), ATTENTION, "", marks=pytest.mark.slow),
         pytest.param("gradient of one matrix summed over ranks", cast("bf16", 3), LINEAR, "", marks=pytest.mark.slow),
         pytest.param("learning rate times 1.05", cast("fp32", 2), "", "optimizer's rule", marks=pytest.mark.slow),
@@ -338,7 +340,7 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
         weights = dict(module.named_parameters())
         for factor, sound in ((1.0, True), (1 + 2 * unit_roundoff(dtype), False)):
             call = _Call((given,), {}, [(output.float() * factor).to(dtype)], [])
-            ((_, row),) = passes._compare("", module, weights, call)
+            (_, row), _ = passes._compare("", module, weights, call)
             error, bound = row.tolist()
             assert (error <= bound) == sound, factor
 
@@ -355,7 +357,7 @@ def test_a_bias_that_cancels_a_rounded_product_is_sound_at_zero_3(monkeypatch: p
     given = (torch.ones(1, 64, 32) + 0.01 * torch.randn(1, 64, 32)).to(torch.bfloat16)
     module.bias.copy_(-(given @ module.weight.t()).mean((0, 1)))
     call = _Call((given[0],), {}, [module(given)[0]], [])
-    ((_, row),) = passes._compare("", module, dict(module.named_parameters()), call)
+    (_, row), _ = passes._compare("", module, dict(module.named_parameters()), call)
     error, bound = row.tolist()
     assert error <= bound
 

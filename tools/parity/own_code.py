@@ -13,18 +13,14 @@ weights in its compute dtype.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from contextlib import ExitStack
-from itertools import product
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from modeling.quantised_base import quantised_parameters
 from tools.parity.recompute import Call, Leaves, Plan, again
+from training.corruption.plain import unhooked
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_16_BITS = ("flash", "flex")
 
 
@@ -49,9 +45,7 @@ def own_code(
     if elsewhere or not codes.keys().isdisjoint(map(id, own)):
         return None
     try:
-        with ExitStack() as stack:
-            for item, hooks in product(module.modules(), _HOOKS):  # those of the engine and of observers
-                stack.enter_context(patch.object(item, hooks, OrderedDict()))
+        with unhooked(module):
             return again(plan, call, torch.float32, leaves, code=candidate)
     except Exception:  # kernels for 16 bits only, whatever they raise
         return None

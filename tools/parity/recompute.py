@@ -32,6 +32,7 @@ from precision.tolerance import unit_roundoff
 from tools.parity import fp8_linear
 from tools.parity.plain_flex import plain_flex
 from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
+from training.corruption.plain import Bare
 
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
@@ -172,24 +173,13 @@ def _again(
                 once = {id(item): key for key, item in named if key in own}  # one name for each shared one
                 parameters = {f"code.{key}": own[key] for key in once.values()}
                 output = (
-                    functional_call(_Bare(module), parameters, args, kwargs)
+                    functional_call(Bare(module), parameters, args, kwargs)
                     if parameters
                     else module.forward(*args, **kwargs)
                 )
             else:
                 output = functional_call(module, own, args, kwargs)
     return {"output": output, **given}
-
-
-class _Bare(torch.nn.Module):
-    """A module's bare forward, without anything around its call."""
-
-    def __init__(self, code: torch.nn.Module) -> None:
-        super().__init__()
-        self.code = code
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.code.forward(*args, **kwargs)
 
 
 class Plan:

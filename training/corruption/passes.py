@@ -23,13 +23,13 @@ from data.batches.loader import IGNORED_LABEL, Batch
 from modeling.embedding_noise import has_noise
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.activation_signals import unseen
-from precision.closeness import IN_HALVES, OTHER_KERNEL, distance
+from precision.closeness import IN_HALVES, OTHER_KERNEL, distance, distance_in_fp32
 from precision.dtypes import DTYPES
 from precision.manifest import find_regions
 from precision.tolerance import unit_roundoff
 from training.corruption.between import Between
 from training.corruption.gradient_sums import GradientSums, can_follow, is_norm
-from training.corruption.plain import in_dtype, is_random, plain, weights_of
+from training.corruption.plain import in_dtype, is_random, own_code, plain, weights_of
 from training.engine import Engine
 from training.engine.health import Outcome
 
@@ -41,6 +41,9 @@ _LOGITS = 1 << 24
 """Number of logits recomputed at a time."""
 _FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap")
 """Keys of a model's config by which it changes its logits, other than the soft cap of Gemma's family."""
+
+_OF_16_BITS = ("flash", "flex")
+"""Starts of the names of attention implementations whose kernels support 16 bits only."""
 
 
 class Row(NamedTuple):
@@ -244,11 +247,31 @@ class Passes:
         three = zip(call.outputs, *made, strict=False)
         rows = [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
         found = [("modules", row) for row in rows]
+        if u > unit_roundoff(torch.float32) and regions is None:
+            found += [("code", row) for row in self._compare_code(module, weights, call, made, u)]
         if back:
             of_input = [_some_rows(item) for item in (came["given"], *gradients)]
             row = distance(*of_input, roundoff=unit_roundoff(came["output"].dtype), kernel=IN_HALVES)
             found.append(("backward", row))
         return found
+
+    def _compare_code(
+        self, module: Any, weights: Any, call: _Call, made: list[list[torch.Tensor]], u: float
+    ) -> list[torch.Tensor]:
+        """Compare the run's own code of a module in FP32. made: plain torch's results in the run's dtype and FP32."""
+        attention = self._resolved.config.model.attention
+        compiled = any(item._compiled_call_impl is not None for item in module.modules())
+        if compiled or attention.startswith(_OF_16_BITS):
+            return []
+        args, kwargs = in_dtype((call.args, call.kwargs), torch.float32)
+        args = (args[0][None],) if type(module) is nn.Linear and not call.versions else args
+        try:
+            with torch.autocast(self._engine.world.device.type, enabled=False):
+                output = own_code(module, in_dtype(weights, torch.float32), args, kwargs)
+        except Exception:  # a kernel for 16 bits only, whatever it raises
+            return []
+        own = [_some_rows(item) if call.versions else item.flatten(0, -2) for item in _floats(output)]
+        return [distance_in_fp32(*three, roundoff=u) for three in zip(own, *made, strict=False)]
 
     @property
     def _head_dtype(self) -> str:

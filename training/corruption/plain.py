@@ -2,11 +2,15 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
 from training.engine import Engine
@@ -45,6 +49,32 @@ def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype |
         found.config._attn_implementation = attention
     found.training = False
     return found
+
+
+class Bare(torch.nn.Module):
+    """A module's bare forward, without anything around its call."""
+
+    def __init__(self, code: torch.nn.Module) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.code.forward(*args, **kwargs)
+
+
+@contextmanager
+def unhooked(module: torch.nn.Module) -> Iterator[None]:
+    """Context manager: the module and those inside it have no hooks, of the engine or of observers."""
+    with ExitStack() as stack:
+        for item, hooks in product(module.modules(), _EMPTY):
+            stack.enter_context(patch.object(item, hooks, OrderedDict()))
+        yield
+
+
+def own_code(module: torch.nn.Module, weights: Weights, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The module's own code, with what patched it, on these inputs and weights."""
+    with unhooked(module):
+        return functional_call(Bare(module), {f"code.{name}": item for name, item in weights.items()}, args, kwargs)
 
 
 def _rebuilt(kind: type, module: Any) -> Any:

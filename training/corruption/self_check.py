@@ -49,6 +49,7 @@ _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm, for FP32 sums in two orders; 8.8e-8 in a correct run."""
 _WORDS = {
     "modules": "its output is further from FP32 than plain torch's in its dtype",
+    "code": "its code computes something else in FP32 than plain torch",
     "backward": "the gradient of its input is further from FP32 than plain torch's in its dtype",
     "gradients": "its reduced gradient does not follow from its inputs and outputs over all ranks and micro-batches",
     "loss": "it is not the mean cross-entropy over labels, or its gradient is not",
