@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,6 +125,16 @@ class Regions:
         device_type = next(self._model.parameters()).device.type
         with _autocast(device_type, self.manifest.default):
             yield
+
+    @contextmanager
+    def in_fp32(self) -> Iterator[None]:
+        """Context manager: every region computes in FP32, and what is around it; for calls of parts of the model."""
+        compute, manifest = self._compute, self.manifest
+        self._compute, self.manifest = dict.fromkeys(compute, "fp32"), replace(manifest, default="fp32")
+        try:
+            yield
+        finally:
+            self._compute, self.manifest = compute, manifest
 
     def close(self) -> None:
         """Restore the forward of every module."""

@@ -8,7 +8,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -147,10 +147,11 @@ class Passes:
         return [*rows, *(Row("gradients", name, 1.0, 0.0) for name in dict.fromkeys(self._without))]
 
     def _draw(self) -> dict[str, nn.Module]:
-        kinds, regions = find_regions(self._engine.model), self._engine.regions
+        self._kinds = kinds = find_regions(self._engine.model)
+        regions = self._engine.regions
         found: dict[str, nn.Module] = {}
         if regions is not None:
-            self.skipped["manifest"] = "only linear layers and norms are compared, and none in FP8"
+            self.skipped["manifest"] = "in their dtypes only linear layers and norms are compared, and none in FP8"
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
@@ -163,8 +164,6 @@ class Passes:
         for name, module in self._engine.model.named_modules():
             leaf = next(module.children(), None) is None
             if module in self._hidden or not (leaf or name in drawn or name.rpartition(".")[0] in drawn):
-                continue
-            if regions is not None and (kinds.get(name) not in ("matmul", "norm") or regions.dtypes[name] == "fp8"):
                 continue
             inside = [key for key in kinds if f"{key}.".startswith(f"{name}.")]
             attention = self._resolved.config.model.attention
@@ -227,51 +226,53 @@ class Passes:
             raise ValueError("its inputs are changed in place")
         regions, attention = self._engine.regions, self._resolved.config.model.attention
         made, gradients = list[list[torch.Tensor]](), list[torch.Tensor]()
-        planned = None if regions is None else DTYPES[regions.dtypes[name]]
+        planned = None if regions is None else DTYPES.get(regions.dtypes.get(name, ""))
+        in_its_dtype = regions is None or (planned is not None and self._kinds[name] in ("matmul", "norm"))
         came = self._back.pop(name, {}) if regions is None else {}
         back = len(came) == 2
         dtypes = (planned or DTYPES[self._engine.compute], *(item.dtype for item in call.outputs))
         u = max(map(unit_roundoff, dtypes))
-        for dtype in (planned, torch.float64 if u == unit_roundoff(torch.float32) else torch.float32):
-            args, kwargs = in_dtype((call.args, call.kwargs), dtype)
-            if type(module) is nn.Linear and not call.versions:  # DeepSpeed's rounds differently for a matrix
-                args = (args[0][None],)
+        wide = torch.float64 if in_its_dtype and u == unit_roundoff(torch.float32) else torch.float32
+        for dtype in (planned, wide) if in_its_dtype else (wide,):
+            args, kwargs = _inputs(module, call, dtype)
             given: Any = args[0].requires_grad_() if back else None
             with torch.set_grad_enabled(back), torch.autocast(self._engine.world.device.type, enabled=False):
                 output = plain(module, weights, dtype, attention)(*args, **kwargs)
             if back:
                 gradients += torch.autograd.grad(output, given, came["output"].to(output.dtype))
-            made.append([_some_rows(item) if call.versions else item.flatten(0, -2) for item in _floats(output)])
-        # a correct kernel may round both halves of a linear layer's sum, their sum, and that plus the bias
-        kernel = IN_HALVES if any(isinstance(item, nn.Linear) for item in module.modules()) else OTHER_KERNEL
-        three = zip(call.outputs, *made, strict=False)
-        rows = [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
-        found = [("modules", row) for row in rows]
-        if u > unit_roundoff(torch.float32) and regions is None:
-            found += [("code", row) for row in self._compare_code(module, weights, call, made, u)]
+            made.append(_rows_of(output, call))
+        found = list[tuple[str, torch.Tensor]]()
+        if in_its_dtype:
+            # a correct kernel may round both halves of a linear layer's sum, their sum, and that plus the bias
+            kernel = IN_HALVES if any(isinstance(item, nn.Linear) for item in module.modules()) else OTHER_KERNEL
+            three = zip(call.outputs, *made, strict=False)
+            rows = [distance(run, plan.to(run.dtype), exact, roundoff=u, kernel=kernel) for run, plan, exact in three]
+            found += [("modules", row) for row in rows]
         if back:
             of_input = [_some_rows(item) for item in (came["given"], *gradients)]
             row = distance(*of_input, roundoff=unit_roundoff(came["output"].dtype), kernel=IN_HALVES)
             found.append(("backward", row))
+        if wide == torch.float32:
+            own = self._code_in_fp32(module, weights, call)
+            plan = made[0] if in_its_dtype else call.outputs
+            three = zip(own, plan, made[-1], strict=False)
+            found += [("code", distance_in_fp32(*each, roundoff=u)) for each in three]
         return found
 
-    def _compare_code(
-        self, module: Any, weights: Any, call: _Call, made: list[list[torch.Tensor]], u: float
-    ) -> list[torch.Tensor]:
-        """Compare the run's own code of a module in FP32. made: plain torch's results in the run's dtype and FP32."""
-        attention = self._resolved.config.model.attention
+    def _code_in_fp32(self, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
+        """What the run's own code of a module computes in FP32; empty if it cannot."""
+        regions, attention = self._engine.regions, self._resolved.config.model.attention
         compiled = any(item._compiled_call_impl is not None for item in module.modules())
         if compiled or attention.startswith(_OF_16_BITS):
             return []
-        args, kwargs = in_dtype((call.args, call.kwargs), torch.float32)
-        args = (args[0][None],) if type(module) is nn.Linear and not call.versions else args
+        args, kwargs = _inputs(module, call, torch.float32)
+        in_fp32 = nullcontext() if regions is None else regions.in_fp32()
         try:
-            with torch.autocast(self._engine.world.device.type, enabled=False):
+            with in_fp32, torch.autocast(self._engine.world.device.type, enabled=False):
                 output = own_code(module, in_dtype(weights, torch.float32), args, kwargs)
         except Exception:  # a kernel for 16 bits only, whatever it raises
             return []
-        own = [_some_rows(item) if call.versions else item.flatten(0, -2) for item in _floats(output)]
-        return [distance_in_fp32(*three, roundoff=u) for three in zip(own, *made, strict=False)]
+        return _rows_of(output, call)
 
     @property
     def _head_dtype(self) -> str:
@@ -401,6 +402,17 @@ def _of_first_sample(args: Any, kwargs: dict[str, Any], output: Any) -> _Call:
     args, kwargs = tree_map_only(torch.Tensor, first, (args, kwargs))
     outputs = [_some_rows(first(item)).clone() for item in _floats(output)]
     return _Call(args, kwargs, outputs, [(item, item._version) for item in tensors])
+
+
+def _inputs(module: Any, call: _Call, dtype: torch.dtype | None) -> tuple[Any, dict[str, Any]]:
+    args, kwargs = in_dtype((call.args, call.kwargs), dtype)
+    if type(module) is nn.Linear and not call.versions:  # DeepSpeed's rounds differently for a matrix
+        args = (args[0][None],)
+    return args, kwargs
+
+
+def _rows_of(output: Any, call: _Call) -> list[torch.Tensor]:
+    return [_some_rows(item) if call.versions else item.flatten(0, -2) for item in _floats(output)]
 
 
 def _some_rows(values: torch.Tensor) -> torch.Tensor:
