@@ -166,6 +166,7 @@ def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: st
         ("both: first token of rows lost", cast("fp16", 2), "inputs of sample", "its samples"),
         ("scale of one attention 1% too large", cast("fp32", 0), f"{ATTENTION}.scaling", "the config makes"),
         ("1% lost between two blocks", cast("bf16", 1), LAYER, "hands to it"),
+        ("both: decay on norms and embeddings", cast("bf16", 3), NORM, "the config makes"),
         ("rotary base of one layer 1% too large", cast("bf16", 2), ATTENTION, "computes something else"),
         pytest.param("attention of one layer times 1.01", cast("fp16", 3), ATTENTION, "", marks=pytest.mark.slow),
         pytest.param("gradient of one matrix summed over ranks", cast("bf16", 3), LINEAR, "", marks=pytest.mark.slow),

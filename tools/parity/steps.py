@@ -60,7 +60,6 @@ from tools.parity.judge_steps import (
     more_than_noise,
 )
 from tools.parity.oracle.comparison import checksum_at_start, checksum_in
-from tools.parity.oracle.optimizers import decay_and_factor, hidden_matrices
 from tools.parity.plain import Apart, clip_coefficient
 from tools.parity.recompute import MOST_VALUES
 from tools.parity.reference import Reference, dropouts, tokens_by_expert
@@ -71,6 +70,7 @@ from tools.parity.task_loss import loss_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
+from training.corruption.settings import decay_and_factor, hidden_matrices
 from training.corruption.updates import excess
 from training.distributed import World
 from training.engine import Engine

@@ -260,7 +260,7 @@ class Passes:
         return found
 
     def _code_in_fp32(self, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
-        """What the run's own code of a module computes in FP32; empty if it cannot."""
+        """Results of the run's own code of a module in FP32; empty if it cannot compute there."""
         regions, attention = self._engine.regions, self._resolved.config.model.attention
         compiled = any(item._compiled_call_impl is not None for item in module.modules())
         if compiled or attention.startswith(_OF_16_BITS):

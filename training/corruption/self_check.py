@@ -31,12 +31,13 @@ from training.corruption.copies import Copies
 from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import is_in_order, wrong_samples
+from training.corruption.settings import decay_and_factor
 from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.health import Evaluation, Outcome, Update
 from training.engine.masters import sum_of_squares
-from training.engine.tensors import local_gradient, own_shards
+from training.engine.tensors import local_gradient, own_shards, trainable_parameters
 
 SIGNAL = "self_check"
 _EARLY = (3, 24, 240)
@@ -273,6 +274,11 @@ class SelfCheck:
             for key, value in right.named_buffers(recurse=False):
                 if key in buffers and not torch.equal(buffers[key].cpu(), value.cpu().to(buffers[key].dtype)):
                     yield f"{name}.{key}"
+        settings = decay_and_factor(self._fresh, self._resolved.config.optimizer)
+        for name, parameter in trainable_parameters(self._engine).items():
+            group = self._engine.group_of[id(parameter)]
+            if settings.get(name) not in (None, (group["weight_decay"], group["lr_factor"])):
+                yield f"{name}'s weight decay or factor of the rate"
         config: Any = self._fresh.config  # as its class changes it: Pegasus' decoder is no encoder-decoder
         yield from (f"config.{key}" for key in _differing(config.to_dict(), self._engine.model.config.to_dict()))
 

@@ -1,4 +1,4 @@
-"""Independent implementations of the update rules, in FP64, and of the settings that each parameter gets.
+"""Independent implementations of the update rules, in FP64.
 
 AdamW and SGD are torch's. The others follow their papers, take nothing from training/engine/optimizers, and use the
 other form of a rule that has two: averages that start at zero with corrected betas, not corrected averages, and Muon's
@@ -8,71 +8,16 @@ iteration on singular values, not on matrices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
-from transformers.pytorch_utils import Conv1D
 
 from config.schema import OptimizerSection
+from training.corruption.settings import decay_and_factor, hidden_matrices
 
 Direction = Callable[[nn.Parameter, dict[str, Any], dict[str, Any]], torch.Tensor]
 """(parameter with its gradient, its state, its group) -> what the learning rate multiplies, decay included."""
-
-
-def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
-    """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
-
-    model: with whole parameters. Only weights that multiply a layer's input decay; embeddings do not.
-    """
-    weights, found = _weights(model), {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        usual = section.weight_decay if id(parameter) in weights else 0.0
-        decay, factor = usual, 1.0
-        for group in section.groups:
-            if fnmatchcase(name, group.match):  # the last match wins
-                decay = usual if group.weight_decay is None else group.weight_decay
-                factor = 1.0 if group.learning_rate is None else group.learning_rate / section.learning_rate
-        found[name] = decay, factor
-    return found
-
-
-def _weights(model: Any) -> dict[int, bool]:
-    """Ids of the parameters by which layers multiply their inputs, without embeddings; to whether each is a matrix, or
-    a matrix for each expert."""
-    found: dict[int, bool] = {}
-    for module in model.modules():
-        kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
-        weight = own.get("weight")
-        if isinstance(module, nn.Linear | Conv1D) or kind.lower().endswith("router") and weight is not None:
-            found[id(weight)] = True
-        elif isinstance(module, _ConvNd):
-            found[id(weight)] = False
-        elif "Expert" in kind:
-            stacks = [tensor for key, tensor in own.items() if "bias" not in key and tensor.dim() > 1]
-            found |= {id(tensor): tensor.dim() == 3 for tensor in stacks}
-        else:  # block-diagonal gates and the like
-            found |= {id(tensor): False for key, tensor in own.items() if key.endswith("_weight") and tensor.dim() > 1}
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            found.pop(id(module.weight), None)
-    return found
-
-
-def hidden_matrices(model: Any, section: OptimizerSection) -> set[str]:
-    """Names of the parameters that Muon's own rule updates; none for another optimizer.
-
-    The weights of linear layers except the output embedding, of routers, and of fused experts, one matrix per expert.
-    """
-    if section.name != "muon":
-        return set()
-    head, weights = model.get_output_embeddings(), _weights(model)
-    named = model.named_parameters()
-    return {name for name, item in named if weights.get(id(item)) and (head is None or item is not head.weight)}
 
 
 def optimizer_of(model: Any, section: OptimizerSection) -> torch.optim.Optimizer:
