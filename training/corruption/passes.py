@@ -234,10 +234,10 @@ class Passes:
         u = max(map(unit_roundoff, dtypes))
         wide = torch.float64 if in_its_dtype and u == unit_roundoff(torch.float32) else torch.float32
         for dtype in (planned, wide) if in_its_dtype else (wide,):
-            args, kwargs = _inputs(module, call, dtype)
+            (args, kwargs), own = _inputs(module, call, dtype), in_dtype(weights, dtype)
             given: Any = args[0].requires_grad_() if back else None
             with torch.set_grad_enabled(back), torch.autocast(self._engine.world.device.type, enabled=False):
-                output = plain(module, weights, dtype, attention)(*args, **kwargs)
+                output = plain(module, own, dtype, attention)(*args, **kwargs)
             if back:
                 gradients += torch.autograd.grad(output, given, came["output"].to(output.dtype))
             made.append(_rows_of(output, call))
@@ -253,14 +253,13 @@ class Passes:
             row = distance(*of_input, roundoff=unit_roundoff(came["output"].dtype), kernel=IN_HALVES)
             found.append(("backward", row))
         if wide == torch.float32:
-            own = self._code_in_fp32(module, weights, call)
             plan = made[0] if in_its_dtype else call.outputs
-            three = zip(own, plan, made[-1], strict=False)
+            three = zip(self._code_in_fp32(module, own, call), plan, made[-1], strict=False)
             found += [("code", distance_in_fp32(*each, roundoff=u)) for each in three]
         return found
 
     def _code_in_fp32(self, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
-        """Results of the run's own code of a module in FP32; empty if it cannot compute there."""
+        """Results of the run's own code of a module in FP32; empty if it cannot compute there. weights: in FP32."""
         regions, attention = self._engine.regions, self._resolved.config.model.attention
         compiled = any(item._compiled_call_impl is not None for item in module.modules())
         if compiled or attention.startswith(_OF_16_BITS):
@@ -269,7 +268,7 @@ class Passes:
         in_fp32 = nullcontext() if regions is None else regions.in_fp32()
         try:
             with in_fp32, torch.autocast(self._engine.world.device.type, enabled=False):
-                output = own_code(module, in_dtype(weights, torch.float32), args, kwargs)
+                output = own_code(module, weights, args, kwargs)
         except Exception:  # a kernel for 16 bits only, whatever it raises
             return []
         return _rows_of(output, call)
