@@ -329,7 +329,7 @@ def test_layers_with_a_bias_may_round_both_halves_of_their_sums(dtype) -> None:
     engine.world = SimpleNamespace(device=torch.device("cpu"))
     passes: Any = Passes.__new__(Passes)
     passes._engine, passes._back = engine, {}
-    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa")))
+    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa", compile=False)))
     layers = [torch.nn.Linear(32, 96), torch.nn.GELU(), torch.nn.Linear(96, 32)]
     for module in (torch.nn.Linear(32, 32), torch.nn.Sequential(*layers)):
         for parameter in module.parameters():
@@ -353,7 +353,7 @@ def test_a_bias_that_cancels_a_rounded_product_is_sound_at_zero_3(monkeypatch: p
     passes: Any = Passes.__new__(Passes)
     passes._back = {}
     passes._engine = SimpleNamespace(regions=None, compute="bf16", world=SimpleNamespace(device=torch.device("cpu")))
-    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa")))
+    passes._resolved = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(attention="sdpa", compile=False)))
     module = torch.nn.Linear(32, 32).to(torch.bfloat16).requires_grad_(False)
     given = (torch.ones(1, 64, 32) + 0.01 * torch.randn(1, 64, 32)).to(torch.bfloat16)
     module.bias.copy_(-(given @ module.weight.t()).mean((0, 1)))

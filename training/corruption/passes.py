@@ -42,9 +42,6 @@ _LOGITS = 1 << 24
 _FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap")
 """Keys of a model's config by which it changes its logits, other than the soft cap of Gemma's family."""
 
-_OF_16_BITS = ("flash", "flex")
-"""Starts of the names of attention implementations whose kernels support 16 bits only."""
-
 
 class Row(NamedTuple):
     """One comparison."""
@@ -260,10 +257,9 @@ class Passes:
 
     def _code_in_fp32(self, module: Any, weights: Any, call: _Call) -> list[torch.Tensor]:
         """Results of the run's own code of a module in FP32; empty if it cannot compute there. weights: in FP32."""
-        regions, attention = self._engine.regions, self._resolved.config.model.attention
-        compiled = any(item._compiled_call_impl is not None for item in module.modules())
-        if compiled or attention.startswith(_OF_16_BITS):
+        if self._resolved.config.model.compile:
             return []
+        regions = self._engine.regions
         args, kwargs = _inputs(module, call, torch.float32)
         in_fp32 = nullcontext() if regions is None else regions.in_fp32()
         try:
