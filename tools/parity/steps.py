@@ -515,13 +515,13 @@ def roundings_of_master(decay: float) -> float:
 
 
 def walk(
-    steps: StepParity, batches: Batches, progress: Progress, *, length: int, sums: bool = True
+    steps: StepParity, batches: Batches, progress: Progress, *, length: int, sums: bool = True, modules: int = 1
 ) -> list[dict[str, Any]]:
     """Measure steps from `progress` on until `length` of them are applied; the list includes skipped ones.
 
-    The first is compared module by module; later ones show a state that is wrong after it. For a model with dropout it
-    has `loss_with_dropout`, to compare the run's own loss with. sums: measure how gradients are added up, too, which
-    the point of a run does not change.
+    Later ones show a state that is wrong after the first. For a model with dropout that has `loss_with_dropout`, to
+    compare the run's own loss with. sums: measure how gradients are added up, too, which the point of a run does not
+    change. modules: number of applied steps that are compared module by module.
     """
     batches.restore(progress.position)
     measured: list[dict[str, Any]] = []
@@ -534,9 +534,9 @@ def walk(
         weighted = {} if applied else steps.weighting_errors(batch)
         if not measured:
             repeated |= steps.evaluation_errors(batch) | steps.dropout_errors(batch) | steps.task_loss(batch)
-        found = (
-            repeated | summed | weighted | steps.step(batch, applied=progress.applied + applied, modules=not applied)
-        )
+        closely = applied < modules
+        found = repeated | summed | weighted
+        found |= steps.step(batch, applied=progress.applied + applied, modules=closely)
         applied += found["applied"]
         measured.append({"step": progress.step + len(measured) + 1, **found})
         if steps.speaks:
@@ -590,7 +590,8 @@ def measure(
             except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
                 found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
                 continue
-            steps = walk(run.parity, run.batches, progress, length=length, sums=point == points[-1])
+            last, finely = point == points[-1], length if len(points) == 1 else 1  # more rows resolve smaller errors
+            steps = walk(run.parity, run.batches, progress, length=length, sums=last, modules=finely)
             found.append({"point": point, "restored": True, "steps": steps})
     return found
 
