@@ -40,8 +40,8 @@ def settings(arguments: Sequence[str], launched: Mapping[str, str], whole: int) 
 
 
 def seldom(watching: Sequence[str], whole: int) -> list[str]:
-    """`settings` for the FP32 twin: one step in `whole` compares what each step of the run does, so that the time of
-    such steps can be compared."""
+    """`settings` for the FP32 twin: one step in `whole` compares gradients and copies as each step of the run does, so
+    that both have steps whose times can be compared."""
     return [setting.replace("_checks=1", f"_checks={whole}") for setting in watching if "_checks=" in setting]
 
 
