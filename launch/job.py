@@ -35,6 +35,7 @@ from config.printable import shown
 from config.redact import redact_arguments
 from config.resolved import Resolved, resolve_run
 from launch.doctor.facts import run_program
+from launch.forks import KILL_AFTER_SECONDS, ForkedJob, Forks
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from tracking.events import Event
 
 TRAIN = (str(REPOSITORY / "train.py"),)
-KILL_AFTER_SECONDS = 15.0
-"""[seconds] Time between SIGTERM and SIGKILL for processes that outlive their launcher."""
 REPORT_SECONDS = 30.0
 """[seconds] Interval between calls of the `report` given to `launch`."""
 LINGER_SECONDS = 60.0
@@ -143,16 +142,23 @@ def launch(
     processes: int,
     log: Path,
     launcher: Sequence[str] = (),
+    forks: Forks | None = None,
     seconds: float | None = None,
     report: Callable[[], object] | None = None,
 ) -> int:
     """Run `program` to its end and return the launcher's exit code, which may be 1 for any failure of the program.
 
-    Other arguments as for `start`. seconds: time limit, after which the job and everything it started is killed and
-    subprocess.TimeoutExpired is raised. report: called every `REPORT_SECONDS` while the job runs. SIGTERM to this
-    process also ends the job. If a signal ended the job, the last line of the log says so.
+    Other arguments as for `start`. forks: where the ranks come from, instead of a launcher. seconds: time limit, after
+    which the job and everything it started is killed and subprocess.TimeoutExpired is raised. report: called every
+    `REPORT_SECONDS` while the job runs. SIGTERM to this process also ends the job. If a signal ended the job, the last
+    line of the log says so.
     """
-    job = start(program, processes=processes, log=log, launcher=launcher)
+    job: subprocess.Popen[bytes] | ForkedJob
+    if forks is None:
+        job = start(program, processes=processes, log=log, launcher=launcher)
+    else:
+        with _opened(log, job_command(program, processes=processes)) as output:
+            job = forks.start(program, job_environment(), output.fileno())
     ends = math.inf if seconds is None else time.monotonic() + seconds
     try:
         with exit_on_sigterm():
@@ -209,10 +215,7 @@ def start(
     """Start `program` and return at once. program, launcher: as for `job_command`. Standard output and error go to
     `log`. own_session: shields it from the terminal's signals. Raises UserError if the launcher does not exist."""
     command, environment = job_command(program, processes=processes, launcher=launcher), job_environment()
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
-        output.write(first_line(command))
-        output.flush()
+    with _opened(log, command) as output:
         try:
             return subprocess.Popen(
                 by_interpreter(command, environment["PATH"]),
@@ -225,12 +228,22 @@ def start(
             raise UserError(f"--launch: there is no program {launcher[0]}; install it or give another") from error
 
 
+@contextmanager
+def _opened(log: Path, command: Sequence[str]) -> Iterator[TextIO]:
+    """A job's new log, which begins with its command line."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w", encoding="utf-8") as output:
+        output.write(first_line(command))
+        output.flush()
+        yield output
+
+
 def first_line(command: Sequence[str]) -> str:
     """First line of a job's log: its command line, without secrets."""
     return f"$ {' '.join(redact_arguments(list(command)))}\n"
 
 
-def kill(job: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+def kill(job: subprocess.Popen[bytes] | ForkedJob, number: int = signal.SIGKILL) -> None:
     """Send a signal to a job and to everything it started, in any session, and wait for the job."""
     others = _descendants(job.pid)
     job.send_signal(number)  # the launcher first, or it would report and restart its ranks

@@ -3,3 +3,7 @@
 Read gate.py, jobs.py (the runs it starts), steps.py, reference.py and signature.py (single steps from the same
 masters), energy.py, report.py.
 """
+
+from training.start.process import import_deepspeed
+
+import_deepspeed()  # before a module of the gate does so with MLflow

@@ -46,6 +46,7 @@ from tools.parity.jobs import (
     Plan,
     References,
     Run,
+    forks_for,
     inner_dtypes,
     plan,
     seeds,
@@ -328,8 +329,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--report", type=Path, help="folder of the report (default: runs/parity-<config's name>)")
     add_processes_option(parser)
+    without = "torchrun; without a GPU, forks of this process"
     parser.add_argument(
-        "--launch", default="", help="launcher, such as 'deepspeed --hostfile hosts' (default: torchrun)"
+        "--launch", default="", help=f"launcher, such as 'deepspeed --hostfile hosts' (default: {without})"
     )
     parser.add_argument("--keep-checkpoints", action="store_true", help="keep the first candidate's, to resume from")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
@@ -351,6 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.effect is not None:
         print(_planned(folder / "parity.json", options.effect, options.power))
         return PARITY
+    forks = forks_for(options.processes, options.launch)  # before anything is computed
     chosen = plan(
         options.config,
         options.overrides,
@@ -358,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         steps=options.steps,
         processes=options.processes,
         launcher=shlex.split(options.launch),
+        forks=forks,
     )
     for line in estimates(chosen):
         print(line, flush=True)

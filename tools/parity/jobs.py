@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import random
@@ -23,11 +24,22 @@ from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
-from launch.job import TRAIN, default_processes, error_line_of, first_line, job_command, launch, shorten, with_steps
+from launch.forks import Forks
+from launch.job import (
+    TRAIN,
+    default_processes,
+    error_line_of,
+    first_line,
+    job_command,
+    launch,
+    shorten,
+    visible_gpus,
+    with_steps,
+)
 from tools.parity.energy import joules, used
 from tools.parity.every_step import seldom, settings
 from tools.parity.judge_runs import NUDGE, Settling, Trajectory, rounding_to, settling_of
-from tools.parity.judge_steps import COMPARED, Walk
+from tools.parity.judge_steps import COMPARED, Walk, lengths
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
 from tracking.jsonl import Follower
@@ -39,7 +51,8 @@ from tracking.summary import read_inputs, read_run
 TWIN = "fp32-"
 """Prefix of the names of the FP32 runs."""
 WALK = 2
-"""Applied steps compared at each point: the first shows wrong computation, the second a wrong state after the first."""
+"""Applied steps compared at the first point and the last, one at those between: the first step shows wrong computation,
+the second a wrong state after the first."""
 
 APART = ("-m", "tools.parity.alternatives")
 """`train.py` starting from slightly different weights."""
@@ -60,6 +73,8 @@ class Plan:
     launcher: tuple[str, ...]
     watching: tuple[str, ...] = ()
     """Overrides that make the half-precision run compare each of its steps."""
+    forks: Forks | None = None
+    """Where the ranks come from; None: each job is started anew."""
 
     @cached_property
     def inputs(self) -> str:
@@ -80,6 +95,13 @@ class Plan:
         dice = random.Random(f"{config.parity.draw} {config.run.seed}")
         drawn = [dice.randrange(start, max(end, start + 1)) for start, end in pairwise(ends)]
         return sorted({0, *drawn})
+
+    @property
+    def evaluated(self) -> list[int]:
+        """The point, drawn too, after which both runs evaluate; they also do at the end."""
+        config = self.resolved.config
+        dice = random.Random(f"evaluation {config.parity.draw} {config.run.seed}")
+        return dice.sample(self.points[1:], k=min(1, len(self.points) - 1))
 
 
 @dataclass(frozen=True)
@@ -107,6 +129,16 @@ class References:
     """The first seed with slightly larger learning rates: how far apart two sound runs end."""
 
 
+def forks_for(processes: int | None, launcher: str) -> Forks | None:
+    """The source of the jobs' ranks, with their imports; None with a launcher or a GPU. Arguments as in `plan`."""
+    if launcher or visible_gpus():
+        return None
+    ours = "training.build", "training.finish", "training.loop", "training.session", "tools.parity.steps"
+    for module in (*ours, "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        importlib.import_module(module)
+    return Forks(processes or default_processes())
+
+
 def plan(
     config: str,
     overrides: Sequence[str],
@@ -115,6 +147,7 @@ def plan(
     steps: int | None = None,
     processes: int | None = None,
     launcher: Sequence[str] = (),
+    forks: Forks | None = None,
 ) -> Plan:
     """Resolve everything before a job starts. Raises UserError for a wrong config or option."""
     processes = processes or default_processes()
@@ -126,7 +159,7 @@ def plan(
         arguments += length
         resolved = read_command_line(arguments, launched)
     watching = tuple(settings(arguments, launched, resolved.config.parity.whole_steps))
-    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching)
+    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching, forks)
 
 
 def seeds(chosen: Plan) -> list[int]:
@@ -202,11 +235,11 @@ def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
 
 
 def _saving(chosen: Plan) -> list[str]:
-    """Settings that make a run evaluate and save at every point."""
+    """Settings that make a run save at every point, and evaluate at one."""
     points = chosen.points[1:]
     return [
         *("checkpoint.every_steps=0", f"checkpoint.also_after={points}", f"checkpoint.keep={len(points) + 2}"),
-        f"evaluate.also_after={points}",
+        f"evaluate.also_after={chosen.evaluated}",
     ]
 
 
@@ -240,7 +273,7 @@ def _train(
             return max(steps)
 
         report, before = _progress(f"{name}: step", done, config.run.steps, log), joules()
-        launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
+        _launch(chosen, program, output, report)
         energy = used(before, joules())
     events = read_events(folder.events) if folder.events.exists() else ()
     end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
@@ -285,9 +318,9 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
     def done() -> int:
         return output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
 
-    report = _progress("single steps:", done, WALK * len(chosen.points), log)
+    report = _progress("single steps:", done, sum(lengths(chosen.points, WALK)), log)
     program += ["--walk", str(WALK)]
-    launch(program, processes=chosen.processes, log=output, launcher=chosen.launcher, report=report)
+    _launch(chosen, program, output, report)
     if not out.exists():
         again = "the trained runs are kept for the next start"
         raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")
@@ -335,6 +368,11 @@ def inner_dtypes(run: Run) -> list[dict[str, Any]]:
     """Reports in the run's `precision` events on the sums inside its modules (`precision.inner_dtypes`)."""
     events = read_events(run.folder.events)
     return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
+
+
+def _launch(chosen: Plan, program: Sequence[str], log: Path, report: Callable[[], object]) -> None:
+    where: dict[str, Any] = {"processes": chosen.processes, "launcher": chosen.launcher, "forks": chosen.forks}
+    launch(program, log=log, report=report, **where)
 
 
 def _log(chosen: Plan, name: str) -> Path:

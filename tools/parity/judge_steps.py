@@ -62,6 +62,11 @@ _IF_ANY = math.nan
 """Floor of a check that only some steps or optimizers measure."""
 
 
+def lengths(points: Sequence[int], most: int) -> list[int]:
+    """Applied steps to compare at each point: `most` at the first and the last, one at those between."""
+    return [most if point in (points[0], points[-1]) else 1 for point in points]
+
+
 @dataclass(frozen=True)
 class Check:
     """One bound, and what was measured against it."""

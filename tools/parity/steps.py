@@ -57,6 +57,7 @@ from tools.parity.judge_steps import (
     excess_of,
     first_divergence,
     judge_steps,
+    lengths,
     more_than_noise,
 )
 from tools.parity.oracle.comparison import checksum_at_start, checksum_in
@@ -113,7 +114,8 @@ class StepParity:
     ) -> dict[str, Any]:
         """Take one real step and measure it.
 
-        modules: compare module by module, too, which takes most of the time. applied: updates so far. lr: None: the
+        modules: compare module by module, too, which takes most of the time, and with plain torch whatever is within
+        its bounds. applied: updates so far. lr: None: the
         schedule's rate after them. apply: False measures the step and discards its gradients, as the guard does with
         one that it refuses. dropped: a model with dropout takes the step with dropout as the generators draw it, after
         the passes without dropout that are compared with FP32; update, gradient norm and `loss_with_dropout` are then
@@ -157,9 +159,9 @@ class StepParity:
         norms = {name: _norm({name: gradients[name]}) for name in found}
         reference_norm = _norm(gradients)
         del found  # which the engine still has
-        plain = self._plain_agreement(batch, gradients)
         compared_norms = {"parameters": agreement, "reference_norms": norms}
         beyond = beyond_bounds(compared_norms, self._resolved.config.parity)
+        plain = self._plain_agreement(batch, gradients) if modules or beyond else {}
         others = self._alternatives(batch, gradients, plain, agreement, more_than_noise(compared_norms))
         del gradients
         if dropped and self.no_dropout:
@@ -580,18 +582,18 @@ def measure(
 ) -> list[dict[str, Any]]:
     """The measured steps after each point, in order; 0 is the start of the run. A collective.
 
-    world: the process group, if already joined.
+    length: applied steps at the first point and the last. world: the process group, if already joined.
     """
     with session(resolved, world=world, shares=("sequence", "tensor", "expert")) as opened:
         run, found = Recomputed(opened, run_dir), []
-        for point in points:
+        for point, count in zip(points, lengths(points, length), strict=True):
             try:
                 progress = run.restored(point)
             except Exception as error:  # a checkpoint that cannot be restored is a finding, not a crash
                 found.append({"point": point, "restored": False, "why": one_line(error), "steps": []})
                 continue
             last, finely = point == points[-1], length if len(points) == 1 else 1  # more rows resolve smaller errors
-            steps = walk(run.parity, run.batches, progress, length=length, sums=last, modules=finely)
+            steps = walk(run.parity, run.batches, progress, length=count, sums=last, modules=finely)
             found.append({"point": point, "restored": True, "steps": steps})
     return found
 

@@ -7,6 +7,7 @@ An unchecked step costs a comparison of integers. A checked step has the same re
 import copy
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -46,6 +47,8 @@ _AHEAD = 8
 """Number of leading tokens whose logits later tokens must not change."""
 _VALUES = 32
 """Number of values of each parameter whose update is compared."""
+_EVALUATED = 4
+"""Number of batches of an evaluation that are evaluated again."""
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm, for FP32 sums in two orders; 8.8e-8 in a correct run."""
 _WORDS = {
@@ -173,14 +176,20 @@ class SelfCheck:
         return bool(self._evaluations == 1 and self._every and self._resolved.config.task not in SAMPLING_TASKS)
 
     def after_evaluation(self, found: Evaluation, batches: Iterable[Batch], step: int) -> list[EarlyWarning]:
-        """Warnings about an evaluation, which is repeated with modules compared in the first micro-batch. A
-        collective."""
+        """Warnings about an evaluation, which is repeated with modules compared in the first micro-batch; of one with
+        more than `_EVALUATED` batches, the first ones and the last are evaluated alone. A collective."""
         engine, self._rows, self._skipped = self._engine, [], {}
         totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
         wrong, rows, first = list[str](), list[Row](), True
-        engine.model.eval()
-        for batch in batches:
+        few, last, count = list[Batch](), deque[Batch](maxlen=1), 0
+        for count, batch in enumerate(batches, start=1):
             wrong += wrong_samples(batch, self._resolved, self._corpus, held_out=True) if self._reads_samples else []
+            (few if count < _EVALUATED else last).append(batch)
+        few += last
+        if float(engine.world.sum(engine.world.numbers([float(count > len(few))]))):
+            found = engine.evaluate(few)
+        engine.model.eval()
+        for batch in few:
             for inputs, labels in batch.micro_batches(engine.world.device):
                 passes = None
                 if first:
