@@ -4,8 +4,7 @@ cuBLAS uses tensor cores most efficiently if M, N and K are multiples of 16 byte
 and later of 128 bytes (64 elements); see NVIDIA, Matrix Multiplication Background, section 4.1.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +45,9 @@ class Matmul:
     seconds: float
 
     @property
-    def flops(self) -> int:
-        """Number of multiplications and additions."""
-        return 2 * self.batch * self.m * self.n * self.k
+    def cost(self) -> dict[str, Any]:
+        """Columns of a row that are added up. flops: number of multiplications and additions."""
+        return {"count": 1, "seconds": self.seconds, "flops": 2 * self.batch * self.m * self.n * self.k}
 
 
 def matmul_of(event: Event) -> Matmul | None:
@@ -66,8 +65,9 @@ def matmul_of(event: Event) -> Matmul | None:
 
 def table(matmuls: Iterable[Matmul]) -> list[dict[str, Any]]:
     """One row per module, phase, dtype and shape, longest first."""
-    keyed = [((m.event.module, m.event.phase, m.dtype, m.batch, m.m, m.n, m.k), m) for m in matmuls]
-    return _rows(keyed, ("module", "phase", "dtype", "batch", "m", "n", "k"))
+    keys = ("module", "phase", "dtype", "batch", "m", "n", "k")
+    shapes = ((m, (m.event.module, m.event.phase, m.dtype, m.batch, m.m, m.n, m.k)) for m in matmuls)
+    return added_up([dict(zip(keys, shape, strict=True)) | m.cost for m, shape in shapes], *keys)
 
 
 def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str] | None) -> list[dict[str, Any]]:
@@ -79,14 +79,14 @@ def fp32_matmuls(matmuls: list[Matmul], *, compute: str, regions: dict[str, str]
     if not {"bf16", "fp16"} & {compute, *(regions or {}).values()}:
         return []
     wide = [m for m in matmuls if m.dtype in ("fp32", "fp64") and m.event.stage == "forward_backward"]
-    totals, keyed = _totals(matmuls), [((m.event.module,), m) for m in wide]
-    rows = _rows(keyed, ("module",))
+    rows = added_up([{"module": m.event.module, **m.cost} for m in wide], "module")
+    seconds, flops = (sum(m.cost[name] for m in matmuls) for name in ("seconds", "flops"))
     for row in rows:
-        own = [found.event.phase for found in wide if found.event.module == row["module"]]
+        own = {m.event.phase for m in wide if m.event.module == row["module"]}
         row["wanted"] = _manifest_dtype(row["module"], regions) == "fp32"
-        row["share_of_matmul_time"] = row["seconds"] / totals["seconds"] if totals["seconds"] else 0.0
-        row["share_of_matmul_flops"] = row["flops"] / totals["flops"] if totals["flops"] else 0.0
-        row["phases"] = sorted({*own} - {""})
+        row["share_of_matmul_time"] = row["seconds"] / seconds if seconds else 0.0
+        row["share_of_matmul_flops"] = row["flops"] / flops if flops else 0.0
+        row["phases"] = sorted(own - {""})
     return rows
 
 
@@ -96,12 +96,12 @@ def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> 
     Checks M, N and K but not the batch of a batched matmul; for fused attention only whether the head size is a
     multiple of 8. FP32 matmuls are included, since they may run in 16 bits later.
     """
-    sized = [((m.event.module, size), m) for m in matmuls for size in {m.m, m.n, m.k} if size % BEST]
+    sized = [{"module": m.event.module, "size": n, **m.cost} for m in matmuls for n in {m.m, m.n, m.k} if n % BEST]
     for event in attention:
         if event.name == "aten::scaled_dot_product_attention" and event.dims and event.dims[0][-1] % GOOD:
-            size, seconds = event.dims[0][-1], (event.end - event.start) / 1e6
-            sized.append(((event.module, size), Matmul(event, "", 1, 0, 0, size, seconds)))
-    rows = _rows(sized, ("module", "size"))
+            cost = {"count": 1, "seconds": (event.end - event.start) / 1e6, "flops": 0}
+            sized.append({"module": event.module, "size": event.dims[0][-1], **cost})
+    rows = added_up(sized, "module", "size")
     for row in rows:
         size = row["size"]
         row["multiple_of"] = size & -size
@@ -109,13 +109,21 @@ def misaligned_sizes(matmuls: list[Matmul], attention: Iterable[Event] = ()) -> 
     return sorted(rows, key=lambda row: row["multiple_of"] >= GOOD)
 
 
-def _rows(keyed: Iterable[tuple[tuple[Any, ...], Matmul]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """One row with totals per key, longest first. names: column names of the parts of a key."""
-    groups: defaultdict[tuple[Any, ...], list[Matmul]] = defaultdict(list)
-    for key, found in keyed:
-        groups[key].append(found)
-    rows = [dict(zip(names, key, strict=True)) | _totals(group) for key, group in groups.items()]
-    return sorted(rows, key=lambda row: -row["seconds"])
+def grouped(rows: Iterable[dict[str, Any]], *keys: str) -> list[list[dict[str, Any]]]:
+    """Groups of rows with equal values in `keys`."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return list(groups.values())
+
+
+def added_up(rows: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """One row per group: numbers outside `keys` are summed, anything else is the first row's. Longest first."""
+    found = []
+    for group in grouped(rows, *keys):
+        counted = [name for name, value in group[0].items() if name not in keys and isinstance(value, int | float)]
+        found.append(group[0] | {name: sum(row[name] for row in group) for name in counted})
+    return sorted(found, key=lambda row: -row["seconds"])
 
 
 def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:
@@ -125,7 +133,3 @@ def _manifest_dtype(module: str, regions: dict[str, str] | None) -> str | None:
             return regions[module]
         module = module.rpartition(".")[0]
     return None
-
-
-def _totals(group: list[Matmul]) -> dict[str, Any]:
-    return {"count": len(group), "seconds": sum(m.seconds for m in group), "flops": sum(m.flops for m in group)}

@@ -7,7 +7,7 @@ from typing import Any
 from config.printable import first_of
 from tracking.numbers import percent
 from tracking.pages.markdown import Table, code, page, section
-from tracking.profile.matmul import BEST, GOOD
+from tracking.profile.matmul import BEST, GOOD, added_up, grouped
 
 _ROWS = 15
 _BLOCK = re.compile(r"(?<=\.)\d+(?=\.|$)")  # block number within a module name
@@ -98,14 +98,9 @@ def _matmuls(summary: dict[str, Any]) -> str:
     rows, steps = summary["matmuls"], len(summary["steps_seconds"])
     if not rows:
         return ""
-    dtypes: dict[str, list[float]] = {}
-    for row in rows:
-        total = dtypes.setdefault(row["dtype"], [0.0, 0.0, 0.0])
-        for place, key in enumerate(("count", "seconds", "flops")):
-            total[place] += row[key]
     by_dtype = [
-        (dtype, f"{count / steps:,.0f}", _ms(seconds / steps), _speed(flops, seconds))
-        for dtype, (count, seconds, flops) in sorted(dtypes.items(), key=lambda item: -item[1][1])
+        (of["dtype"], f"{of['count'] / steps:,.0f}", _ms(of["seconds"] / steps), _speed(of["flops"], of["seconds"]))
+        for of in added_up(rows, "dtype")
     ]
     longest = [
         (
@@ -193,18 +188,12 @@ def merge_blocks(rows: list[dict[str, Any]], *keys: str) -> list[dict[str, Any]]
 
     Other numbers are summed; `modules` describes the merged modules.
     """
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        pattern = _BLOCK.sub("*", row["module"])
-        groups.setdefault((pattern, *(row[key] for key in keys)), []).append(row)
-    found = []
-    for (pattern, *_), group in groups.items():
-        first, modules = group[0], {row["module"] for row in group}
-        counted = [name for name, value in first.items() if name not in keys and isinstance(value, int | float)]
-        text = f"{code(pattern)} ({len(modules)})" if len(modules) > 1 else code(first["module"])
-        sums = {name: sum(row[name] for row in group) for name in counted}
-        found.append({**first, **sums, "modules": text if first["module"] else "(outside of modules)"})
-    return sorted(found, key=lambda row: -row["seconds"])
+    named = []
+    for group in grouped([row | {"pattern": _BLOCK.sub("*", row["module"])} for row in rows], "pattern", *keys):
+        pattern, modules = group[0]["pattern"], {row["module"] for row in group}
+        text = f"{code(pattern)} ({len(modules)})" if len(modules) > 1 else code(group[0]["module"])
+        named += [row | {"modules": text if pattern else "(outside of modules)"} for row in group]
+    return added_up(named, "pattern", *keys)
 
 
 def _first(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[object]:

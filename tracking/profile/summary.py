@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tracking.pages.document import write_document
-from tracking.profile.matmul import NAMES, Matmul, fp32_matmuls, matmul_of, misaligned_sizes, table
+from tracking.profile.matmul import NAMES, Matmul, added_up, fp32_matmuls, matmul_of, misaligned_sizes, table
 from tracking.profile.page import largest_parts, profile_page, which_steps
 from tracking.profile.timeline import Event, Timeline, build_timeline, merged, overlap, read_trace
 
@@ -141,20 +141,14 @@ def _communication(timeline: Timeline) -> dict[str, float]:
 
 def _casts(timeline: Timeline) -> list[dict[str, Any]]:
     """Dtype casts outside the optimizer: count, seconds and elements by kind and module, longest first."""
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0])
+    found = []
     for event in timeline.events:
         kind = _cast_of(event)
-        if kind is None or event.category != CAST:
-            continue
-        row = found[kind, event.module]
-        row[0] += 1
-        row[1] += (event.device_us if timeline.device else event.end - event.start) / 1e6
-        row[2] += math.prod(event.dims[0]) if event.dims else 1
-    rows = [
-        {"kind": kind, "module": module, "count": int(count), "seconds": seconds, "elements": int(elements)}
-        for (kind, module), (count, seconds, elements) in found.items()
-    ]
-    return sorted(rows, key=lambda row: -row["seconds"])
+        if kind is not None and event.category == CAST:
+            seconds = (event.device_us if timeline.device else event.end - event.start) / 1e6
+            elements = math.prod(event.dims[0]) if event.dims else 1
+            found.append({"kind": kind, "module": event.module, "count": 1, "seconds": seconds, "elements": elements})
+    return added_up(found, "kind", "module")
 
 
 def _time_matmuls(matmuls: list[Matmul], timeline: Timeline) -> None:
