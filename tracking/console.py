@@ -18,10 +18,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from rich.text import Text
 
 from config.printable import line
-from tracking.events import Event, computes_in, describe_event
+from tracking.events import Event, computes_in, describe_event, lower_than_promised, observed_dtypes
 from tracking.figures import followed
 from tracking.numbers import duration, human, loss, mib, number, rate, scale
-from tracking.observed_dtypes import computed, lower_than_promised
 from tracking.terminal import console, paragraph
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -94,7 +93,7 @@ class ConsoleSink:
 
     def _on_precision(self, event: Event) -> None:
         """Print the dtypes observed inside modules if they changed, and always any that are lower than promised."""
-        dtypes = "; ".join(f"{what} {' and '.join(found)}" for what, found in computed(event).items())
+        dtypes = "; ".join(f"{what} {' and '.join(found)}" for what, found in observed_dtypes(event).items())
         if dtypes and dtypes != self._dtypes:
             self.print_line(f"step {event['step']}: dtypes observed: {dtypes}")
             self._dtypes = dtypes

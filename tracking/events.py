@@ -18,10 +18,9 @@ from difflib import get_close_matches
 from statistics import median
 from typing import Any
 
-from config.printable import line
+from config.printable import first_of, line
 from tracking.figures import HEADLINES, followed
 from tracking.numbers import loss, mib, number, percent, perplexity, scale
-from tracking.observed_dtypes import lower_than_promised
 
 Event = dict[str, Any]
 
@@ -178,6 +177,41 @@ def _describe(event: Event) -> str:
             shares = ", ".join(f"{dtype} {percent(share)}" for dtype, share in event["flop_share"].items())
             return "; ".join(filter(None, (f"computes in {shares}", *lower_than_promised(event))))
     return str({key: value for key, value in event.items() if key not in COMMON_FIELDS})
+
+
+_NAMED = 3
+"""Maximum number of modules named in a line about observed dtypes."""
+
+
+def lower_than_promised(event: Event) -> list[str]:
+    """A line per operation that a `precision` event shows in a lower dtype than promised; empty in a sound run."""
+    return [
+        f"{entry['what']} in {entry['computed']} where {entry['promised']} is promised: "
+        f"{first_of(entry['modules'], _NAMED)}"
+        for entry in _inner(event, "lower", list)
+    ]
+
+
+def observed_dtypes(event: Event) -> dict[str, dict[str, int]]:
+    """Operation seen by a `precision` event to dtype to number of modules."""
+    found: dict[str, dict[str, int]] = _inner(event, "computed", dict)
+    return found
+
+
+def unobserved(event: Event) -> list[tuple[str, str]]:
+    """(operation, why a `precision` event could not observe it and in which modules) pairs."""
+    found = []
+    for entry in _inner(event, "unobserved", list):
+        names = f" ({first_of(entry['modules'], _NAMED)})" if entry["modules"] else ""
+        found.append((entry["what"], f"not observable{names}: {entry['why']}"))
+    return found
+
+
+def _inner(event: Event, name: str, kind: type) -> Any:
+    """A part of `inner` (precision/inner_dtypes.py: report); empty for older events, which lack it."""
+    inner = event.get("inner")
+    part = inner.get(name) if isinstance(inner, dict) else None
+    return part if isinstance(part, kind) else kind()
 
 
 def _reexecution(event: Event) -> str:

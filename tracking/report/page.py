@@ -15,14 +15,13 @@ from config import json_text
 from config.files import write_atomically
 from config.printable import tell
 from config.redact import redact
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, lower_than_promised, observed_dtypes, unobserved
 from tracking.figures import HEADLINES, followed
 from tracking.heatmap.grid import drawn_panels
 from tracking.heatmap.panels import PANELS
 from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.words import sentences
 from tracking.numbers import duration, human, loss, mib, number, perplexity, precise_duration, scale
-from tracking.observed_dtypes import computed, lower_than_promised, unobserved
 from tracking.pages.markdown import Table, code, fenced, page, section
 from tracking.pages.markdown import text as escaped
 from tracking.plots import plot_run
@@ -296,7 +295,7 @@ def _facts(rows: list[tuple[str, str]]) -> Table:
 
 def _observed(event: dict[str, Any]) -> str:
     """Dtypes observed inside modules; empty for a run without observations."""
-    found = computed(event).items()
+    found = observed_dtypes(event).items()
     rows = [(what, "; ".join(f"{dtype} ({count:,})" for dtype, count in dtypes.items())) for what, dtypes in found]
     rows += unobserved(event)
     if not rows:
