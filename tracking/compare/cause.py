@@ -37,7 +37,9 @@ def cause(divergence: Divergence, found: Sequence[Difference]) -> str:
         return "the runs have no step in common"
     if divergence.step is None:
         return f"same numbers to step {divergence.last_step}{_describe_speed(divergence, found)}"
-    return next(answer for rule in _RULES if (answer := rule(divergence, divergence.step, found)))
+    turned = {name for name, first in divergence.first_differences.items() if first == divergence.step}
+    rules = (rule for column, rule in _RULES if not column or column in turned)
+    return next(answer for rule in rules if (answer := rule(divergence, divergence.step, found)))
 
 
 def tolerance_cause(divergence: Divergence) -> str:
@@ -62,8 +64,6 @@ def _fault(divergence: Divergence, step: int, found: Sequence[Difference]) -> st
 
 
 def _order(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("order") != step:
-        return ""
     reasons = _settings(found, _ORDER_KEYS)
     for run in (divergence.baseline, divergence.run):
         rollbacks = [event for event in run.rare_events.get("incident", ()) if event["verdict"] == "ROLLBACK"]
@@ -92,15 +92,11 @@ def _shift(divergence: Divergence, step: int) -> str:
 
 
 def _tokens(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("tokens") != step:
-        return ""
     keys = "; ".join(_settings(found, ("batch.", "data.sequence_length")))
     return f"the number of tokens differs from step {step}: {keys or 'no recorded setting explains it'}"
 
 
 def _applied(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("applied") != step:
-        return ""
     columns = divergence.run.columns
     applied = bool(columns.applied[np.searchsorted(columns.step, step)])
     run, other = (divergence.baseline, divergence.run) if applied else (divergence.run, divergence.baseline)
@@ -133,8 +129,6 @@ def _resumed(divergence: Divergence, step: int, found: Sequence[Difference]) -> 
 
 
 def _loss_scale(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("loss_scale") != step:
-        return ""
     reasons = _settings(found, _SCALE_KEYS) or [
         f"{run.label} at step {event['step']}: {describe_event(event)}"
         for run, event in _only_in_one_run(divergence, "scale", step - 1, step)
@@ -144,7 +138,7 @@ def _loss_scale(divergence: Divergence, step: int, found: Sequence[Difference]) 
 
 
 def _rate(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("lr") != step or divergence.first_differences.get("loss") == step:
+    if divergence.first_differences.get("loss") == step:
         return ""
     keys = "; ".join(_settings(found, _RATE_KEYS)) or "no recorded setting explains it"
     return f"the learning rate differs from step {step} ({_both_values(divergence, 'lr', step)}): {keys}"
@@ -152,17 +146,18 @@ def _rate(divergence: Divergence, step: int, found: Sequence[Difference]) -> str
 
 def _first_step(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
     """Cause for runs that differ from their first step on: every changed setting that affects the first loss."""
-    if step != divergence.first_step or divergence.first_differences.get("loss") != step:
+    if step != divergence.first_step:
         return ""
-    order, keys = _order(divergence, step, found), _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
-    if order:
+    keys = _settings(found, (*_MODEL_KEYS, *_GRADIENT_KEYS))
+    if divergence.first_differences.get("order") == step:
+        order = _order(divergence, step, found)
         return f"{order}; and {_join_settings(keys)}" if keys else order
     keys = _settings(found, ("run.seed",)) + keys or _all_differences(found)
     return f"different from the first step: {_join_settings(keys)}"
 
 
 def _gradient(divergence: Divergence, step: int, found: Sequence[Difference]) -> str:
-    if divergence.first_differences.get("grad_norm") != step or divergence.first_differences.get("loss") == step:
+    if divergence.first_differences.get("loss") == step:
         return ""
     keys = _settings(found, _GRADIENT_KEYS) or _all_differences(found)
     return f"same batch and loss at step {step}, but a different gradient: {_join_settings(keys)}"
@@ -179,9 +174,12 @@ def _update(divergence: Divergence, step: int, found: Sequence[Difference]) -> s
     return f"nothing recorded explains it: {_UNEXPLAINED}"
 
 
-_RULES: tuple[Callable[[Divergence, int, Sequence[Difference]], str], ...] = (
-    *(_fault, _first_step, _order, _tokens, _applied, _incident, _resumed, _loss_scale, _rate, _gradient, _update),
+_RULES: tuple[tuple[str, Callable[[Divergence, int, Sequence[Difference]], str]], ...] = (
+    *(("", _fault), ("loss", _first_step), ("order", _order), ("tokens", _tokens), ("applied", _applied)),
+    *(("", _incident), ("", _resumed), ("loss_scale", _loss_scale), ("lr", _rate), ("grad_norm", _gradient)),
+    ("", _update),
 )
+"""(column that has to differ first at this step, or empty; rule), in order."""
 
 
 def _only_in_one_run(divergence: Divergence, kind: str, low: int, high: int) -> Iterator[tuple[RunFacts, Event]]:
