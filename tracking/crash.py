@@ -5,6 +5,7 @@ Sinks that follow the file, such as wandb's, read it from there.
 """
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 from config.errors import UserError
@@ -41,11 +42,8 @@ class Crash:
                 where = {"step": newest["step"], "time": time.time(), "tokens": newest["tokens"]}
                 reason = Redactor().text(" ".join(cause.split()))
                 how = {"status": CRASHED, "exit_code": exit_code, "reason": reason, "written_by_rank": self._rank}
-                sink = JsonlSink(self._events)
-                try:
+                with closing(JsonlSink(self._events)) as sink:
                     sink.write({"event": "run_end", **where, **how})
-                finally:
-                    sink.close()
                 return True
         except (OSError, UserError):  # the disk is full, or the folder is on another machine: nothing can be recorded
             return False

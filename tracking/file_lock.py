@@ -17,13 +17,10 @@ def exclusive_lock(path: Path, wait_s: float) -> Iterator[bool]:
     lock = FileLock(path, timeout=wait_s, fallback_to_soft=False)
     try:
         lock.acquire()
-    except Timeout:
-        yield False
-        return
-    except OSError:
-        yield True
-        return
+        acquired = True
+    except OSError as error:
+        acquired = not isinstance(error, Timeout)
     try:
-        yield True
+        yield acquired
     finally:
         lock.release()
