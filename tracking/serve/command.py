@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"--port {options.port}: cannot listen on {options.host} ({reason}); choose another") from error
     host = f"[{options.host}]" if ":" in options.host else options.host
-    print(shown(f"{library.root}: http://{host}:{server.port}/  (Ctrl-C ends it)"), flush=True)
+    print(shown(f"{library.root}: http://{host}:{server.server_port}/  (Ctrl-C ends it)"), flush=True)
     if server.names is None:
         may = "read these runs and edit their notes" if server.pages.token else "read these runs"
         print(f"anyone who reaches this machine's port can {may}: there is no password", flush=True)

@@ -72,11 +72,9 @@ class Pages:
         """The answer to a request. Raises NotFound, or ValueError, OSError or UserError if it cannot be answered."""
         if path.startswith("/static/"):
             return _static(path.removeprefix("/static/"))
-        try:
-            answer = self._addresses[path]
-        except KeyError:
-            raise NotFound("There is nothing at this address.") from None
-        return answer(query)
+        if path not in self._addresses:
+            raise NotFound("There is nothing at this address.")
+        return self._addresses[path](query)
 
     def write(self, path: str, query: Query, content: bytes) -> Reply:
         """Replace the notes of a run. Raises the same errors as `reply`."""

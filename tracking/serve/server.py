@@ -58,11 +58,6 @@ class PageServer(ThreadingHTTPServer):
             self.names = frozenset({host.lower(), "localhost", "127.0.0.1", "[::1]"})
         self.pages = Pages(library, editable=self.names is not None if editable is None else editable)
 
-    @property
-    def port(self) -> int:
-        """The port it listens on."""
-        return int(self.server_address[1])
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect in the middle of an answer; print one line for any other error."""
         error = sys.exception()

@@ -51,4 +51,4 @@ def served(root: Path, host: str = "127.0.0.1", **options: Any) -> Iterator[Clie
     library = Library(root)
     library.look()
     with answering(PageServer(host, 0, library, **options)) as server:
-        yield Client(server.port, library)
+        yield Client(server.server_port, library)
