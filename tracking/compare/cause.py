@@ -209,7 +209,7 @@ def _settings(found: Sequence[Difference], prefixes: tuple[str, ...]) -> list[st
 
 def _all_differences(found: Sequence[Difference]) -> list[str]:
     """Differences that may change numerical results: settings, then code, then versions and hardware."""
-    return [f"{item.key} {side_by_side(item.values)}" for item in found if item.may_explain]
+    return [str(item) for item in found if item.may_explain]
 
 
 def _join_settings(keys: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tracking.compare.differences import Difference, side_by_side
+from tracking.compare.differences import Difference
 from tracking.run_facts import RunFacts
 
 
@@ -19,13 +19,11 @@ def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple
             item for key in keys for item in found if item.key == key or key.endswith(".") and item.key.startswith(key)
         ]
         if hit:
-            values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in hit)
-            known.append((f"{consequence}: {values}", voids))
+            known.append((f"{consequence}: {'; '.join(map(str, hit))}", voids))
     rates = [item for item in found if item.key in _RATES]
     if rates and not rates_are_compared(found):
         text = "different learning rate: losses reflect the rates as well as the other differences"
-        values = "; ".join(f"{item.key} {side_by_side(item.values)}" for item in rates)
-        known.append((f"{text}: {values}", ()))
+        known.append((f"{text}: {'; '.join(map(str, rates))}", ()))
     scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
     return known + [(text, ()) for text in _event_caveats(runs, scheduled=bool(scheduled))]
 

@@ -34,6 +34,9 @@ class Difference:
     values: tuple[Any, ...]
     may_explain: bool = True
 
+    def __str__(self) -> str:
+        return f"{self.key} {side_by_side(self.values)}"
+
 
 def differences(runs: Sequence[RunFacts]) -> list[Difference]:
     """Every recorded fact that differs between `runs`, config first."""

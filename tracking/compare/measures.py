@@ -43,7 +43,7 @@ class Measure:
     @property
     def best(self) -> tuple[int, ...]:
         """Indices of the runs with the best value; empty if all are equal, neither direction is better, or withheld."""
-        known = [float(value) for value in self.values if _finite(value)]
+        known = [float(value) for value in self.values if finite(value)]
         if not self.better or self.withheld or len(set(known)) < 2:
             return ()
         best = (min if self.better == "lower" else max)(known)
@@ -84,7 +84,7 @@ def measures(runs: Sequence[RunFacts], *, price: float | None) -> list[Measure]:
         row("seconds_to_baseline", to_goal, "seconds", "lower", lambda run: _reached(run, goal)),
         *_costs(runs, price),
     ]
-    return [row for row in rows if any(value != "" if row.kind == "text" else _finite(value) for value in row.values)]
+    return [row for row in rows if any(value != "" if row.kind == "text" else finite(value) for value in row.values)]
 
 
 def _whose(runs: Sequence[RunFacts], tokens: float) -> str:
@@ -248,5 +248,6 @@ def _costs(runs: Sequence[RunFacts], price: float | None) -> list[Measure]:
     return rows
 
 
-def _finite(value: float | str) -> bool:
+def finite(value: float | str) -> bool:
+    """Whether a measure's value is a finite number."""
     return isinstance(value, float) and math.isfinite(value)

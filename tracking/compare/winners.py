@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tracking.compare.groups import Group
-from tracking.compare.measures import Measure, format_measure, relative_change, short_unit
+from tracking.compare.measures import Measure, finite, format_measure, relative_change, short_unit
 from tracking.numbers import change, number, percent
 from tracking.run_facts import RunFacts
 
@@ -69,7 +69,7 @@ def find_winners(
 
 
 def _means(row: Measure, groups: Sequence[Group]) -> tuple[float, ...]:
-    known = [[float(row.values[at]) for at in group.runs if math.isfinite(float(row.values[at]))] for group in groups]
+    known = [[float(row.values[at]) for at in group.runs if finite(row.values[at])] for group in groups]
     return tuple(sum(values) / len(values) if values else math.nan for values in known)
 
 
@@ -86,7 +86,7 @@ def _judge(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     alone = [Group(run.label, (index,)) for index, run in enumerate(runs)]
     sides, spread = _sides(runs, row, groups if row.kind in _EQUAL else alone)  # the mean of counts is not reported
     if len(sides) < 2:
-        known = [float(value) for value in row.values if isinstance(value, float) and math.isfinite(value)]
+        known = [float(value) for value in row.values if finite(value)]
         if not sides or row.kind not in _EQUAL or len(known) < 2 or len(set(known)) < 2:
             return "", ""
         apart = (max(known) - min(known)) / abs(sides[0].value) if sides[0].value else math.nan
@@ -139,11 +139,7 @@ def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
     found: list[_Side] = []
     squares, freedom = 0.0, 0
     for group in groups:
-        known = {
-            index: float(value)
-            for index in group.runs
-            if isinstance(value := row.values[index], float) and math.isfinite(value)
-        }
+        known = {index: float(row.values[index]) for index in group.runs if finite(row.values[index])}
         if not known:
             continue
         mean = sum(known.values()) / len(known)
@@ -151,9 +147,8 @@ def _sides(runs: Sequence[RunFacts], row: Measure, groups: Sequence[Group]) -> t
         freedom += len(known) - 1
         own = [row.noise[index] for index in known if row.noise and math.isfinite(row.noise[index])]
         noise = math.hypot(*own) / len(known) if own else math.nan
-        label = group.label if len(known) == 1 else f"{group.label} (mean of {len(known)})"
-        if len(known) == 1:
-            label = runs[next(iter(known))].label
+        first, *more = known
+        label = f"{group.label} (mean of {len(known)})" if more else runs[first].label
         found.append(_Side(label, mean, noise, tuple(known)))
     if not freedom:
         return found, None
