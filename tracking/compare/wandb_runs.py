@@ -51,18 +51,18 @@ def _sections(config: dict[str, Any]) -> dict[str, Any]:
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
     """Reconstruct the events behind wandb's history rows, `run_start` first."""
-    inputs = _sections(config)
-    first = {"event": "run_start", "resumed_from": None, "world_size": inputs["environment"].get("world_size") or 1}
-    compute = setting(inputs["config"], "precision.compute")
-    last: dict[str, Any] = {"step": 0, "tokens": 0, "time": 0.0}
+    inputs, rows = _sections(config), [row for row in rows if row.get("step") is not None]
+    yield {
+        "event": "run_start",
+        "step": 0,
+        "tokens": 0,
+        "time": rows[0].get("_timestamp", 0.0) if rows else 0.0,
+        "resumed_from": None,
+        "world_size": inputs["environment"].get("world_size") or 1,
+        "compute": setting(inputs["config"], "precision.compute"),
+    }
     for row in rows:
-        where = {"step": row.get("step"), "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}
-        if where["step"] is None:
-            continue
-        if first:
-            yield first | where | {"step": 0, "tokens": 0, "compute": compute}
-            first = {}
-        last = where
+        where = {"step": row["step"], "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}
         groups = _groups(row)
         if "train" in groups:
             fields = groups["train"]
@@ -74,8 +74,6 @@ def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterato
                 yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind], **metrics}
         if "run_end" in groups.get("session", {}):
             yield {"event": "run_end", **where, "status": "ended"}
-    if first:
-        yield first | last | {"compute": compute}
 
 
 def _metrics(kind: str, fields: dict[str, Any]) -> dict[str, float]:
