@@ -126,12 +126,10 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self._run, self._facts, self._planned = run, facts, planned_steps
         self._families: dict[str, Any] = {}
+        self._children: dict[tuple[str, ...], Any] = {}
         for name, (kind, text, labels) in METRICS.items():
             options: dict[str, Any] = {"buckets": STEP_BUCKETS_S} if kind is Histogram else {}
-            family = kind(f"mantissa_{name}", text, ("run", *labels), registry=self.registry, **options)
-            self._families[name] = family
-        self._children: dict[tuple[str, ...], Any] = {}
-        for name, (kind, _, labels) in METRICS.items():
+            self._families[name] = kind(f"mantissa_{name}", text, ("run", *labels), registry=self.registry, **options)
             for known in _KNOWN_LABELS.get(name, [] if labels or kind is Gauge else [()]):
                 self._of(name, *known)
         self._consecutive = 0
@@ -152,8 +150,7 @@ class Metrics:
         for name, field in _GAUGES.get(event["event"], {}).items():
             if values.get(field) is not None:
                 self._of(name).set(values[field])
-        handler = getattr(self, f"_on_{event['event']}", None)
-        if handler is not None:
+        if handler := getattr(self, f"_on_{event['event']}", None):
             handler(event)
 
     def _on_run_start(self, event: Event) -> None:
@@ -175,9 +172,6 @@ class Metrics:
         tokens = event["tokens_per_second"] * event["step_seconds"]
         if math.isfinite(tokens):
             self._of("tokens_total").inc(round(tokens))
-        self._on_ranks(event)
-
-    def _on_ranks(self, event: Event) -> None:
         work, memory = spread(event, "work_seconds"), spread(event, "memory_bytes")
         if work is not None:
             for statistic in ("least", "median", "most"):
