@@ -35,10 +35,10 @@ def write_document(path: Path, markdown: str, *, tone: Tone = "warn") -> Path:
 
 
 def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
-    """The page as HTML. HTML tags within the Markdown are shown as text. folder: where the pictures are."""
+    """The page as HTML. markdown: starts with a heading; its HTML tags are shown as text. folder: of the pictures."""
     renderer = Renderer(folder)
     tokens = PARSER.parse(markdown)
-    title, rest = _heading(tokens)
+    title, rest = "".join(child.content for child in tokens[1].children or ()), tokens[3:]  # after the heading
     at = next((index for index, token in enumerate(rest) if token.type == "heading_open"), len(rest))
     pictured = [any(child.type == "image" for child in token.children or ()) for token in rest[:at]]
     verdict = pictured.index(True) if any(pictured) else at
@@ -46,14 +46,6 @@ def document(markdown: str, folder: Path, *, tone: Tone = "warn") -> str:
         verdict -= 1  # a picture and its paragraph belong to the body
     lead, body = (renderer.render(part, PARSER.options, {}) for part in (rest[:verdict], rest[verdict:]))
     return render("pages/document.html", title=title, lead=Markup(lead), body=Markup(body), tone=tone)
-
-
-def _heading(tokens: Sequence[Token]) -> tuple[str, list[Token]]:
-    """(text of the page's first heading, tokens after it)."""
-    if not tokens or tokens[0].type != "heading_open":
-        return "", list(tokens)
-    text = "".join(child.content for child in tokens[1].children or ())
-    return text, list(tokens[3:])
 
 
 class Renderer(RendererHTML):

@@ -152,12 +152,8 @@ def _origins(trace: dict[str, Any], events: list[Event]) -> dict[tuple[Any, floa
     at = {(event.thread, event.start): event for event in events if event.kind == "cpu_op"}
     flows = [entry for entry in trace["traceEvents"] if entry.get("cat") == "fwdbwd"]
     starts = {entry["id"]: at.get((entry["tid"], entry["ts"])) for entry in flows if entry["ph"] == "s"}
-    found = {}
-    for entry in flows:
-        forward = starts.get(entry["id"]) if entry["ph"] == "f" else None
-        if forward is not None:
-            found[entry["tid"], entry["ts"]] = forward
-    return found
+    ends = (entry for entry in flows if entry["ph"] == "f")
+    return {(end["tid"], end["ts"]): forward for end in ends if (forward := starts.get(end["id"])) is not None}
 
 
 def _name_modules(events: list[Event], origins: dict[tuple[Any, float], Event]) -> None:

@@ -211,10 +211,7 @@ def _wanted(entries: Sequence[Entry], asked: Asked) -> list[Entry]:
 
 def _place_of(entry: Entry, word: str) -> tuple[str, str] | None:
     """(first part of a run that contains the word, its text); None if no part does."""
-    for what, text in _searched(entry):
-        if word in text.lower():
-            return what, text
-    return None
+    return next(((what, text) for what, text in _searched(entry) if word in text.lower()), None)
 
 
 def _searched(entry: Entry) -> Iterator[tuple[str, str]]:

@@ -149,9 +149,9 @@ def _scaled(run: RunFacts) -> bool:
     return "fp16" in (run.start["compute"], *computes_in(run.start))
 
 
-def _panel(content: RenderableType, title: str, view: View, *, width: int | None = None, style: str = "dim") -> Panel:
+def _panel(content: RenderableType, title: str, view: View, *, width: int | None = None) -> Panel:
     box = ASCII if view.ascii else ROUNDED
-    return Panel(content, title=title, title_align="left", box=box, border_style=style, width=width, padding=(0, 1))
+    return Panel(content, title=title, title_align="left", box=box, border_style="dim", width=width, padding=(0, 1))
 
 
 def _curve(name: str, title: str, run: RunFacts, view: View, width: int, height: int, *, log: bool = False) -> Panel:
