@@ -49,7 +49,25 @@ STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not measured
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
     """Report on one run or on many; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = Arguments("python -m tracking.report", __doc__)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, such as runs/demo")
+    parser.add_argument("--baseline", type=Path, metavar="RUN", help="run folder of the same work in FP32")
+    parser.add_argument("--price", type=positive_number, metavar="MONEY", help="price of one device for one hour")
+    parser.add_argument("--peak-tflops", type=positive_number, metavar="N", help="dense 16-bit peak of one device")
+    parser.add_argument(
+        "--limit", action="append", default=[], metavar="KEY=VALUE", help="another limit, such as epoch_time=0.8"
+    )
+    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="service levels of these run folders instead")
+    parser.add_argument(
+        "--days", type=positive_number, metavar="N", help="with --runs: only runs that ended in the last N days"
+    )
+    parser.add_argument(
+        "--objective", action="append", default=[], metavar="KEY=SHARE", help="with --runs: such as job_success=0.995"
+    )
+    parser.add_argument("--gate", action="store_true", help="end with exit code 3 when a verdict is fail")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page, readable offline")
+    options = parser.parse_args(arguments)
     if (options.run is None) == (options.runs is None):
         raise UserError("command line: give a run folder, or --runs with folders or globs, and not both")
     failed = _one(options) if options.run is not None else _many(options)
@@ -140,25 +158,3 @@ def show_levels(found: ServiceLevels, console: Console) -> None:
 
 def _print_json(content: dict[str, Any]) -> None:
     sys.stdout.write(encode(redact(content)).decode())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Arguments("python -m tracking.report", __doc__)
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="run folder, such as runs/demo")
-    parser.add_argument("--baseline", type=Path, metavar="RUN", help="run folder of the same work in FP32")
-    parser.add_argument("--price", type=positive_number, metavar="MONEY", help="price of one device for one hour")
-    parser.add_argument("--peak-tflops", type=positive_number, metavar="N", help="dense 16-bit peak of one device")
-    parser.add_argument(
-        "--limit", action="append", default=[], metavar="KEY=VALUE", help="another limit, such as epoch_time=0.8"
-    )
-    parser.add_argument("--runs", nargs="+", metavar="GLOB", help="service levels of these run folders instead")
-    parser.add_argument(
-        "--days", type=positive_number, metavar="N", help="with --runs: only runs that ended in the last N days"
-    )
-    parser.add_argument(
-        "--objective", action="append", default=[], metavar="KEY=SHARE", help="with --runs: such as job_success=0.995"
-    )
-    parser.add_argument("--gate", action="store_true", help="end with exit code 3 when a verdict is fail")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one page, readable offline")
-    return parser

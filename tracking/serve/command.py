@@ -21,7 +21,16 @@ PORT = 8600
 @entry_point()
 def main(arguments: list[str] | None = None) -> int:
     """Serve until Ctrl-C. Exit code 2 if the folder does not exist or the port is not available."""
-    options = _parser().parse_args(arguments)
+    parser = Arguments("python -m tracking.serve", __doc__)
+    parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), help="folder of run folders (runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on ({PORT}; 0 takes a free one)")
+    parser.add_argument(
+        "--edit",
+        action=argparse.BooleanOptionalAction,
+        help="allow editing notes and tags on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
+    )
+    options = parser.parse_args(arguments)
     library = Library(options.runs)
     try:
         server = PageServer(options.host, options.port, library, editable=options.edit)
@@ -41,16 +50,3 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         server.server_close()
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Arguments("python -m tracking.serve", __doc__)
-    parser.add_argument("runs", nargs="?", type=Path, default=Path("runs"), help="folder of run folders (runs)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", type=int, default=PORT, help=f"port to listen on ({PORT}; 0 takes a free one)")
-    parser.add_argument(
-        "--edit",
-        action=argparse.BooleanOptionalAction,
-        help="allow editing notes and tags on the page, in notes.json of the run folders (default: on 127.0.0.1 alone)",
-    )
-    return parser

@@ -8,7 +8,6 @@ The last line says how much was new and where it went. Exit code 0: done; 1: wan
 offline; 2: wrong arguments.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +46,14 @@ def deliver(run_dir: RunDir, config: dict[str, Any], *, online: bool, models: Se
 @entry_point()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = Arguments("python -m tracking.wandb.sync", __doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, of a run that has ended")
+    parser.add_argument("--online", action="store_true", help="send it now instead of writing an offline run")
+    several: dict[str, Any] = {"type": Path, "action": "append", "default": []}
+    parser.add_argument("--checkpoint", **several, metavar="FOLDER", help="a checkpoints/step-N; may be repeated")
+    parser.add_argument("--parity", type=Path, metavar="FILE", help="parity.json with the verdict on the checkpoints")
+    parser.add_argument("--export", **several, metavar="OUT", help="OUT of tools.export_hf; may be repeated")
+    options = parser.parse_args(arguments)
     try:
         parity = parity_facts(options.parity) if options.parity else None
         if parity and not options.checkpoint:
@@ -64,17 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     further = f", with {len(models)} model{'s' if models[1:] else ''}" if models else ""
     print(shown(f"{options.run}: {done}{further}"))
     return FAILED if options.online and done.startswith("wrote") else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Arguments("python -m tracking.wandb.sync", __doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, of a run that has ended")
-    parser.add_argument("--online", action="store_true", help="send it now instead of writing an offline run")
-    several: dict[str, Any] = {"type": Path, "action": "append", "default": []}
-    parser.add_argument("--checkpoint", **several, metavar="FOLDER", help="a checkpoints/step-N; may be repeated")
-    parser.add_argument("--parity", type=Path, metavar="FILE", help="parity.json with the verdict on the checkpoints")
-    parser.add_argument("--export", **several, metavar="OUT", help="OUT of tools.export_hf; may be repeated")
-    return parser
 
 
 if __name__ == "__main__":
