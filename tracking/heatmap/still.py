@@ -6,8 +6,6 @@ still moves, so a module counts as still only if it loses nearly all of them for
 """
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -66,12 +64,8 @@ def still_sentence(heat: Heat, *, after: int = 0) -> str:
     )
 
 
-def still_of_run(facts: RunFacts) -> str:
-    """`still_sentence` for a run. Raises UserError if its events cannot be read."""
-    return still_sentence(facts.heat, after=warmup_of(facts.config))
-
-
-def warmup_of(config: Mapping[str, Any]) -> int:
-    """Warm-up steps of a recorded config; 0 if not set."""
-    steps = setting(config, "schedule.warmup_steps")
-    return steps if isinstance(steps, int) else 0
+def still_of_run(facts: RunFacts, heat: Heat | None = None) -> str:
+    """`still_sentence` for a run. heat: None reads it, and raises UserError if the events cannot be read."""
+    warmup = setting(facts.config, "schedule.warmup_steps")
+    heat = facts.heat if heat is None else heat
+    return still_sentence(heat, after=warmup if isinstance(warmup, int) else 0)

@@ -10,7 +10,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from config.errors import UserError
 from tracking import terminal
 from tracking.heatmap.grid import drawn_panels
 from tracking.heatmap.panels import PANELS
-from tracking.heatmap.still import still_sentence, warmup_of
+from tracking.heatmap.still import still_of_run
 from tracking.live import LiveRun
 from tracking.run_dir import RunDir
 from tracking.status import run_status
@@ -54,7 +54,7 @@ class Watch:
         """The current screen for a terminal of this size. keys: whether key presses are read."""
         run = self.run.known_facts()
         if run.counts["telemetry"] != self._still[0]:
-            self._still = run.counts["telemetry"], still_sentence(self.run.heat(), after=warmup_of(run.config))
+            self._still = run.counts["telemetry"], still_of_run(run, self.run.heat())
         view = View(
             width=width,
             height=height,
@@ -144,17 +144,15 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     console = terminal.console()
     ascii_only = given.ascii or console.is_dumb_terminal or not console.encoding.lower().startswith("utf")
-    try:
-        if not given.run.is_dir():
-            raise UserError(f"{given.run}: there is no such run folder; give one such as runs/demo")
-        watch = Watch(RunDir(given.run), log_steps=given.log_steps, ascii_only=ascii_only)
-        watch.panel = given.heat
+    if not given.run.is_dir():
+        raise UserError(f"{given.run}: there is no such run folder; give one such as runs/demo")
+    watch = Watch(RunDir(given.run), log_steps=given.log_steps, ascii_only=ascii_only)
+    watch.panel = given.heat
+    with suppress(KeyboardInterrupt):
         if given.once or not console.is_terminal:
             once(watch, console)
         elif console.is_dumb_terminal:
             print_repeatedly(watch, console)
         else:
             live(watch, console)
-    except KeyboardInterrupt:
-        return 0
     return 0
