@@ -167,7 +167,7 @@ class HeatCollector:
         self._rows: dict[str, int] = {}
         self._columns: list[_Column] = []
         self._share = 1  # measured steps per column
-        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # keys of the last event's mappings, their rows
+        self._seen: dict[str, tuple[list[str], np.ndarray]] = {}  # panel to the modules of its last event, their rows
         self._forward: list[str] = []
         self._nonfinite: list[tuple[int, str, float]] = []
         self._changes: list[tuple[int, dict[str, str]]] = []  # step, module to dtype from then on
@@ -205,25 +205,22 @@ class HeatCollector:
         while self._columns and self._columns[-1].step >= step:
             self._columns.pop()  # if steps share a column, its earlier steps are lost too
         gradients, activations, drift = (event[name] or {} for name in ("gradients", "activation_max", "drift"))
-        measures = list(gradients.values())
         if activations:
             self._forward = list(activations)
-        updates, lost = event.get("update_ratios") or {}, event.get("lost_updates") or {}
-        found = {
-            "activation": self._spread("activations", activations, list(activations.values())),
-            "gradient": self._spread("gradients", gradients, [item.get("rms") for item in measures]),
-            "underflow": self._spread("gradients", gradients, [item.get("below_normal") for item in measures]),
-            "update": self._spread("updates", updates, list(updates.values())),
-            "lost": self._spread("lost", lost, list(lost.values())),
+        measured = {
+            "activation": activations,
+            "gradient": {name: item.get("rms") for name, item in gradients.items()},
+            "underflow": {name: item.get("below_normal") for name, item in gradients.items()},
+            "update": event.get("update_ratios") or {},
+            "lost": event.get("lost_updates") or {},
         }
         if drift:
             count, largest = self._drift
             self._drift = count + 1, float(np.maximum(largest, drift["maximum"]))  # nan propagates
         if "by_module" in drift:  # lists only modules whose weights differ from their rounded masters
             apart = drift["by_module"]
-            names = dict.fromkeys([*gradients, *apart])
-            found["drift"] = self._spread("drift", names, [apart.get(name, 0.0) for name in names])
-        column = _Column(step, found)
+            measured["drift"] = {name: apart.get(name, 0.0) for name in (*gradients, *apart)}
+        column = _Column(step, {panel: self._spread(panel, values) for panel, values in measured.items()})
         if self._columns and self._columns[-1].measured < self._share:
             column = self._joined([self._columns.pop(), column])
         self._columns.append(column)
@@ -232,18 +229,16 @@ class HeatCollector:
             self._columns = [self._joined(pair) for pair in pairs]
             self._share *= 2
 
-    def _spread(self, what: str, named: dict[str, Any], values: list[Any]) -> np.ndarray:
-        """Scatter values of named modules into an array with one entry per row."""
-        keys = list(named)
-        seen, rows = self._seen.get(what, ([], np.zeros(0, int)))
+    def _spread(self, panel: str, values: dict[str, Any]) -> np.ndarray:
+        """Scatter values by module into an array with one entry per row."""
+        keys, numbers = list(values), np.array([*values.values()], float)  # fails before a damaged event gets rows
+        seen, rows = self._seen.get(panel, ([], np.zeros(0, int)))
         if keys != seen:
-            for key in keys:
-                self._rows.setdefault(key, len(self._rows))
-            rows = np.array([self._rows[key] for key in keys], int)
-            self._seen[what] = keys, rows
+            rows = np.array([self._rows.setdefault(key, len(self._rows)) for key in keys], int)
+            self._seen[panel] = keys, rows
         spread = np.full(len(self._rows), np.nan, np.float32)
         with np.errstate(over="ignore"):
-            spread[rows] = np.array(values, float)
+            spread[rows] = numbers
         return spread
 
     def _joined(self, columns: Sequence[_Column]) -> _Column:
