@@ -14,6 +14,7 @@ import sys
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,8 @@ class Delivered:
     def save(self, lines: int) -> None:
         """Record that the client has stored this many lines."""
         self.lines = lines
-        try:
+        with suppress(OSError):  # disk full; at worst the next session delivers some lines again
             write_atomically(self._path, str(self.lines).encode())
-        except OSError:
-            return  # disk full; at worst the next session delivers some lines again
 
 
 class Delivery(ABC):
