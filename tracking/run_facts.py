@@ -114,13 +114,10 @@ class Session:
         return self.end is None or self.end["status"] == CRASHED
 
     @property
-    def should_restore(self) -> bool:
-        """Whether it had a checkpoint to resume from."""
-        return self.could_resume or self.resumed_from is not None or self.skipped_checkpoints > 0
-
-    @property
-    def restored(self) -> bool:
-        """Whether it resumed from the newest checkpoint it found."""
+    def restored(self) -> bool | None:
+        """Whether it resumed from the newest checkpoint it found; None if it had none to resume from."""
+        if not (self.could_resume or self.resumed_from is not None or self.skipped_checkpoints):
+            return None
         return self.resumed_from is not None and self.skipped_checkpoints == 0
 
 
@@ -202,8 +199,8 @@ class RunFacts:
     def restores(self) -> tuple[int, int]:
         """(successful, due) restores: sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)
-        due = [session for session in self.sessions if session.should_restore]
-        return rollbacks + sum(session.restored for session in due), rollbacks + len(due)
+        due = [session.restored for session in self.sessions if session.restored is not None]
+        return rollbacks + sum(due), rollbacks + len(due)
 
     @property
     def nonfinite(self) -> list[Broken]:

@@ -98,8 +98,7 @@ def _restarted(folder: Path) -> RunFacts:
 
 def test_sessions_and_restores(tmp_path: Path) -> None:
     run = _restarted(tmp_path)
-    assert [item.should_restore for item in run.sessions] == [False, False, True, True, True]
-    assert [item.restored for item in run.sessions] == [False, False, True, False, False]
+    assert [item.restored for item in run.sessions] == [None, None, True, False, False]
     assert run.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
     assert [item.end and item.end["status"] for item in run.sessions] == [None, None, "preempted", "aborted", None]
     assert run.end is None and run.sessions[3].aborted == "the loss is nan"
