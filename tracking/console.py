@@ -67,7 +67,6 @@ class ConsoleSink:
         self._task: TaskID | None = None
 
     def write(self, event: Event) -> None:
-        """Show one event."""
         kind, here = event["event"], [step["step"] for step in self._skipped[:1]] == [event["step"]]
         if self._skipped and (kind == "step" or not here):
             self._print_skipped()

@@ -67,7 +67,6 @@ class Columns:
     """Metrics of the task by name."""
 
     def __len__(self) -> int:
-        """Number of steps."""
         return len(self.step)
 
 
@@ -96,7 +95,6 @@ class Session:
     """Reason of its first ABORT incident."""
 
     def add(self, event: Event) -> None:
-        """Add one event of the session."""
         self.last = float(event["time"])  # step events have not been validated yet
         match event["event"]:
             case "run_end":

@@ -102,7 +102,6 @@ class RunLock:
         return _is_at(folder / LOCK, self._handle)
 
     def release(self) -> None:
-        """Unlock the folder."""
         if not self._over.is_set():
             self._over.set()
             with suppress(OSError):

@@ -84,7 +84,6 @@ class Verdict:
 
     @property
     def tone(self) -> Tone:
-        """Tone of the word, which sets its colour."""
         return TONES[self.word]
 
     @property

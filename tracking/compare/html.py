@@ -26,7 +26,6 @@ _MAX_SETTINGS = 60
 
 
 def page(comparison: Comparison) -> str:
-    """The whole page, UTF-8 text."""
     labels, heats = [run.label for run in comparison.runs], [run.heat for run in comparison.runs[:2]]
     return render(
         "compare/page.html",

@@ -34,7 +34,6 @@ COMPARABLE = "Comparable: same data, tokenizer, batch, model, precision, schedul
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print the whole comparison."""
     _show_runs(comparison, console)
     if comparison.pairs:
         _show_caveats(comparison, console)

@@ -53,7 +53,6 @@ def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bo
 
 
 def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
-    """Colour legend of a panel."""
     text = Text(no_wrap=True)
     if key == "dtype":
         for code, name in enumerate(DTYPES):

@@ -34,8 +34,6 @@ GOOD, BEST = 8, 64
 
 @dataclass
 class Matmul:
-    """One matmul in a trace."""
-
     event: Event
     dtype: str
     batch: int

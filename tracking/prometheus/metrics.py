@@ -142,7 +142,6 @@ class Metrics:
         return self._children[key]
 
     def update(self, event: Event) -> None:
-        """Update the metrics with one event."""
         self._of("last_event_timestamp_seconds").set(event["time"])
         for name, *labels in _COUNTERS.get(event["event"], ()):
             self._of(name, *(str(event[label]) for label in labels)).inc()

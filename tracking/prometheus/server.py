@@ -51,7 +51,6 @@ class MetricsServer(ThreadingMixIn, TCPServer):
 
     @property
     def port(self) -> int:
-        """The port it listens on."""
         return int(self.server_address[1])
 
     def start(self) -> None:
@@ -121,12 +120,9 @@ class MetricsServer(ThreadingMixIn, TCPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request and its answer."""
-
     server: MetricsServer
 
     def do_GET(self) -> None:
-        """Answer with the metrics."""
         asked = urlsplit(self.path)
         if asked.path != PATH:
             self.send_error(HTTPStatus.NOT_FOUND, explain=f"The metrics are at {PATH}.")

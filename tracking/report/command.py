@@ -132,7 +132,6 @@ def _many(options: argparse.Namespace) -> bool:
 
 
 def show_findings(findings: Sequence[Finding], remarks: Sequence[str], console: Console) -> None:
-    """Print the measures with their verdicts."""
     table = Table(("measure", "value", "limit", "verdict"), title="Measures")
     for item in findings:
         verdict = Text(item.verdict, style=STYLES[item.verdict])

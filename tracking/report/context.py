@@ -51,8 +51,6 @@ LIMITS = {
 
 @dataclass
 class Finding:
-    """A measure, its value and its verdict."""
-
     key: str
     title: str
     value: float | None = None

@@ -166,7 +166,6 @@ def _attempt(path: Path, write: Callable[[], object]) -> bool:
 
 
 def summary_table(run: RunFacts) -> Grid:
-    """The results as a table for the console."""
     rows = [(words(what, "dim"), value) for what, value in results(run)]
     return Table(("", ""), rows, title=f"{run.label}: {run.verdict.text}").grid()
 

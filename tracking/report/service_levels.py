@@ -45,7 +45,6 @@ class Tally:
 
     @property
     def bad(self) -> int:
-        """Number of events that are not good."""
         return self.count - self.good
 
     def __str__(self) -> str:
@@ -105,8 +104,6 @@ class Failure(NamedTuple):
 
 @dataclass
 class ServiceLevels:
-    """All service levels of a set of runs."""
-
     levels: list[Level]
     ended: int = 0
     running: int = 0
@@ -119,7 +116,6 @@ class ServiceLevels:
 
     @property
     def missed(self) -> int:
-        """Number of objectives that are not met."""
         return sum(level.verdict == "fail" for level in self.levels)
 
     @property
@@ -262,7 +258,6 @@ def levels_tables(found: ServiceLevels, mark: Callable[[Passed], object]) -> lis
 
 
 def levels_page(found: ServiceLevels) -> str:
-    """The HTML page about many runs."""
     from tracking.pages.document import document  # imports Jinja2
 
     levels, weeks = levels_tables(found, _MARKS.__getitem__)
@@ -293,7 +288,6 @@ def _week(level: Level, week: str) -> str:
 
 
 def format_budget(level: Level) -> str:
-    """The error budget as text."""
     if not level.total.count:
         return "-"
     if level.budget_left is None:

@@ -18,8 +18,6 @@ MOST_TAGS, LONGEST_TAG, LONGEST_NOTE = 20, 40, 4000
 
 @dataclass(frozen=True)
 class Notes:
-    """A run's tags and note."""
-
     tags: tuple[str, ...] = ()
     note: str = ""
 

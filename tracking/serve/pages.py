@@ -46,8 +46,6 @@ class Reply:
 
 
 class Pages:
-    """Answers requests about the runs of a library."""
-
     def __init__(self, library: Library, *, editable: bool) -> None:
         self._library = library
         self.token = secrets.token_urlsafe(16) if editable else ""

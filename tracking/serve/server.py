@@ -40,8 +40,6 @@ _POLICIES = {
 
 
 class PageServer(ThreadingHTTPServer):
-    """Serves the pages of a library."""
-
     daemon_threads = True
 
     def __init__(self, host: str, port: int, library: Library, *, editable: bool | None = None) -> None:
@@ -66,14 +64,11 @@ class PageServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request and its answer."""
-
     server: PageServer
     timeout = _SECONDS
     server_version, sys_version = "mantissa", ""
 
     def do_GET(self) -> None:
-        """Answer with a page, a part of one, or its data."""
         self._answer()
 
     do_HEAD = do_GET

@@ -80,7 +80,6 @@ class MLflow:
                 self._client.set_tag(self._run, name, event[name])
 
     def flush(self) -> None:
-        """Send the queued metrics."""
         pending, self._pending = self._pending, []
         for batch in _batches(pending, self._MOST_METRICS):
             self._client.log_batch(self._run, metrics=batch)
@@ -136,11 +135,9 @@ class Csv:
             self._writer.writerow({**numbers, "attempt": attempt, "time": event["time"], "step": int(numbers["step"])})
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
     def close(self, exit_code: int) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -163,14 +160,11 @@ def _mlflow_name(name: str) -> str:
 
 
 class TrackerDelivery(Delivery):
-    """Passes the numbers of new events to a client."""
-
     def __init__(self, client: Client, delivered: Delivered, log_every_steps: int) -> None:
         super().__init__(log_every_steps, delivered.lines)
         self._client, self._delivered = client, delivered
 
     def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
-        """Log the numbers of a new row."""
         if earlier:
             return
         numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
@@ -185,7 +179,6 @@ class TrackerDelivery(Delivery):
             self._delivered.save(self.line)
 
     def close(self, exit_code: int) -> None:
-        """End the client's run."""
         self._client.close(exit_code)
 
 

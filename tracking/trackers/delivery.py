@@ -43,7 +43,6 @@ class Delivered:
             self.lines = 0
 
     def save(self, lines: int) -> None:
-        """Record that the client has stored this many lines."""
         self.lines = lines
         with suppress(OSError):  # disk full; at worst the next session delivers some lines again
             write_atomically(self._path, str(self.lines).encode())

@@ -125,8 +125,6 @@ def described(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class TrackerSink(ClientSink):
-    """Feeds one tracker."""
-
     def __init__(self, tracker: str, run_dir: RunDir, config: dict[str, Any]) -> None:
         """Start the process and return at once; it delivers new events and those left over from earlier sessions.
 

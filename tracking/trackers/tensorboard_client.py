@@ -90,7 +90,6 @@ class TensorBoard:
         self._writer.add_event(Record(wall_time=seconds, step=attempt, summary=summary))
 
     def flush(self) -> None:
-        """Flush the file."""
         self._writer.flush()
 
     def close(self, exit_code: int) -> None:

@@ -24,8 +24,6 @@ _MARGIN_S = 5.0  # time to import wandb and read the file one last time
 
 
 class WandbSink(ClientSink):
-    """Logs to one wandb run."""
-
     def __init__(
         self,
         run_dir: RunDir,
@@ -70,7 +68,6 @@ class WandbSink(ClientSink):
             self._failure = error
 
     def _variables(self) -> dict[str, str]:
-        """Environment of the worker."""
         # The mode comes from tracking.wandb in the run config, so that it is recorded, and not from WANDB_MODE.
         variables = {name: value for name, value in os.environ.items() if name not in _DECIDED}
         cache = Path(variables.get("XDG_CACHE_HOME") or Path(variables.get("HOME", "/")) / ".cache") / "wandb"

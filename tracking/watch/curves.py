@@ -17,8 +17,6 @@ _MARK = "not dim bold red"
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a panel."""
-
     steps: np.ndarray
     values: np.ndarray
     """One value per step, in step order; non-finite ones are not drawn."""
@@ -34,8 +32,6 @@ class Line:
 
 @dataclass(frozen=True)
 class Axes:
-    """Size and scales of a panel."""
-
     width: int
     """[characters] Including the labels."""
     height: int
@@ -116,7 +112,6 @@ class _Canvas:
         return math.log10(value) if self._log else value
 
     def points(self, line: Line) -> None:
-        """Draw one point per value."""
         for x, value in zip(self._x(line.steps).tolist(), line.values.tolist(), strict=True):
             place = self._y(value) // 4, x // 2
             self._signs[place] = "o" if self._axes.ascii else "●"
@@ -157,7 +152,6 @@ class _Canvas:
             self._styles[y // 4][x // 2] = style
 
     def write(self, row: int, text: Text) -> None:
-        """Append one row of characters to `text`."""
         for column, (bits, style) in enumerate(zip(self._bits[row], self._styles[row], strict=True)):
             drawn = "*" if self._axes.ascii else chr(0x2800 + bits)
             text.append(self._signs.get((row, column), drawn if bits else " "), style=style or None)
