@@ -91,18 +91,18 @@ def table(entries: Sequence[Entry], asked: Asked, *, now: float) -> dict[str, An
     """Values for `serve/runs.html`, the overview of `entries`. now: seconds since the epoch."""
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
-    groups = _groups(wanted) if asked.by_seed else [[entry] for entry in wanted]
-    ranked = sorted(groups, key=lambda group: _rank(_sorted_by(group, asked.sort), descending=asked.descending))
+    groups: dict[str, list[Entry]] = {}
+    for entry in wanted:
+        groups.setdefault((entry.group if asked.by_seed else "") or entry.key, []).append(entry)
+    ranked = sorted(groups.values(), key=lambda group: _rank(group, asked))
     count = Counter(entry.verdict.word for entry in entries)
     words: dict[str, int] = {word: count[word] for word in WORDS if count[word]}
     names = short_names([*keys, *(name[1:] for name in asked.columns if name.startswith("."))])
-    titles = COLUMNS | {"loss": " or ".join(sorted({entry.followed for entry in wanted})) or "loss"}
+    measured = sorted({entry.followed for entry in wanted})
+    titles = COLUMNS | {"loss": " or ".join(measured) or "loss"}
     titles |= {f".{key}": names[key] for key in keys[:_MOST_CHOICES]}
     titles |= {name: names[name[1:]] for name in asked.columns if name not in COLUMNS}
-    edges = {
-        name: _edges([entry for entry in wanted if entry.followed == name])
-        for name in {entry.followed for entry in wanted}
-    }
+    edges = {name: _edges([entry for entry in wanted if entry.followed == name]) for name in measured}
     scales = [f"{loss(found[0])} to {loss(found[1])}" for found in edges.values() if found]
     sparks = [{"spark": _sparkline(group, edges[group[0].followed])} for group in ranked]
     return {
@@ -126,7 +126,7 @@ def export(entries: Sequence[Entry], asked: Asked) -> str:
     """
     wanted = _wanted(entries, asked)
     keys = differing(wanted)
-    wanted.sort(key=lambda entry: _rank(_sorted_by([entry], asked.sort), descending=asked.descending))
+    wanted.sort(key=lambda entry: _rank([entry], asked))
     file = io.StringIO()
     writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC)  # some spreadsheets also split at semicolons
     writer.writerow([*(name for name, _ in _fields(wanted[0])), *map(_csv, keys)] if wanted else ["run"])
@@ -239,13 +239,6 @@ def _found(entry: Entry, words: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield what, f"{before}{text[low:high]}{after}"
 
 
-def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    groups: dict[str, list[Entry]] = {}
-    for entry in entries:
-        groups.setdefault(entry.group or entry.key, []).append(entry)
-    return list(groups.values())
-
-
 def _mean(values: Sequence[float]) -> float:
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
@@ -275,21 +268,19 @@ def _number(group: Sequence[Entry], column: str) -> float:
     return _NUMBERS[column][1](_values(group, column))
 
 
-def _sorted_by(group: Sequence[Entry], column: str) -> Any:
-    if column in _NUMBERS:
-        rewarded = column in ("loss", "validation") and group[0].followed != "loss"
-        return -_number(group, column) if rewarded else _number(group, column)
-    return group[0].key if column == "name" else group[0].settings.get(column[1:])
-
-
-def _rank(value: Any, *, descending: bool) -> tuple[int, Any]:
+def _rank(group: Sequence[Entry], asked: Asked) -> tuple[int, Any]:
     """Sort key: numbers, then text; unknown values come last in both directions."""
+    first, column = group[0], asked.sort
+    value: Any = first.key if column == "name" else first.settings.get(column[1:])
+    if column in _NUMBERS:
+        rewarded = column in ("loss", "validation") and first.followed != "loss"
+        value = -_number(group, column) if rewarded else _number(group, column)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return 2, 0
     if isinstance(value, int | float):
-        return 0, -value if descending else value
+        return 0, -value if asked.descending else value
     text = str(value)
-    return 1, [-ord(letter) for letter in text] + [1] if descending else [ord(letter) for letter in text]
+    return 1, [-ord(letter) for letter in text] + [1] if asked.descending else [ord(letter) for letter in text]
 
 
 def _line(group: list[Entry], keys: Sequence[str], names: dict[str, str], asked: Asked, now: float) -> dict[str, Any]:
