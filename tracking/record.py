@@ -68,9 +68,8 @@ class Record:
             try:
                 sink.close()
             except Exception as error:  # a sink must not turn a finished run into a failed one
-                tell(
-                    f"{type(sink).__name__}: could not be closed cleanly ({_one_line(error)}); the run is not affected"
-                )
+                how = f"could not be closed cleanly ({_one_line(error)})"
+                tell(f"{type(sink).__name__}: {how}; the run is not affected")
         self._sinks = []
 
     def _fan_out(self, event: Event) -> None:

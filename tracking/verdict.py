@@ -463,9 +463,9 @@ def _checkpoint(folder: Path | None, step: int) -> Path | None:
     """The run's newest checkpoint at or before a step; None if there is none."""
     if folder is None:
         return None
-    found = {path: path.name.removeprefix("step-") for path in (folder / "checkpoints").glob("step-*")}
-    sound = [path for path, number in found.items() if number.isdigit() and int(number) <= step]
-    return max(sound, key=lambda path: int(found[path]), default=None)
+    named = ((path.name.removeprefix("step-"), path) for path in (folder / "checkpoints").glob("step-*"))
+    sound = {int(number): path for number, path in named if number.isdigit() and int(number) <= step}
+    return sound[max(sound)] if sound else None
 
 
 def _anew(
