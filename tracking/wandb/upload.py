@@ -66,16 +66,12 @@ class WandbDelivery(Delivery):
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
-        elif kind == "checkpoint":
-            self._try("a checkpoint", lambda: self._artifact(event))
+        elif kind == "checkpoint" and ("://" in event["path"] or Path(event["path"]).is_dir()):  # else already deleted
+            self._try("a checkpoint", lambda: log_artifact(self._run, checkpoint_facts(event, self._config)))
         elif kind == "incident" and not self._run.offline:
             arguments = self._alerts.alert(event, self._run.name, time.time())
             if arguments is not None:
                 self._try("an alert", lambda: self._run.alert(**arguments))
-
-    def _artifact(self, event: Event) -> None:
-        if "://" in event["path"] or Path(event["path"]).is_dir():  # else it was deleted to make room
-            log_artifact(self._run, checkpoint_facts(event, self._config))
 
     def flush(self) -> None:
         """Log the changed tables if due. Raises NoSpaceLeft."""
