@@ -6,14 +6,13 @@ from rich.text import Text
 from config.printable import line
 from tracking.heatmap.grid import Heat, limits
 from tracking.heatmap.modules import short_name
-from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.panels import DTYPE_COLOURS, DTYPES, PANELS
 from tracking.numbers import number, percent
 
 _LABEL = 24
 _SHADES = " .:-=+*#%@"
 # Eight evenly spaced colours of matplotlib's viridis.
 _COLOURS = ("#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725")
-_DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 
 
 def draw_blocks(heat: Heat, key: str, *, width: int, height: int, ascii_only: bool = False) -> Text:
@@ -57,7 +56,7 @@ def legend(heat: Heat, key: str, *, ascii_only: bool = False) -> Text:
     if key == "dtype":
         for code, name in enumerate(DTYPES):
             if code:
-                text.append("# " if ascii_only else "█ ", style=None if ascii_only else _DTYPE_COLOURS[code])
+                text.append("# " if ascii_only else "█ ", style=None if ascii_only else DTYPE_COLOURS[code])
                 text.append(f"{name if not ascii_only else str(code) + ' ' + name}  ", style="dim")
         return text
     low, high = limits(heat, key)
@@ -81,7 +80,7 @@ def _levels(heat: Heat, key: str, values: np.ndarray) -> np.ndarray:
 
 
 def _cell(upper: int, lower: int, key: str) -> tuple[str, str | None]:
-    colours = _DTYPE_COLOURS if key == "dtype" else _COLOURS
+    colours = DTYPE_COLOURS if key == "dtype" else _COLOURS
     if upper < 0 and lower < 0:
         return " ", None
     if upper < 0:

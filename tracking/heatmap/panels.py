@@ -8,6 +8,7 @@ RANGES = {"fp16": 65504.0, "bf16": 3.3895313892515355e38, "fp32": 3.402823466385
 stored significand bits)."""
 DTYPES = ("", "fp32", "bf16", "fp16", "fp8")
 """Dtypes by their code in the `dtype` panel; 0 means unknown."""
+DTYPE_COLOURS = ("#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd")
 
 
 @dataclass(frozen=True)

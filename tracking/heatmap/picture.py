@@ -12,7 +12,7 @@ from config.errors import UserError
 from tracking import plots
 from tracking.heatmap.grid import Heat, drawn_panels, limits
 from tracking.heatmap.modules import folded_name, short_name
-from tracking.heatmap.panels import DTYPES, PANELS
+from tracking.heatmap.panels import DTYPE_COLOURS, DTYPES, PANELS
 from tracking.heatmap.words import sentences
 from tracking.numbers import number, percent
 
@@ -54,7 +54,7 @@ def _draw(figure: Figure, axis: Axes, heat: Heat, key: str, line: str) -> None:
     shown = np.ma.masked_invalid(np.where(values > 0, values, np.nan) if panel.log else values)
     norm: Any
     if key == "dtype":
-        colours: Any = ListedColormap(["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"])
+        colours: Any = ListedColormap(DTYPE_COLOURS)
         norm = BoundaryNorm(np.arange(-0.5, len(DTYPES)), len(DTYPES))
     else:
         colours, low = ("Reds", low / 10) if key == "nonfinite" else ("viridis", low)  # Reds starts at white
