@@ -38,7 +38,6 @@ def page(comparison: Comparison) -> str:
         main=COLUMN_TITLES.keys() | {"verdict"},
         titles=COLUMN_TITLES,
         data=data(comparison),
-        scatter=scatter(comparison),
         heat=differences_of(heats[1], heats[0]) if len(heats) > 1 else static_heat(heats[0]),
         heat_title=f"Layers of {labels[1]} against {labels[0]}" if len(labels) > 1 else "Layers over time",
         max_events=_MAX_EVENTS,

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,6 +25,7 @@ from tracking.serve.notes import parse, read_notes
 MOST_COMPARED = 24
 Query = dict[str, list[str]]
 _HTML = "text/html; charset=utf-8"
+_quoted = partial(quote, safe="", errors="surrogateescape")  # a run's folder may have a name that is not UTF-8
 _TRACKING = Path(__file__).parent.parent
 _KINDS = {".js": "text/javascript; charset=utf-8", ".css": "text/css; charset=utf-8", ".svg": "image/svg+xml"}
 _STATIC = {str(file.relative_to(_TRACKING)): file for file in _TRACKING.rglob("*.*") if file.suffix in _KINDS}
@@ -193,11 +194,6 @@ class Pages:
         require_inside(live.folder, self._library.root)
         live.read()
         return live.facts()
-
-
-def _quoted(key: str) -> str:
-    """A run's key quoted for a query, even if the folder's name is not UTF-8."""
-    return quote(key, safe="", errors="surrogateescape")
 
 
 def _asked(query: Query) -> overview.Asked:
