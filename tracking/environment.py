@@ -82,16 +82,16 @@ def _cpu_model() -> str:
     return next(named, "") or platform.processor() or platform.machine()
 
 
-def git_state(folder: Path = _CODE_FOLDER) -> dict[str, Any] | None:
+def git_state() -> dict[str, Any] | None:
     """Commit of the code and whether tracked files differ from it; None without git or outside a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    commit = _git("rev-parse", "HEAD")
+    changes = _git("status", "--porcelain", "--untracked-files=no")
     return None if commit is None else {"commit": commit, "dirty": None if changes is None else bool(changes)}
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
-        command = ["git", "-C", str(folder), *arguments]
+        command = ["git", "-C", str(_CODE_FOLDER), *arguments]
         done = subprocess.run(command, capture_output=True, timeout=_GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -43,8 +43,8 @@ def leaves(names: Sequence[str]) -> list[bool]:
     return [name not in parents and "." in name or name not in parents and len(names) == 1 for name in names]
 
 
-def in_words(names: Iterable[str], most: int = 3) -> str:
-    """Summary of module names, such as `layers 20-31 down_proj`; at most `most` kinds, then the number of others."""
+def in_words(names: Iterable[str]) -> str:
+    """Summary of module names, such as `layers 20-31 down_proj`; at most three kinds, then the number of others."""
     kinds: dict[tuple[str, str], list[int]] = {}
     for name in names:
         stem, block, kind = place_of(name)
@@ -56,7 +56,7 @@ def in_words(names: Iterable[str], most: int = 3) -> str:
         blocks = stem.rpartition(".")[2]
         blocks = f"{blocks.removesuffix('s') if numbers.isdecimal() else blocks} {numbers}"
         parts.append(f"{blocks} {last}".strip() if indices else stem.removeprefix("model."))
-    return first_of(parts, most)
+    return first_of(parts, 3)
 
 
 def _last(kind: str) -> str:
