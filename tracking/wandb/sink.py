@@ -57,10 +57,9 @@ class WandbSink(ClientSink):
             "lock_wait_s": finish_timeout_s,
         }
         leaving = described(config["run"])
-        words: dict[str, Any] = {
-            name: printable(said) if name == "notes" else shown(said) for name, said in leaving.items()
-        }
-        words |= {"group": words["group"] or None, "tags": [shown(tag) for tag in leaving["tags"]]}
+        words: dict[str, Any] = {name: shown(said) for name, said in leaving.items()}
+        words |= {"notes": printable(leaving["notes"]), "tags": [shown(tag) for tag in leaving["tags"]]}
+        words["group"] = words["group"] or None
         init = {"resume": "allow", "allow_val_change": True, "dir": str(run_dir.path.resolve()), **words}
         try:
             self._start("tracking.wandb.worker", job | {"init": init | {"id": run_id(run_dir)}}, self._variables())
