@@ -187,14 +187,11 @@ class Library:
             run = self._runs.get(key)
         return run.entry if run is not None else None
 
-    def live(self, key: str) -> LiveRun | None:
-        """The whole run, for reading its events; None for an unknown key. The most recently used few stay in memory."""
-        entry = self.entry(key)
-        if entry is None:
-            return None
+    def live(self, entry: Entry) -> LiveRun:
+        """The whole run, for reading its events. The most recently used few stay in memory."""
         with self._lock:
-            live = self._open.pop(key, None) or LiveRun(entry.folder, key)
-            self._open[key] = live  # most recently used last
+            live = self._open.pop(entry.key, None) or LiveRun(entry.folder, entry.key)
+            self._open[entry.key] = live  # most recently used last
             while len(self._open) > _OPEN_RUNS:
                 del self._open[next(iter(self._open))]
         return live

@@ -133,25 +133,24 @@ class Pages:
         entry = self._entry(query)
         return self._render("report/state.html", entry=entry, state=run_page.state(entry, now=time.time()))
 
-    def _live(self, key: str) -> LiveRun:
-        live = self._library.live(key)
-        if live is None:
-            raise NotFound("There is no such run.")
+    def _read(self, query: Query) -> LiveRun:
+        """The whole run, read up to its newest event."""
+        live = self._library.live(self._entry(query))
+        live.read()
         return live
 
     def _curves(self, query: Query) -> Reply:
-        live = self._live(one(query, "key"))
+        live = self._library.live(self._entry(query))
         if ready := live.ready():
             live.read()
         facts = live.events() if ready else sketch(live.folder, live.label)
         with suppress(UserError):  # utilisation also needs the config and environment
-            facts = self._facts(one(query, "key")) if ready else facts
+            facts = self._facts(query) if ready else facts
         return _json({"drawn": run_page.curves(facts), "steps": len(facts.columns), "sketch": not ready})
 
     def _heat(self, query: Query) -> Reply:
-        live = self._live(one(query, "key"))
-        live.read()
-        return _json(run_page.heat(live.heat(), one(query, "panel"), one(query, "fold"), query.get("open", [])))
+        found = self._read(query).heat()
+        return _json(run_page.heat(found, one(query, "panel"), one(query, "fold"), query.get("open", [])))
 
     def _report(self, query: Query) -> Reply:
         entry, context = self._entry(query), self._measured(query)
@@ -160,9 +159,7 @@ class Pages:
         return Reply(page.encode(errors="replace"), _HTML, policy="single")
 
     def _incidents(self, query: Query) -> Reply:
-        live = self._live(one(query, "key"))
-        live.read()
-        return self._render("report/incidents.html", incidents=run_page.incidents(live.events()))
+        return self._render("report/incidents.html", incidents=run_page.incidents(self._read(query).events()))
 
     def _sections(self, query: Query) -> Reply:
         try:
@@ -173,7 +170,7 @@ class Pages:
 
     def _measured(self, query: Query) -> MeasureContext:
         """The run as the input of its measures."""
-        facts = self._facts(one(query, "key"))
+        facts = self._facts(query)
         if not facts.start:
             raise ValueError("nothing was recorded in this run folder")
         return MeasureContext(facts)
@@ -186,14 +183,12 @@ class Pages:
         keys = list(dict.fromkeys(query.get("run", [])))
         if not 1 <= len(keys) <= MOST_COMPARED:
             raise ValueError(f"choose from 1 to {MOST_COMPARED} runs to compare; there are {len(keys)}")
-        found = compare([self._facts(key) for key in keys], tolerance=Tolerance(), price=None)
+        found = compare([self._facts({"key": [key]}) for key in keys], tolerance=Tolerance(), price=None)
         return Reply(page(found).encode(errors="replace"), _HTML, policy="single")
 
-    def _facts(self, key: str) -> RunFacts:
-        live = self._live(key)
-        require_inside(live.folder, self._library.root)
-        live.read()
-        return live.facts()
+    def _facts(self, query: Query) -> RunFacts:
+        require_inside(self._entry(query).folder, self._library.root)
+        return self._read(query).facts()
 
 
 def _asked(query: Query) -> overview.Asked:
