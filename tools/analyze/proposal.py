@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from precision.manifest import Compute
-from tools.analyze.ranges import NOTHING, Spread
+from tools.analyze.ranges import Spread
 
 FP16_LARGEST = 65504.0
 SCALED = ("gradients", "weight_gradients")
@@ -119,8 +119,8 @@ def flushed_share(spread: Spread, scale: float) -> float:
 
 def largest_scale(spreads: Mapping[str, Mapping[str, Spread]], limits: Limits) -> float:
     """The largest power of two, at least 1, at which no gradient of any region leaves its headroom."""
-    largest = max((found.get(kind, NOTHING).maximum for found in spreads.values() for kind in SCALED), default=0.0)
-    return scale_for(largest, limits)
+    found = (spread.maximum for kinds in spreads.values() for kind, spread in kinds.items() if kind in SCALED)
+    return scale_for(max(found, default=0.0), limits)
 
 
 def scale_for(largest: float, limits: Limits) -> float:

@@ -52,27 +52,6 @@ class Spread:
         return sum(self.counts)
 
 
-NOTHING = Spread(0, (), 0, 0, 0.0)
-"""The spread of no values at all."""
-
-
-def merged(spreads: Iterable[Spread]) -> Spread:
-    """One spread of the values of several."""
-    parts = list(spreads)
-    counts: dict[int, int] = defaultdict(int)
-    for part in parts:
-        for index, count in enumerate(part.counts):
-            counts[part.lowest + index] += count
-    low, high = min(counts, default=0), max(counts, default=-1)
-    return Spread(
-        low,
-        tuple(counts[exponent] for exponent in range(low, high + 1)),
-        sum(part.zeros for part in parts),
-        sum(part.nonfinite for part in parts),
-        max((part.maximum for part in parts), default=0.0),
-    )
-
-
 def exponent_histogram(values: torch.Tensor) -> torch.Tensor:
     """(bins + 2,) int64: counts by power of two from LOWEST_EXPONENT up, then of zeros and of non-finite values. The
     values must be within FP32's range."""
@@ -106,6 +85,11 @@ class Ranges:
             self.counts[where] += exponent_histogram(piece)
             largest = torch.where(piece.isfinite(), piece, 0.0).abs().amax().double()
             self.maxima[where] = torch.maximum(self.maxima[where], largest)
+
+    def add_all(self, other: Ranges) -> None:
+        """Count what another measurement of the same regions has counted, too."""
+        self.counts += other.counts
+        self.maxima = torch.maximum(self.maxima, other.maxima)
 
     def spreads(self) -> dict[str, dict[str, Spread]]:
         """Region to kind to its spread; kinds without a value are left out."""

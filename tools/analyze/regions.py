@@ -13,7 +13,7 @@ from precision.manifest import can_be_fp8, find_regions
 from precision.observe import Observation
 from tools.analyze.gradients import Fp32Gradients
 from tools.analyze.proposal import Limits, Unit, largest_scale, pattern_of
-from tools.analyze.ranges import OperandMeter, Ranges, Spread, gradients_counted, merged
+from tools.analyze.ranges import OperandMeter, Ranges, gradients_counted
 from tools.analyze.stored import Stored, StoredPeaks, largest_of_each
 from training.engine import Engine
 
@@ -22,7 +22,7 @@ from training.engine import Engine
 class Point:
     """Measurements after one step; the same on every rank."""
 
-    spreads: dict[str, dict[str, Spread]]
+    ranges: Ranges
     stored: Stored
     flops: dict[str, int]
     """Module name to forward matmul FLOPs on the main process."""
@@ -68,8 +68,7 @@ def measure(
     world.sum(ranges.counts)
     rows = world.gather(ranges.maxima.reshape(-1))
     ranges.maxima.copy_(rows.amax(0).reshape(ranges.maxima.shape))
-    spreads = ranges.spreads()
-    scale = largest_scale(spreads, limits)
+    scale = largest_scale(ranges.spreads(), limits)
     errors = []
     for index, unit in enumerate(units):
         if world.is_main:
@@ -81,7 +80,7 @@ def measure(
                 by_dtype[dtype] = reference.error(scale=scale if dtype == "fp16" else 1.0).error
         errors.append(by_dtype)
     flops = world.from_main(dict(operands.region_flops))
-    return Point(spreads, stored, flops, errors, _casts(engine, reference, units))
+    return Point(ranges, stored, flops, errors, _casts(engine, reference, units))
 
 
 def _casts(engine: Engine, reference: Fp32Gradients, units: Sequence[Unit]) -> dict[str, dict[str, str]]:
@@ -110,17 +109,6 @@ def _in_dtype(engine: Engine, unit: Unit, dtype: str) -> Iterator[None]:
     finally:
         for name in unit.names:
             regions.set(name, "fp32")
-
-
-def all_spreads(points: Sequence[Point]) -> dict[str, dict[str, Spread]]:
-    """The spread over all points, by region and kind."""
-    found: dict[str, dict[str, Spread]] = {}
-    for name in points[0].spreads:
-        kinds = dict.fromkeys(kind for point in points for kind in point.spreads[name])
-        found[name] = {
-            kind: merged(point.spreads[name][kind] for point in points if kind in point.spreads[name]) for kind in kinds
-        }
-    return found
 
 
 def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit], int]:

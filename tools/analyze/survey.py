@@ -25,7 +25,7 @@ from data.text.tokenizer import load_tokenizer
 from tools.analyze.gradients import Candidate, on_the_cast_path, under_manifest, validate
 from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, Proposal, Unit, propose, propose_fp8, scale_for
 from tools.analyze.ranges import Spread
-from tools.analyze.regions import all_spreads, measure, summary, units_of
+from tools.analyze.regions import measure, summary, units_of
 from tools.analyze.stored import Stored, first_beyond, largest, largest_of_each
 from training.engine import Engine
 from training.schedule import scheduled_rate
@@ -102,7 +102,10 @@ def survey(
                 print(f"measured {len(units)} regions in {dtypes} after {step} steps", flush=True)
         if step < plan.steps:
             losses.append(_train(engine, batch, resolved, step))
-    spreads, stored = all_spreads(points), largest_of_each(point.stored for point in points)
+    ranges, stored = points[0].ranges, largest_of_each(point.stored for point in points)
+    for point in points[1:]:
+        ranges.add_all(point.ranges)
+    spreads = ranges.spreads()
     casts: dict[str, dict[str, str]] = {}
     for point in points:
         for name, by_dtype in point.casts.items():

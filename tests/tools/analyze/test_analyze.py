@@ -29,7 +29,7 @@ from tests.tools.analyze import analyze_cases
 from tools.analyze import command as analyze
 from tools.analyze.command import rejection_reason
 from tools.analyze.proposal import Limits
-from tools.analyze.ranges import NOTHING, OperandMeter, Ranges, Spread, gradients_counted, merged
+from tools.analyze.ranges import OperandMeter, Ranges, Spread, gradients_counted
 
 TREES = {
     "bf16": {"default": "bf16", "rules": []},
@@ -272,17 +272,24 @@ def tokens(seed: int = 1) -> torch.Tensor:
     return torch.randint(40, (3, 12), generator=torch.Generator().manual_seed(seed))
 
 
-def spread_of(values: torch.Tensor) -> Spread:
+def counted(values: torch.Tensor) -> Ranges:
     ranges = Ranges(["it"], torch.device("cpu"))
     ranges.add("it", "weights", values)
-    return ranges.spreads()["it"].get("weights", NOTHING)
+    return ranges
 
 
-def test_merging_is_counting_all_values_at_once():
+def spread_of(values: torch.Tensor) -> Spread:
+    return counted(values).spreads()["it"]["weights"]
+
+
+def test_adding_up_is_counting_all_values_at_once():
     first, second = torch.randn(100) * 1e-8, torch.randn(50) * 1e5
-    assert merged([spread_of(first), spread_of(second)]) == spread_of(torch.cat([first, second]))
-    assert merged([NOTHING, spread_of(first)]) == spread_of(first)
-    assert merged([]) == NOTHING and NOTHING.values == 0
+    ranges = counted(torch.empty(0))
+    assert ranges.spreads() == {"it": {}}
+    ranges.add_all(counted(first))
+    assert ranges.spreads()["it"]["weights"] == spread_of(first)
+    ranges.add_all(counted(second))
+    assert ranges.spreads()["it"]["weights"] == spread_of(torch.cat([first, second]))
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -303,7 +310,7 @@ def test_operands_are_booked_under_their_region(attention):
         model(input_ids=ids, use_cache=False)
     found = ranges.spreads()
     for name, output in outputs.items():
-        expected = merged([spread_of(inputs[name][0]), spread_of(output)])
+        expected = spread_of(torch.cat([inputs[name][0].flatten(), output.flatten()]))
         assert found[name]["activations"] == expected, name
         assert found[name]["weights"] == spread_of(modules[name].weight), name
     assert found["model.norm"]["weights"].counts and found["model.norm"]["activations"].values == 2 * 3 * 12 * 16
