@@ -23,8 +23,7 @@ from config.resolved import Resolved
 from data.batches.loader import Batch, Batches
 from data.text.tokenizer import load_tokenizer
 from tools.analyze.gradients import Candidate, on_the_cast_path, under_manifest, validate
-from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, Proposal, Unit, propose, propose_fp8, scale_for
-from tools.analyze.ranges import Spread
+from tools.analyze.proposal import FP16_LARGEST, SCALED, Limits, Proposal, propose, propose_fp8, scale_for
 from tools.analyze.regions import measure, summary, units_of
 from tools.analyze.stored import Stored, first_beyond, largest, largest_of_each
 from training.engine import Engine
@@ -38,6 +37,9 @@ FP8_ATTEMPTS = (1.5, 1.2, 1.0, 0.8, 0.6, 0.4)
 sum of each alone, so the first proposal whose measured error is within the limit is taken."""
 FP8_HELD_OUT = 0.9
 """Share of the allowed gradient error that a proposal may use on its own batch; on held-out batches, all of it."""
+
+ErrorsOf = Callable[[Mapping[str, Candidate]], dict[str, float]]
+"""Measures the gradient error of each candidate on one batch."""
 
 
 class Hopeless(Exception):
@@ -111,7 +113,7 @@ def survey(
         for name, by_dtype in point.casts.items():
             casts.setdefault(name, {}).update(by_dtype)
     measured, other_flops = summary(units, points)
-    given = {"other_flops": other_flops, "limits": plan.limits, "casts": casts}
+    given = {"other_flops": other_flops, "casts": casts}
     cast = partial(on_the_cast_path, routers=resolved.config.precision.routers)
     uniform = {
         "uniform bf16": Candidate(partial(cast, compute="bf16")),
@@ -119,12 +121,19 @@ def survey(
             partial(cast, compute="fp16"), scale_for(largest(stored, *SCALED).value, plan.limits)
         ),
     }
-    decide = _decide_fp8 if plan.limits.fp8 else _decide
-    proposal, tried = decide(engine, first_sequences(batch, plan.sequences), measured, spreads, uniform, given)
-    held_out = [batches.next_step() for _ in range(plan.held_out)]
+    part = first_sequences(batch, plan.sequences)
+
+    def errors_of(candidates: Mapping[str, Candidate]) -> dict[str, float]:
+        return {name: float(found["error"]) for name, found in validate(engine, candidates, [part]).items()}
+
     if plan.limits.fp8:
-        every = propose_fp8(measured, other_flops=other_flops, largest_error=math.inf, casts=casts)
-        uniform["all in fp8"] = _runnable(every)
+        in_fp8 = partial(propose_fp8, measured, **given)
+        uniform["all in fp8"] = _runnable(in_fp8(largest_error=math.inf))
+        proposal, tried = _decide_fp8(in_fp8, errors_of, _regions_alone(uniform), plan.limits.fp8)
+    else:
+        proposed = partial(propose, measured, spreads, **given)
+        proposal, tried = _decide(proposed, errors_of, _regions_alone(uniform), plan.limits)
+    held_out = [batches.next_step() for _ in range(plan.held_out)]
     checked = validate(engine, {"proposal": _runnable(proposal), **uniform}, held_out)
     return {
         "limits": asdict(plan.limits),
@@ -177,31 +186,24 @@ def _train(engine: Engine, batch: Batch, resolved: Resolved, step: int) -> float
 
 
 def _decide(
-    engine: Engine,
-    batch: Batch,
-    units: Sequence[Unit],
-    spreads: dict[str, dict[str, Spread]],
-    uniform: Mapping[str, Candidate],
-    given: dict[str, Any],
+    proposed: Callable[..., Proposal], errors_of: ErrorsOf, uniform: dict[str, Candidate], limits: Limits
 ) -> tuple[Proposal, dict[str, float]]:
     """The best of a few proposals, on a batch that was measured before; their errors and those of uniform dtypes.
 
     Promotions to FP32 cost FLOPs, so they stay only if they lower the error by five percent. An FP32 ambient dtype
     costs memory, so it is chosen only if a 16-bit one is no better than a uniform dtype; FP16 wherever nothing
-    overflows and FP32 elsewhere is then tried, too, if enough FLOPs stay in 16 bits. given: for `propose`.
+    overflows and FP32 elsewhere is then tried, too, if enough FLOPs stay in 16 bits. proposed: `propose` with all
+    measurements.
     """
-    limits: Limits = given["limits"]
     named = {
-        "16 bits": propose(units, spreads, promote=False, **given),
-        "promoted": propose(units, spreads, **given),
-        "promoted, FP32 ambient": propose(units, spreads, ambient="fp32", **given),
+        "16 bits": proposed(limits=limits, promote=False),
+        "promoted": proposed(limits=limits),
+        "promoted, FP32 ambient": proposed(limits=limits, ambient="fp32"),
     }
-    ranges = given | {"limits": replace(limits, flushed=1.0)}
-    in_fp16 = propose(units, spreads, promote=False, ambient="fp32", otherwise="fp32", **ranges)
+    in_fp16 = proposed(limits=replace(limits, flushed=1.0), promote=False, ambient="fp32", otherwise="fp32")
     if in_fp16.low_precision_share >= limits.floor * named["16 bits"].low_precision_share:
         named["FP16 or FP32"] = in_fp16
-    candidates = {name: _runnable(one) for name, one in named.items()}
-    errors = _errors(engine, candidates | _regions_alone(uniform), batch)
+    errors = errors_of({name: _runnable(one) for name, one in named.items()} | uniform)
     best = "promoted" if errors["promoted"] < WORTHWHILE * errors["16 bits"] else "16 bits"
     if errors[best] >= WORTHWHILE * min(errors["uniform bf16"], errors["uniform fp16"]):
         wider = [name for name in named if named[name].manifest["default"] == "fp32"]
@@ -210,37 +212,25 @@ def _decide(
 
 
 def _decide_fp8(
-    engine: Engine,
-    batch: Batch,
-    units: Sequence[Unit],
-    spreads: dict[str, dict[str, Spread]],
-    uniform: Mapping[str, Candidate],
-    given: dict[str, Any],
+    proposed: Callable[..., Proposal], errors_of: ErrorsOf, uniform: dict[str, Candidate], allowed: float
 ) -> tuple[Proposal, dict[str, float]]:
     """The proposal with the most FP8 whose measured error is allowed, on a batch measured before (the last one if none
-    is), and all measured errors. given: as for `_decide`."""
-    limits, also = given["limits"], {key: given[key] for key in ("other_flops", "casts")}
-    every = {"all in fp8": _runnable(propose_fp8(units, largest_error=math.inf, **also))}
-    errors = _errors(engine, _regions_alone(uniform) | every, batch)
+    is), and all measured errors. proposed: `propose_fp8` with all measurements."""
+    errors = errors_of(uniform)
     for share in FP8_ATTEMPTS:
-        limit = share * limits.fp8
-        proposal = propose_fp8(units, largest_error=limit, **also)
-        name = f"fp8 for an error of {limit:.3g}"
-        errors |= _errors(engine, {name: _runnable(proposal)}, batch)
-        if errors[name] <= FP8_HELD_OUT * limits.fp8:
+        proposal = proposed(largest_error=share * allowed)
+        name = f"fp8 for an error of {share * allowed:.3g}"
+        errors |= errors_of({name: _runnable(proposal)})
+        if errors[name] <= FP8_HELD_OUT * allowed:
             break
     return proposal, errors
-
-
-def _errors(engine: Engine, candidates: Mapping[str, Candidate], batch: Batch) -> dict[str, float]:
-    return {name: float(found["error"]) for name, found in validate(engine, candidates, [batch]).items()}
 
 
 def _runnable(proposal: Proposal) -> Candidate:
     return Candidate(partial(under_manifest, manifest=proposal.manifest), proposal.loss_scale or 1.0)
 
 
-def _regions_alone(uniform: Mapping[str, Candidate]) -> dict[str, Candidate]:
+def _regions_alone(uniform: dict[str, Candidate]) -> dict[str, Candidate]:
     """The uniform dtypes, and each of them in every region with FP32 between regions."""
     found = dict(uniform)
     for dtype in ("bf16", "fp16"):
