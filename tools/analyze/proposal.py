@@ -83,7 +83,7 @@ class Proposal:
     """A power of two that the ranges allow; None without FP16."""
     low_precision_share: float
     """[fraction] Share of a forward pass's matmul FLOPs in 16 bits or fewer."""
-    fp8_share: float = 0.0
+    fp8_share: float
     """[fraction] Share of a forward pass's matmul FLOPs in FP8."""
 
 
@@ -181,15 +181,9 @@ def propose(
     total = sum(unit.flops for unit in units) + other_flops
     if promote:
         _promote(units, choices, total, limits)
-    low = sum(unit.flops * _low_share(unit, choices) for unit in units)
     default: Compute = ambient or _ambient(choices, spreads, scale, limits)
     uses_fp16 = default == "fp16" or any(choice.compute == "fp16" for choice in choices.values())
-    return Proposal(
-        manifest={"default": default, **({"loss_scale": int(scale)} if uses_fp16 else {}), "rules": rules_for(choices)},
-        choices=choices,
-        loss_scale=scale if uses_fp16 else None,
-        low_precision_share=low / max(total, 1),
-    )
+    return _proposal(units, choices, default, total, scale if uses_fp16 else None)
 
 
 def propose_fp8(
@@ -226,14 +220,18 @@ def propose_fp8(
             compute, reason = _held("bf16", why, (casts or {}).get(name, {}))
             choices.setdefault(name, Choice(compute, reason, shares[name], unit.errors.get(compute, 0.0)))
     choices = {name: choices[name] for unit in units for name in unit.names}
+    return _proposal(units, choices, "bf16", total, None)
+
+
+def _proposal(
+    units: Sequence[Unit], choices: dict[str, Choice], default: Compute, total: int, loss_scale: float | None
+) -> Proposal:
+    """The manifest of these choices. total: FLOPs of which the shares are."""
+    scale = {} if loss_scale is None else {"loss_scale": int(loss_scale)}
+    low = sum(unit.flops * _low_share(unit, choices) for unit in units)
     in_fp8 = sum(unit.flops for unit in units if choices[unit.names[0]].compute == "fp8")
-    return Proposal(
-        manifest={"default": "bf16", "rules": rules_for(choices)},
-        choices=choices,
-        loss_scale=None,
-        low_precision_share=sum(unit.flops * _low_share(unit, choices) for unit in units) / total,
-        fp8_share=in_fp8 / total,
-    )
+    manifest = {"default": default, **scale, "rules": rules_for(choices)}
+    return Proposal(manifest, choices, loss_scale, low / max(total, 1), in_fp8 / max(total, 1))
 
 
 def _fp8_errors(unit: Unit) -> str:
