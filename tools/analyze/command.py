@@ -313,7 +313,9 @@ def _count(text: str) -> int:
     return 0 if text == "0" else positive_int(text)
 
 
-def _options() -> Arguments:
+@entry_point()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
     defaults = Limits()
     parser = Arguments("python -m tools.analyze", __doc__, allow_abbrev=False)
     parser.add_argument("--config", type=Path, required=True, help="run config")
@@ -332,12 +334,6 @@ def _options() -> Arguments:
         ("--headroom", float, defaults.headroom, "margin below FP16's largest value"),
     ):
         parser.add_argument(name, type=kind, default=default, help=f"{what} (%(default)s)")
-    return parser
-
-
-@entry_point()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
-    options, overrides = _options().parse_known_args(arguments)
+    options, overrides = parser.parse_known_args(arguments)
     options.processes = options.processes or default_processes()
     return analyze(options, overrides)

@@ -30,8 +30,8 @@ _BAND = "#dbe9f6"
 _TAIL = 0.001
 
 
-def plot_ranges(result: dict[str, Any], png: Path) -> Path:
-    """Draw the result of a survey to `png` and return it.
+def plot_ranges(result: dict[str, Any], png: Path) -> None:
+    """Draw the result of a survey to `png`.
 
     A thick bar goes from the 0.1% to the 99.9% quantile of the non-zero magnitudes, a thin line from the smallest to
     the largest, in powers of two. Gradients are multiplied by the loss scale, as in FP16. The colour is the
@@ -56,7 +56,6 @@ def plot_ranges(result: dict[str, Any], png: Path) -> Path:
             f"(2^{BF16_NORMAL} to 2^{BF16_END}: dashed where in sight)",
             fontsize=12,
         )
-    return png
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, str, dict[str, list[tuple[int, int, int, int]]]]]:
