@@ -32,52 +32,40 @@ class Recorded:
 
 
 def read_recorded(events: list[Event], step: int) -> Recorded:
-    """The attempt of `step` that is replayed. Raises UserError if there is none, or its layout is unknown."""
-    steps = attempt_to_replay(events, step)
-    at = next(index for index, event in enumerate(events) if event is steps[-1])
-    starts = [event for event in events[:at] if event["event"] == "run_start"]
-    if not starts:
-        raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
-    further = [event for event in events[at + 1 :] if event["event"] == "step"]
-    follows = takewhile(
-        lambda pair: pair[1]["position"] == steps[-1]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
-        enumerate(further, start=1),
-    )
-    of_it = _until_next_step(events, at)
-    incidents = [event for event in of_it if event["event"] == "incident" and event["step"] == step]
-    return Recorded(
-        steps=steps,
-        after=[event for _, event in follows],
-        incident=incidents[0] if incidents else None,
-        causes=[event for event in of_it if event["event"] == "nonfinite" and event["step"] == step],
-        session=starts[-1],
-    )
-
-
-def attempt_to_replay(events: list[Event], step: int) -> list[Event]:
-    """The `step` events of the attempt that reached `step`, from the run's first step on.
+    """The attempt of `step` that is replayed. Raises UserError if there is none, or its layout is unknown.
 
     A run that rolled back or was resumed attempts a step more than once; the attempt with an incident is chosen, or
-    else the last. Raises UserError if the run never attempted the step.
+    else the last.
     """
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
     if not reached:
         raise UserError(f"--step {step}: the run has no such step; its events end at step {last_step(events)}")
-    bad = [
-        i for i in reached if any(e["event"] == "incident" and e["step"] == step for e in _until_next_step(events, i))
-    ]
-    index = (bad or reached)[-1]
-    chain: list[Event] = []
-    for event in reversed(events[: index + 1]):
-        wanted = chain[-1]["step"] - 1 if chain else step
-        if event["event"] == "step" and event["step"] == wanted:
-            chain.append(event)
-    return chain[::-1]
+    at = ([i for i in reached if _of_attempt(events, i, "incident")] or reached)[-1]
+    starts = [event for event in events[:at] if event["event"] == "run_start"]
+    if not starts:
+        raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
+    backwards = [events[at]]
+    for event in reversed(events[:at]):
+        if event["event"] == "step" and event["step"] == backwards[-1]["step"] - 1:
+            backwards.append(event)
+    further = [event for event in events[at + 1 :] if event["event"] == "step"]
+    follows = takewhile(
+        lambda pair: pair[1]["position"] == events[at]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
+        enumerate(further, start=1),
+    )
+    return Recorded(
+        steps=backwards[::-1],
+        after=[event for _, event in follows],
+        incident=next(iter(_of_attempt(events, at, "incident")), None),
+        causes=_of_attempt(events, at, "nonfinite"),
+        session=starts[-1],
+    )
 
 
-def _until_next_step(events: list[Event], at: int) -> list[Event]:
-    """The events after that of index `at`, up to the next `step`."""
-    return [*takewhile(lambda event: event["event"] != "step", islice(events, at + 1, None))]
+def _of_attempt(events: list[Event], at: int, kind: str) -> list[Event]:
+    """The events of one kind about the step that was attempted at index `at`, up to the next `step`."""
+    until_next = takewhile(lambda event: event["event"] != "step", islice(events, at + 1, None))
+    return [event for event in until_next if event["event"] == kind and event["step"] == events[at]["step"]]
 
 
 def require_layout(session: Event, resolved: Resolved) -> None:
