@@ -357,10 +357,9 @@ class Distilled(Task):
         section, trusted = config.distill, config.model.trust_remote_code
         options: Any = {"dtype": DTYPES.get(section.dtype, "auto"), "trust_remote_code": trusted}
         teacher: Any = AutoModelForCausalLM.from_pretrained(str(section.teacher), **options)
-        self.computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
-        """The name of the dtype that the run's teacher computes in."""
+        computes = next(name for name, known in DTYPES.items() if known == teacher.dtype)
         self._teacher = teacher.double().eval().requires_grad_(False)
-        self.frozen = self._teacher, self.computes
+        self.frozen = self._teacher, computes
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
         return Part(sample, count, partial(self._apart, inputs, labels))
