@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from config.printable import first_of
 from config.schema import ParitySection
 from precision.statistics import NEGLIGIBLE
 from precision.tolerance import relative
@@ -109,36 +110,32 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     others, note = _alternatives(attempted)
     margin = PLAIN_MARGIN * max(1.0, others)
     most_excess = max(bounds.gradient_excess, PLAIN_MARGIN * others)
+
+    def over(
+        steps: Sequence[Mapping[str, Any]], name: str, values: _Values, *, bound: float | None = None, **how: Any
+    ) -> Check:
+        return _over(steps, name, getattr(bounds, name) if bound is None else bound, values, **how)
+
     checks = [
-        _over(attempted, "module_error", bounds.module_error, module_errors, note=_fp8_note(planned)),
-        _over(
-            attempted, "accumulation_error", bounds.accumulation_error, _figures("accumulation_error"), floor=_IF_ANY
-        ),
-        _over(attempted, "weighting_error", bounds.weighting_error, _figures("weighting_error"), floor=_IF_ANY),
-        _over(attempted, "loss_error", bounds.loss_error, _of_loss("loss_error"), floor=_IF_ANY),
-        _over(attempted, "evaluation_error", SAME_LOSS, _evaluation, floor=0.0),
-        _over(attempted, "dropout", 0.0, _otherwise("dropped_otherwise"), floor=0.0),
-        _over(attempted, "task_loss", 1.0, lambda step: step.get("task_loss", {}).items(), note=asked, floor=0.0),
-        _over(
-            taken,
-            "gradient_error",
-            bounds.gradient_error,
-            _gradients("relative_error", margin),
-            note=_gradient_note(taken, margin),
-        ),
-        _over(taken, "gradient_excess", most_excess, _excess, note=note, floor=0.0),
-        _over(taken, "gradient_cosine", bounds.gradient_cosine, _gradients("cosine", margin), at_least=True),
-        _over(taken, "sign_agreement", bounds.sign_agreement, _gradients("sign_agreement", margin), at_least=True),
-        _over(taken, "update_error", bounds.update_error, _figures("update_error"), note=read_back),
-        _over(
-            taken, "update_rounding", bounds.update_rounding, _figures("update_rounding"), note=read_back, floor=_IF_ANY
-        ),
-        _over(taken, "grad_norm_error", min(NORM_ROUNDING, bounds.update_error), _norm_error),
-        _over(attempted, "weight_drift", bounds.weight_drift, _figures("drift"), floor=0.0),
+        over(attempted, "module_error", module_errors, note=_fp8_note(planned)),
+        over(attempted, "accumulation_error", _figures("accumulation_error"), floor=_IF_ANY),
+        over(attempted, "weighting_error", _figures("weighting_error"), floor=_IF_ANY),
+        over(attempted, "loss_error", _of_loss("loss_error"), floor=_IF_ANY),
+        over(attempted, "evaluation_error", _evaluation, bound=SAME_LOSS, floor=0.0),
+        over(attempted, "dropout", _otherwise("dropped_otherwise"), bound=0.0, floor=0.0),
+        over(attempted, "task_loss", lambda step: step.get("task_loss", {}).items(), bound=1.0, note=asked, floor=0.0),
+        over(taken, "gradient_error", _gradients("relative_error", margin), note=_gradient_note(taken, margin)),
+        over(taken, "gradient_excess", _excess, bound=most_excess, note=note, floor=0.0),
+        over(taken, "gradient_cosine", _gradients("cosine", margin), at_least=True),
+        over(taken, "sign_agreement", _gradients("sign_agreement", margin), at_least=True),
+        over(taken, "update_error", _figures("update_error"), note=read_back),
+        over(taken, "update_rounding", _figures("update_rounding"), note=read_back, floor=_IF_ANY),
+        over(taken, "grad_norm_error", _norm_error, bound=min(NORM_ROUNDING, bounds.update_error)),
+        over(attempted, "weight_drift", _figures("drift"), floor=0.0),
         judge_signatures(taken, bounds),
     ]
     if any(step.get("fp8_products") for step in taken):
-        checks.insert(0, _over(taken, "fp8_products", bounds.fp8_products, _fp8_products))
+        checks.insert(0, over(taken, "fp8_products", _fp8_products))
     stuck = [str(walk.point) for walk in walks if walk.restored and not any(step["applied"] for step in walk.steps)]
     if stuck:
         note = f"no step was applied after step {', '.join(stuck)}"
@@ -202,18 +199,13 @@ def judge_dtypes(seen: Sequence[Mapping[str, Any]], bounds: ParitySection) -> Ch
         for entry in report["lower"]:
             found.setdefault(f"{entry['what']} in {entry['computed']}", {}).update(dict.fromkeys(entry["modules"]))
     named = list(dict.fromkeys(name for modules in found.values() for name in modules))
-    notes = [f"{what}: {_named(list(modules))}" for what, modules in found.items()]
+    notes = [f"{what}: {first_of(list(modules), MOST_NAMED)}" for what, modules in found.items()]
     blind = list(dict.fromkeys(f"{entry['what']}: {entry['why']}" for report in seen for entry in report["unobserved"]))
     notes += [f"not observable: {'; '.join(blind)}"] if blind else []
     passed = bool(seen) and len(named) <= bounds.lower_dtypes
     measured = len(named) if seen else math.nan
     note = "; ".join(notes) if seen else "no step was observed"
     return Check("lower_dtypes", measured, bounds.lower_dtypes, passed, modules=tuple(named[:MOST_NAMED]), note=note)
-
-
-def _named(modules: Sequence[str]) -> str:
-    more = f" and {len(modules) - MOST_NAMED} more" if len(modules) > MOST_NAMED else ""
-    return ", ".join(modules[:MOST_NAMED]) + more
 
 
 def first_divergence(walks: Sequence[Walk], bounds: ParitySection) -> dict[str, Any] | None:
@@ -301,9 +293,8 @@ def _plain_note(steps: Sequence[Mapping[str, Any]], margin: float) -> str:
     }
     if not names:
         return ""
-    most = max(names, key=lambda name: names[name])
-    rest = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"without {most}{rest}, whose error in plain torch is {names[most]:.2g} in this dtype"
+    worst = sorted(names, key=lambda name: -names[name])
+    return f"without {first_of(worst, 1)}, whose error in plain torch is {names[worst[0]]:.2g} in this dtype"
 
 
 def _fp8_note(planned: Sequence[float]) -> str:
