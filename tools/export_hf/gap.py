@@ -257,9 +257,8 @@ def _modules(exact: Any, found: Any, row: Row) -> list[dict[str, Any]]:
         exact(**row.inputs)
     with torch.no_grad(), errors.of_candidate():
         found(**row.inputs)
-    measured = errors.measured()
-    worst = sorted(measured["order"], key=lambda name: -measured["own_error"][name])[:_MODULES]
+    worst = sorted(errors.own_error, key=lambda name: -errors.own_error[name])[:_MODULES]
     return [
-        {"module": name, "own error": measured["own_error"][name], "output error": measured["output_error"][name]}
+        {"module": name, "own error": errors.own_error[name], "output error": errors.output_error[name]}
         for name in worst
     ]

@@ -8,7 +8,7 @@ of each, evenly spread, are kept. Inside a step of a run `tools.parity.signature
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -37,28 +37,20 @@ class OutputErrors:
             if name in kinds or (name and next(module.children(), None) is None)
         }
         self._outputs: dict[str, torch.Tensor] = {}
-        self._own: dict[str, float] = {}
-        self._accumulated: dict[str, float] = {}
         self._not_comparable: set[str] = set()
+        self.own_error: dict[str, float] = {}
+        """Relative L2 own error by module, in the order of execution; inf where a value is not finite or only the
+        reference is zero."""
+        self.output_error: dict[str, float] = {}
+        """The same of the output error."""
 
-    @contextmanager
-    def of_reference(self) -> Iterator[None]:
+    def of_reference(self) -> AbstractContextManager[None]:
         """Context manager around the reference's pass, which comes first."""
-        with self._hooks(self._reference, self._keep):
-            yield
+        return self._hooks(self._reference, self._keep)
 
-    @contextmanager
-    def of_candidate(self) -> Iterator[None]:
+    def of_candidate(self) -> AbstractContextManager[None]:
         """Context manager around the candidate's pass."""
-        with self._hooks(self._candidate, self._compare):
-            yield
-
-    def measured(self) -> dict[str, Any]:
-        """{"order", "own_error", "output_error"}; relative L2 errors.
-
-        order: modules in the order of execution. inf where a value is not finite or only the reference is zero.
-        """
-        return {"order": list(self._own), "own_error": self._own, "output_error": self._accumulated}
+        return self._hooks(self._candidate, self._compare)
 
     @contextmanager
     def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
@@ -79,7 +71,7 @@ class OutputErrors:
     @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     @torch.no_grad()
     def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is None or name in self._own or name in self._not_comparable:
+        if output is None or name in self.own_error or name in self._not_comparable:
             return
         exact = None
         with suppress(Exception), torch.autocast(output.device.type, enabled=False):  # some inputs cannot be converted
@@ -88,8 +80,8 @@ class OutputErrors:
         if exact is None or exact.shape != output.shape or name not in self._outputs:
             self._not_comparable.add(name)
             return
-        self._own[name] = Apart([(output, exact)]).error
-        self._accumulated[name] = Apart([(_sampled(output), self._outputs[name])]).error
+        self.own_error[name] = Apart([(output, exact)]).error
+        self.output_error[name] = Apart([(_sampled(output), self._outputs[name])]).error
 
 
 def _first(output: Any) -> torch.Tensor | None:

@@ -150,7 +150,7 @@ def references(world: World, *, stage: int) -> dict[str, float]:
         with errors.of_candidate():
             engine.forward_backward(batch, step=1)
         engine.discard_gradients()
-        own = errors.measured()["own_error"]
+        own = errors.own_error
         if probe:
             telemetry = Telemetry(engine, probe=True)
             with telemetry.watching(batch):
