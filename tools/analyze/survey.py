@@ -113,7 +113,7 @@ def survey(
         for name, by_dtype in point.casts.items():
             casts.setdefault(name, {}).update(by_dtype)
     measured, other_flops = summary(units, points)
-    given = {"other_flops": other_flops, "casts": casts}
+    given: dict[str, Any] = {"other_flops": other_flops, "casts": casts}
     cast = partial(on_the_cast_path, routers=resolved.config.precision.routers)
     uniform = {
         "uniform bf16": Candidate(partial(cast, compute="bf16")),
@@ -121,9 +121,8 @@ def survey(
             partial(cast, compute="fp16"), scale_for(largest(stored, *SCALED).value, plan.limits)
         ),
     }
-    part = first_sequences(batch, plan.sequences)
 
-    def errors_of(candidates: Mapping[str, Candidate]) -> dict[str, float]:
+    def errors_of(candidates: Mapping[str, Candidate]) -> dict[str, float]:  # on the batch of the last point
         return {name: float(found["error"]) for name, found in validate(engine, candidates, [part]).items()}
 
     if plan.limits.fp8:
