@@ -18,10 +18,7 @@ from unittest.mock import patch
 import torch
 import transformers.integrations.flex_attention as of_transformers
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch.nn.attention.flex_attention import AuxOutput, BlockMask
-
-_PLACES = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None))
-"""Mapped dimensions for keys, queries, heads and samples, the innermost first."""
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, _vmap_for_bhqkv
 
 
 @contextmanager
@@ -55,8 +52,8 @@ def flex_attention(
     scores = _Rounded.apply(scores, query.dtype)
     places = [torch.arange(size, device=query.device) for size in scores.shape]
     with TransformGetItemToIndex():
-        scores = _everywhere(score_mod, (0,))(scores, *places)
-        seen = None if block_mask is None else _everywhere(block_mask.mask_mod)(*places)
+        scores = _vmap_for_bhqkv(score_mod, prefix=(0,))(scores, *places)
+        seen = None if block_mask is None else _vmap_for_bhqkv(block_mask.mask_mod, prefix=())(*places)
     if seen is not None:
         scores = scores.masked_fill(~seen, -torch.inf)
     output, sums = _Chosen.apply(scores, value)
@@ -94,10 +91,3 @@ class _Chosen(torch.autograd.Function):
         wide = of_output.to(chosen.dtype)
         shared = (output.to(chosen.dtype) * wide).sum(-1, keepdim=True) - of_sums.unsqueeze(-1)
         return chosen * (wide @ value.to(chosen.dtype).transpose(2, 3) - shared), of_value
-
-
-def _everywhere(function: Callable[..., torch.Tensor], before: tuple[int, ...] = ()) -> Callable[..., torch.Tensor]:
-    """`function` of a sample, a head, a query and a key, vectorised over all of them."""
-    for places in _PLACES:
-        function = torch.vmap(function, in_dims=(*before, *places))
-    return function
