@@ -32,7 +32,7 @@ from precision.tolerance import unit_roundoff
 from tools.parity import fp8_linear
 from tools.parity.plain_flex import plain_flex
 from tools.parity.rounding import FIELDS, ROUNDOFF_FP8, Kind
-from training.corruption.plain import Bare
+from training.corruption.plain import own_code
 
 COMPUTED_IN = (None, torch.float32, torch.float64)
 """Dtypes in which the reference recomputes a call: the plan's (None), FP32, and FP64, which counts as exact."""
@@ -168,17 +168,12 @@ def _again(
                 if experts is not None:  # grouped matmuls do not support FP64
                     stack.callback(setattr, config, "_experts_implementation", experts)
                     config._experts_implementation = "eager"
-            if code is not None:
+            if code is None:
+                output = functional_call(module, own, args, kwargs)
+            else:
                 named = module.named_parameters(remove_duplicate=False)
                 once = {id(item): key for key, item in named if key in own}  # one name for each shared one
-                parameters = {f"code.{key}": own[key] for key in once.values()}
-                output = (
-                    functional_call(Bare(module), parameters, args, kwargs)
-                    if parameters
-                    else module.forward(*args, **kwargs)
-                )
-            else:
-                output = functional_call(module, own, args, kwargs)
+                output = own_code(module, {key: own[key] for key in once.values()}, args, kwargs)
     return {"output": output, **given}
 
 
@@ -190,12 +185,12 @@ class Plan:
         reference: torch.nn.Module,
         compute: torch.dtype,
         regions: Regions | None,
-        cuts: Mapping[str, Cut] | None = None,
-        given: Mapping[str, tuple[int, list[int]]] | None = None,
+        cuts: Mapping[str, Cut],
+        given: Mapping[str, tuple[int, list[int]]],
     ) -> None:
         """cuts: how the run's ranks share parameters, by name. given: by module the dimension along which each rank has
         a slice of the input, and the sizes of all slices."""
-        self._cuts, self._given = cuts or {}, given if given is not None else {}
+        self._cuts, self._given = cuts, given
         self._kernel: tuple[str, Kernel] | None = None
         self.modules = dict(reference.named_modules())
         self._kinds = find_regions(reference)
