@@ -138,10 +138,9 @@ class Backward:
         calls, self._calls = self._calls, []
         if not calls and self._trained:
             blind["(backward pass)"] = "the first pass through the modules had no gradients"
-        for name in self._trained:
-            if name in self._of_parameters:
-                whole = joined_in(self._slices.group, self._of_parameters[name], self._trained[name])
-                self._of_parameters[name] = whole
+        made, group = self._of_parameters, self._slices.group
+        trained = ((name, item) for name, item in self._trained.items() if name in made)  # alike on all ranks
+        self._of_parameters = {name: joined_in(group, made[name], item) for name, item in trained}
         for call in map(self._slices.call, calls):
             try:
                 rows += self._compare(call)
@@ -197,29 +196,28 @@ class Backward:
             run = {_INPUT: small.made[0]} if 0 in small.made else {}
         if not run:  # such as an embedding with a tied weight
             return rows
-        computed = [self._again(small, dtype, run) for dtype in COMPUTED_IN]
-        in_halves = kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear)
+        planned, in_fp32, exact = (self._again(small, dtype, run) for dtype in COMPUTED_IN)
+        module, output = self._plan.modules[call.name], leaves_of(small.output)[0]
+        in_halves = kind == "linear" and isinstance(module, torch.nn.Linear)
         if in_halves or call.inside:
-            planned, exact = computed[0], computed[-1]
-            u = self._plan.roundoff_of_gradient(call.name, leaves_of(small.output)[0])
+            u = self._plan.roundoff_of_gradient(call.name, output)
             known = [part for part in run if part in planned and part in exact]
             if any(further_off(run[part], planned[part], exact[part], u) for part in known):
                 with self._plan.computed_by(call.name, by_halves) if in_halves else nullcontext():
-                    computed[0] = self._again(small, None, run, in_turn=not in_halves)
-        first = leaves_of(small.output)[0]
-        tokens = first.numel() // first.shape[-1]
-        of_sums = walks(self._plan.modules[call.name], call, computed[-1].get(f"{GRADIENT}weight"))
-        came = max(map(_mean_square, call.came.values()))
-        size: dict[str, Any] = {
-            "tokens": tokens,
-            "came": came,
-            "walks": {f"{GRADIENT}{key}": walk for key, walk in of_sums.items()},
-        }
+                    planned = self._again(small, None, run, in_turn=not in_halves)
+        tokens = output.numel() // output.shape[-1]
+        terms = max(terms_of(kind, small), tokens)
+        moved: dict[str, float] = {}
         if kind == "attention":
-            size["moved"] = self._moved(small, computed[-1], torch.float64)
-        elif _is_far(computed[1], computed[-1], expected(max(terms_of(kind, small), tokens), torch.float32)):
-            size["moved"] = self._moved(small, computed[1], torch.float32)
-        return rows + self._rows(call.name, kind, max(terms_of(kind, small), tokens), run, computed, **size)
+            moved = self._moved(small, exact, torch.float64)
+        elif _is_far(in_fp32, exact, expected(terms, torch.float32)):
+            moved = self._moved(small, in_fp32, torch.float32)
+        of_sums = walks(module, call, exact.get(f"{GRADIENT}weight"))
+        of_parts = {f"{GRADIENT}{key}": walk for key, walk in of_sums.items()}
+        came, computed = max(map(_mean_square, call.came.values())), (planned, in_fp32, exact)
+        return rows + self._rows(
+            call.name, kind, terms, run, computed, tokens=tokens, came=came, walks=of_parts, moved=moved
+        )
 
     def _of_large_weight(self, call: Call, run: _Gradients) -> list[dict[str, Any]]:
         """The rows of a few of a large linear layer's outputs, whose gradients of the weight are sums over all tokens.
@@ -410,16 +408,10 @@ class Backward:
             if kind not in ("linear", "embedding"):  # whose products are rounded first of all
                 in_sum = part in of_parameters
                 times = tokens if in_sum else max(1.0, _mean_square(exact) / came) if came else 1.0
-            walk = (walks or {}).get(part, Walk(0.0, False))
-            sizes: dict[str, Any] = {
-                "walk": walk.squares * walk.in_plan,
-                "walk_fp32": walk.squares,
-                "floor_times": times,
-            }
-            sizes["moved"] = (moved or {}).get(part, 0.0)
-            roundoff = self._plan.roundoff_of_gradient(name, plan)
-            own_values = (own or {}).get(part)
-            sums = sums_of(values, plan, fp32, exact, roundoff=roundoff, width=width, own=own_values, **sizes)
+            walk, roundoff = (walks or {}).get(part, Walk(0.0, False)), self._plan.roundoff_of_gradient(name, plan)
+            sizes: Any = {"walk": walk.squares * walk.in_plan, "walk_fp32": walk.squares, "floor_times": times}
+            sizes |= {"moved": (moved or {}).get(part, 0.0), "own": (own or {}).get(part)}
+            sums = sums_of(values, plan, fp32, exact, roundoff=roundoff, width=width, **sizes)
             rows += row_of(name, part, kind, roundoff, terms, sums)
         return rows
 

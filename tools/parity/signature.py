@@ -165,13 +165,12 @@ class Signatures:
             else:  # a module whose inputs cannot be converted is left out, by name
                 self._not_measured[call.name] = one_line(error, 200)
             return
-        if kind == "linear" and isinstance(self._plan.modules[call.name], torch.nn.Linear):
-            module = self._plan.modules[call.name]
+        module = self._plan.modules[call.name]
+        if kind == "linear" and isinstance(module, torch.nn.Linear):
             if type(module) is torch.nn.Linear and module.bias is not None:
                 with self._plan.computed_by(call.name, bias_last):
-                    computed_as[0] = max(
-                        computed_as[0], again(self._plan, call, None), key=partial(_alike, call.output)
-                    )
+                    other = again(self._plan, call, None)
+                computed_as[0] = max(computed_as[0], other, key=partial(_alike, call.output))
             planned, exact = (found["output"] for found in (computed_as[0], computed_as[-1]))
             if further_off(call.output, planned, exact, self._plan.roundoff(call.name, planned)):
                 with self._plan.computed_by(call.name, by_halves):
