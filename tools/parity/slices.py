@@ -47,20 +47,6 @@ class Slices:
                 stack.enter_context(module.register_forward_hook(hook, with_kwargs=True))
             yield
 
-    def inputs(self, name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A module's whole inputs, as (args, kwargs)."""
-        shapes, floats = self._inputs.get(name, ()), leaves_of((args, kwargs))
-        if self.group is not None and name not in self.given and shapes and floats:
-            dim = _smaller(floats[0].shape, shapes[0])
-            if dim is not None:
-                self.given[name] = dim, self._sizes(floats[0], dim)
-        found: tuple[Any, Any] = self._tree((args, kwargs), shapes)
-        return found
-
-    def output(self, name: str, output: Any) -> Any:
-        """A module's whole output."""
-        return self._tree(output, self._outputs.get(name, ()))
-
     def call(self, call: Call) -> Call:
         """A call with everything whole: its own tensors, those of the calls inside, and all their gradients.
 
@@ -68,21 +54,27 @@ class Slices:
         """
         if self.group is None:
             return call
-        args, kwargs = self.inputs(call.name, call.args, call.kwargs)
+        inputs, outputs = self._inputs.get(call.name, ()), self._outputs.get(call.name, ())
+        floats = leaves_of((call.args, call.kwargs))
+        if call.name not in self.given and inputs and floats:
+            dim = _smaller(floats[0].shape, inputs[0])
+            if dim is not None:
+                self.given[call.name] = dim, self._sizes(floats[0], dim)
+        args, kwargs = self._tree((call.args, call.kwargs), inputs)
         found = replace(
             call,
             args=args,
             kwargs=kwargs,
-            output=self.output(call.name, call.output),
+            output=self._tree(call.output, outputs),
             inside=[self.call(inner) for inner in call.inside],
-            came=self._numbered(call.came, self._outputs.get(call.name, ())),
-            made=self._numbered(call.made, self._inputs.get(call.name, ())),
+            came=self._numbered(call.came, outputs),
+            made=self._numbered(call.made, inputs),
         )
         found.versions = found.now() if call.versions == call.now() else []
         return found
 
     def _tree(self, tree: Any, shapes: _Shapes) -> Any:
-        if self.group is None or len(leaves_of(tree)) != len(shapes):
+        if len(leaves_of(tree)) != len(shapes):
             return tree
         left = iter(shapes)
         return map_floats(lambda item: self._whole(item, next(left)), tree)
