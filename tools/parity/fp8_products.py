@@ -26,17 +26,10 @@ class Fp8Products:
     """One step's products of all FP8 layers that a reference and a run's model share."""
 
     def __init__(
-        self,
-        reference: torch.nn.Module,
-        candidate: torch.nn.Module,
-        regions: Regions | None,
-        *,
-        world: World | None = None,
+        self, reference: torch.nn.Module, candidate: torch.nn.Module, regions: Regions | None, world: World
     ) -> None:
-        """reference: in FP32, its weights the masters. regions: the candidate's; None: nothing computes in FP8.
-
-        world: ranks that each have a part of the step; None if this process has all of it.
-        """
+        """reference: in FP32, its weights the masters. regions: the candidate's; None: nothing computes in FP8. world:
+        ranks that each have a part of the step."""
         names = regions.names_in("fp8") if regions else ()
         self._modules: dict[str, Any] = {name: candidate.get_submodule(name) for name in names}
         self._references: dict[str, Any] = {name: reference.get_submodule(name) for name in names}
@@ -66,9 +59,8 @@ class Fp8Products:
     def measured(self) -> list[dict[str, Any]]:
         """Rows {"module", "part", "off", "allowed"}: the norm of the difference, and the most that rounding explains,
         over all ranks. A collective."""
-        ranks = [self._found] if self._world is None else self._world.gather_objects(self._found)
         squares: dict[tuple[str, Product], list[float]] = {}
-        for found in ranks:
+        for found in self._world.gather_objects(self._found):
             for key, values in found.items():
                 known = squares.setdefault(key, [0.0, 0.0])
                 squares[key] = [total + value**2 for total, value in zip(known, values, strict=True)]

@@ -138,7 +138,7 @@ class StepParity:
         )
         first = next(batch.micro_batches(world.device))
         watch = signatures.watch_loss(reference.objective, *first, engine.loss_path.score) if modules else None
-        products = Fp8Products(reference.model, engine.model, regions, world=world)
+        products = Fp8Products(reference.model, engine.model, regions, world)
         with ExitStack() as stack:
             if modules:
                 stack.enter_context(signatures.of_candidate())
@@ -252,9 +252,7 @@ class StepParity:
         own = rates(engine.model, lambda: engine.loss_path.score(inputs, labels, 1.0))
         declared = rates(reference.model, lambda: reference.score(inputs, labels))
         restore_generators(drawn, engine.world.device)
-        of_ranks = engine.world.gather_objects(otherwise(own, declared))
-        found = {f"{name} on rank {rank}": how for rank, each in enumerate(of_ranks) for name, how in each.items()}
-        return {"dropped_otherwise": found}
+        return {"dropped_otherwise": _by_rank(engine.world.gather_objects(otherwise(own, declared)))}
 
     def task_loss(self, batch: Batch) -> dict[str, Any]:
         """The errors of the task's loss and its gradient on a micro-batch (`tools.parity.task_loss`), by rank, and the
@@ -264,11 +262,8 @@ class StepParity:
         engine.model.train(not self.no_dropout)
         found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
         restore_generators(drawn, engine.world.device)
-        of_ranks = engine.world.gather_objects(found)
-        errors = {
-            f"{name} on rank {rank}": off for rank, (each, _) in enumerate(of_ranks) for name, off in each.items()
-        }
-        return {"task_loss": errors, "other_constants": [note for _, note in of_ranks if note]}
+        errors, notes = zip(*engine.world.gather_objects(found), strict=True)
+        return {"task_loss": _by_rank(errors), "other_constants": [note for note in notes if note]}
 
     def _planned_agreement(self, batch: Batch, gradients: dict[str, torch.Tensor]) -> dict[str, Any]:
         """Agreement of FP32's gradients with those of the same model with only FP8's rounding, by parameter."""
@@ -328,16 +323,17 @@ class StepParity:
         def farthest(found: dict[str, Any]) -> float:
             return max((excess_of(found[name], plain[name], roundoff) for name in judged), default=0.0)
 
-        if self._most_apart is not None:
-            allowed = max(self._resolved.config.parity.gradient_excess, PLAIN_MARGIN * self._most_apart)
-            if not self._engine.world.from_main(allowed < farthest(agreement) < math.inf):
-                return {}
+        def is_beyond(apart: float) -> bool:
+            allowed = max(self._resolved.config.parity.gradient_excess, PLAIN_MARGIN * apart)
+            return self._engine.world.from_main(allowed < farthest(agreement) < math.inf)
+
+        if self._most_apart is not None and not is_beyond(self._most_apart):
+            return {}
         others = {}
         for what, context in alternatives(self._reference.model).items():
             with context:
                 others[what] = farthest(self._plain_agreement(batch, gradients))
-        allowed = max(self._resolved.config.parity.gradient_excess, PLAIN_MARGIN * max(others.values()))
-        if self._engine.world.from_main(allowed < farthest(agreement) < math.inf):  # those round all weights alike
+        if is_beyond(max(others.values())):  # those round all weights alike
             dice = torch.Generator().manual_seed(batch.position)
             others["weights rounded by chance"] = farthest(self._plain_agreement(batch, gradients, dice))
         self._most_apart = max([self._most_apart or 0.0, *others.values()])
@@ -627,6 +623,11 @@ def _watched(model: torch.nn.Module) -> Iterator[dict[str, tuple[bool, str]]]:
         for name, module in model.named_modules():
             stack.enter_context(module.register_forward_hook(partial(note, name)))
         yield seen
+
+
+def _by_rank(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The findings of all ranks, by name and rank."""
+    return {f"{name} on rank {rank}": how for rank, each in enumerate(found) for name, how in each.items()}
 
 
 def _parts(values: torch.Tensor) -> Sequence[torch.Tensor]:
