@@ -106,7 +106,7 @@ def merge(
     *,
     dtype: torch.dtype,
     corpus: Path,
-    base_dtype: torch.dtype | None = None,
+    base_dtype: torch.dtype | None,
 ) -> Merged:
     """Base + adapter in FP32, whole in this process's memory.
 

@@ -105,12 +105,12 @@ def export(
     rows = _rows(source, comparison) if comparison is not None else []
     started = time.perf_counter()
     compared = compare_with_second_copy(saved)
-    corpus = source.tokenizer.parent
-    base_dtype = torch.float32 if merge_from == "fp32" else None
-    how: Any = {"dtype": DTYPES[dtype], "corpus": corpus, "base_dtype": base_dtype}
-    found = merge(saved, source.config, shape, **how) if merged else None
-    if found is not None and not found.tied:
-        skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
+    found = None
+    if merged:
+        base_dtype, corpus = torch.float32 if merge_from == "fp32" else None, source.tokenizer.parent
+        found = merge(saved, source.config, shape, dtype=DTYPES[dtype], corpus=corpus, base_dtype=base_dtype)
+        if not found.tied:
+            skeleton, shape = build_skeleton(source.config, tokenizer, dtype=DTYPES[dtype], untied=True)
     masters = found.saved if found else saved
     tensors = Tensors(masters, skeleton, DTYPES[dtype]) if merged or not adapted else None
     aside = out.with_name(f".{out.name}.partial")

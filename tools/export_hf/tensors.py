@@ -122,21 +122,18 @@ def compare_with_second_copy(saved: SavedModel) -> int:
     return compared
 
 
-def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> list[Path]:
+def write_shards(tensors: Tensors, folder: Path, shard_size: str) -> None:
     """Write, flush and read back. Raises TensorsDiffer if a tensor read back differs."""
     plan = tensors.plan(shard_size)
-    written = []
     for filename, keys in plan.filename_to_tensors.items():
         path = folder / filename
         save_file({key: value.contiguous() for key, value in tensors.read(keys)}, path, metadata={"format": "pt"})
         flush(path)
-        written.append(path)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for filename, keys in plan.filename_to_tensors.items():
         _read_back(tensors, folder / filename, keys)
-    return written
 
 
 def _read_back(tensors: Tensors, path: Path, keys: list[str]) -> None:
