@@ -41,7 +41,7 @@ def named(found: torch.Tensor, makes: Mapping[str, tuple[float, Make]], *, round
 
 
 def variants(section: Any, keys: tuple[str, ...], make: Callable[[Any], torch.Tensor]) -> dict[str, tuple[float, Make]]:
-    """`makes` for numbers in a section of the config, those of a pair separately. make: computes from a section."""
+    """`makes` for numbers of a dataclass, such as a config's section; of a pair separately. make: computes from one."""
 
     def with_value(key: str, place: int | None, value: float) -> torch.Tensor:
         whole = getattr(section, key)
@@ -74,10 +74,9 @@ def of_update(given: UpdateInputs, master: torch.Tensor, states: Sequence[torch.
     def vector(other: UpdateInputs) -> torch.Tensor:
         return moved([other.master + rule.update(other), *(rule.after(other)[0][1:] if states else [])])
 
+    of_group = variants(given, ("lr", "weight_decay"), vector)
     in_section = variants(given.section, ("betas", "eps", "momentum"), lambda own: vector(replace(given, section=own)))
-    rate: Make = lambda value: vector(replace(given, lr=value))  # noqa: E731
-    decay: Make = lambda value: vector(replace(given, weight_decay=value))  # noqa: E731
-    makes = {"learning rate": (given.lr, rate), "weight_decay": (given.weight_decay, decay), **in_section}
+    makes = {"learning rate": of_group.pop("lr"), **of_group, **in_section}
     return named(moved(now), makes, rounding=2.0**-24 * float(now[0].norm()) / sizes[0])
 
 

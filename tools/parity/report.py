@@ -209,15 +209,12 @@ def _draw_steps(axes: Sequence[Axes], found: dict[str, Any]) -> None:
         (axes[1], "gradient_error", gradient_errors, "Gradient error by module"),
     )
     for axis, bound, values, title in panels:
-        worst: dict[str, float] = {}
-        for index, walk in enumerate(walks):
-            steps = [step for step in walk["steps"] if step["applied"] or bound == "module_error"]
-            errors = worst_of(steps, values)
-            worst = {name: max(errors.get(name, 0.0), worst.get(name, 0.0)) for name in {*errors, *worst}}
+        judged = [[s for s in walk["steps"] if s["applied"] or bound == "module_error"] for walk in walks]
+        for index, (walk, steps) in enumerate(zip(walks, judged, strict=True)):
             numbers = [step["step"] for step in walk["steps"]]
             label = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-            _points(axis, order, errors, _COLOURS[index % len(_COLOURS)], label)
-        _mark_worst(axis, order, worst)
+            _points(axis, order, worst_of(steps, values), _COLOURS[index % len(_COLOURS)], label)
+        _mark_worst(axis, order, worst_of([step for steps in judged for step in steps], values))
         axis.set_title(f"{title}, worst of all steps")
         axis.set_xlabel("module, in the order of execution")
         axis.axhline(bounds[bound], color=_BOUND, linestyle="--", linewidth=1.2, label="bound")
