@@ -107,10 +107,9 @@ def _parity(parity: Mapping[str, Any] | None) -> str:
 def _gap(gap: Mapping[str, Any] | None, dtype: str) -> str:
     if gap is None:
         return ""
-    unit, of_rows = gap["unit"], ("rows", f"{gap['unit']}s", f"largest difference of the row's {gap['unit']}s")
-    measured = [key for key in ("kl", "largest kl", "difference", "largest difference") if key in gap]
-    keys = [*of_rows[:2], *measured, *of_rows[2:]]
-    facts = {key: gap[key] for key in keys if key in gap}
+    unit = gap["unit"]
+    keys = ("rows", f"{unit}s", "kl", "largest kl", "difference", "largest difference")
+    facts = {key: gap[key] for key in (*keys, f"largest difference of the row's {unit}s") if key in gap}
     for part in ("of rounding alone", "of the masters rounded"):
         facts |= {f"{key}, {part}": value for key, value in gap[part].items()}
     facts |= {f"bound of the largest {name}": bound for name, bound in gap["bounds"].items()}
