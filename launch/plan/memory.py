@@ -111,36 +111,25 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
     # Ranks on a CPU build the whole model, even with tensor parallelism. A model in 4 or 8 bits is loaded whole on its
     # device and then partitioned.
     starts_whole = shape.codes is not None or (layout.on_cpu and (layout.stage < 3 or layout.tensor > 1))
-    on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
-    begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
-    moments = {
-        **{name: at_first | added for name, added in sampling_moments(shape, layout).items()},
-        **({"the first layers": at_first | begins} if layout.stage == 3 else {}),
-        **({"the forward pass": at_first | on_the_way} if layout.stage == 3 else {}),
-        "the loss": at_first
-        | {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0}
-        | earlier,
-        "the backward pass": at_first
-        | {
-            "activations": kept + working,
-            "buckets": before,
-            "gradients in flight": in_flight,
-            "gathered parameters": whole_now.backward,
-        }
-        | rebuilt
-        | earlier,
-        "the reduction of gradients": states
-        | {
-            "activations": 0.0 if layout.bf16_optimizer else left * kept + working,
-            "buckets": buffer + copy,
-            "gathered parameters": whole_now.staying + left * (whole_now.backward - whole_now.staying),
-        }
-        | whole,
-        **({"the start": _start(whole_shape, layout, device, process)} if starts_whole else {}),
-        "the optimizer step": states
-        | {"gathered parameters": whole_now.step, "second copy": second, "step": step}
-        | whole,
+    moments = {name: at_first | added for name, added in sampling_moments(shape, layout).items()}
+    if layout.stage == 3:
+        begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
+        on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
+        moments |= {"the first layers": at_first | begins, "the forward pass": at_first | on_the_way}
+    scored = {"activations": kept, "logits": loss, "buckets": buffer if layout.stage == 3 else 0.0}
+    backward = {"activations": kept + working, "buckets": before, "gradients in flight": in_flight}
+    backward |= {"gathered parameters": whole_now.backward, **rebuilt}
+    reduced = {"activations": 0.0 if layout.bf16_optimizer else left * kept + working, "buckets": buffer + copy}
+    reduced["gathered parameters"] = whole_now.staying + left * (whole_now.backward - whole_now.staying)
+    moments |= {
+        "the loss": at_first | scored | earlier,
+        "the backward pass": at_first | backward | earlier,
+        "the reduction of gradients": states | reduced | whole,
     }
+    if starts_whole:
+        moments["the start"] = _start(whole_shape, layout, device, process)
+    updated = {"gathered parameters": whole_now.step, "second copy": second, "step": step}
+    moments["the optimizer step"] = states | updated | whole
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     items = {name: size for name, size in moments[moment].items() if size}
     background = layout.config.checkpoint.background
