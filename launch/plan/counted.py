@@ -146,7 +146,7 @@ class _Counter:
     def __init__(self, model: Any, head: Any, *, on_cpu: bool) -> None:
         self._known = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
         self._kept: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
-        self._inside = dict.fromkeys(("Norm", "attention", "MLP", "block", "dropout"), 0)
+        self._inside = dict.fromkeys((*SCOPES, "dropout"), 0)
         self._copies: dict[int, Any] = {}
         self._model, self._head = model, head
         self.log = Log()

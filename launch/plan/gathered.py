@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launch.plan.layout import ZERO_DEFAULTS, Layout
+from launch.plan.layout import Layout
 from launch.plan.model import Shape
 
 
@@ -36,7 +36,7 @@ def gathered(shape: Shape, layout: Layout) -> Gathered:
     """Sizes on a rank of `layout`; all zero below stage 3."""
     if layout.stage < 3:
         return Gathered()
-    threshold, most, bucket = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
+    threshold, most, bucket = map(layout.size, _KEYS)
     persistent = whole = elements = largest = 0.0
     for module in shape.modules:
         own = 0.0
@@ -68,7 +68,7 @@ def bytes_gathered(shape: Shape, layout: Layout, *, experts: bool = False, secon
     second_copy: count gathers from hpZ's copy, which exists from a parameter's first release to the update. Small
     parameters are gathered once, after the update; others in each micro-batch, and again for backward if released.
     """
-    threshold, most, _ = (float(layout.zero.get(key, ZERO_DEFAULTS[key])) for key in _KEYS)
+    threshold, most, _ = map(layout.size, _KEYS)
     small = large = elements = 0.0
     for module in shape.modules:
         for tensor in module:

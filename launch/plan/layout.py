@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +115,7 @@ class Layout:
         """[bytes] Size of one parameter."""
         return 4 if self.compute == "fp32" else 2
 
-    def size(self, key: str, most: float) -> float:
+    def size(self, key: str, most: float = math.inf) -> float:
         """[elements] A size in the zero_optimization section; at most `most` on a CPU: untouched memory is free."""
         given = float(self.zero.get(key, ZERO_DEFAULTS[key]))
         return min(given, most) if self.on_cpu else given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from config.optimizers import EXCHANGED_VALUES
-from launch.plan.layout import ZERO_DEFAULTS, Layout
+from launch.plan.layout import Layout
 from launch.plan.model import Group, Shape
 from precision.split_masters import SPLIT_PIECE, SPLIT_PIECE_ON_A_GPU
 
@@ -40,7 +40,7 @@ def _copied_gradients(shape: Shape, layout: Layout) -> float:
     if layout.stage == 0 or layout.bf16_optimizer or "optimizer" in layout.offload:
         return 0.0
     if layout.stage == 3:
-        return 4 * min(part, _sub_group(layout))
+        return 4 * min(part, layout.size("sub_group_size"))
     return 0.0 if layout.stage == 2 and layout.width == 2 else 4 * part
 
 
@@ -59,13 +59,8 @@ def _sizes(group: Group, layout: Layout) -> tuple[float, float]:
         return group.largest, group.largest
     flat = group.parameters / layout.zero_ranks
     if layout.stage == 3:
-        return min(flat, _sub_group(layout)), group.largest / layout.zero_ranks
+        return min(flat, layout.size("sub_group_size")), group.largest / layout.zero_ranks
     return flat, min(group.largest / group.shared, flat)
-
-
-def _sub_group(layout: Layout) -> float:
-    """[values] Largest part of a rank's parameters that ZeRO-3 updates at once."""
-    return float(layout.zero.get("sub_group_size", ZERO_DEFAULTS["sub_group_size"]))
 
 
 def _exchange_bytes(group: Group, layout: Layout) -> float:
