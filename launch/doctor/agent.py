@@ -19,12 +19,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from launch.doctor.facts import collect, nearest_existing
+from launch.doctor.facts import AS_TEXT, collect, nearest_existing
 
 
 def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     """Answer each line of `requests` with {"result": ...} or {"error": text}."""
-    listener: socket.socket | None = None
     for line in iter(requests.readline, b""):
         request = json.loads(line)
         result: Any = None
@@ -34,7 +33,7 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
             elif request["do"] == "facts":
                 result = collect(request)
             elif request["do"] == "listen":
-                listener = socket.create_server(("", 0))
+                listener = socket.create_server(("", 0))  # listens until this process ends
                 result = listener.getsockname()[1]
             elif request["do"] == "reach":
                 result = {name: connection_error(name, port) for name, port in request["ports"].items()}
@@ -48,8 +47,6 @@ def serve(requests: IO[bytes], answers: IO[bytes]) -> None:
         except Exception as error:
             answers.write(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
         answers.flush()
-    if listener is not None:
-        listener.close()
 
 
 def connection_error(name: str, port: int) -> str | None:
@@ -78,16 +75,7 @@ def run(request: dict[str, Any], requests: IO[bytes]) -> dict[str, Any]:
         environment.setdefault("OMP_NUM_THREADS", "1")
         command = [sys.executable, *request["launcher"], str(script), json.dumps(request["given"])]
         cwd = request["cwd"] if Path(request["cwd"]).is_dir() else None
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        process = subprocess.Popen(command, env=environment, cwd=cwd, start_new_session=True, **AS_TEXT)
         output, late = _wait(process, request["limit"], requests)
     lines = [line for line in output.splitlines() if line.strip()]
     answer = next((json.loads(line[7:]) for line in reversed(lines) if line.startswith("DOCTOR ")), None)

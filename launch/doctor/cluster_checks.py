@@ -5,11 +5,9 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from launch.doctor.report import AMBER, RED, Finding, amber, green, judged, red
+from launch.doctor.report import AMBER, RED, Facts, Finding, amber, green, judged, red
 
-Facts = dict[str, Any]
 RED_SKEW, AMBER_SKEW = 30.0, 1.0
 """[seconds] Clock skew: TLS and signed requests to object stores fail at minutes; records and locks mislead earlier."""
 _CODE = "Mantissa's code"

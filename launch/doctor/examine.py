@@ -18,9 +18,8 @@ from launch.doctor import cluster_checks as cluster
 from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
 from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
-from launch.doctor.report import Finding, amber, green, red
+from launch.doctor.report import Facts, Finding, amber, green, red
 
-Answers = dict[str, Any]
 _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0
 
 
@@ -90,7 +89,7 @@ def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Finding:
     return green("ssh", "answers without a password", host.name)
 
 
-def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Finding]]:
+def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Facts], list[Finding]]:
     marks = {host.name: f".doctor-mark-{secrets.token_hex(4)}@{host.name}" for host in hosts}
     folder, several = scope.folders["run"], len(hosts) > 1
     if several:
@@ -105,7 +104,7 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Answers], list[Fi
     return {name: item for name, item in answers.items() if not isinstance(item, Unreachable)}, lost
 
 
-def _wandb(scope: Scope, facts: Mapping[str, Answers]) -> Iterator[Finding]:
+def _wandb(scope: Scope, facts: Mapping[str, Facts]) -> Iterator[Finding]:
     first = next(iter(facts))  # only rank 0 writes
     one = facts[first]
     if scope.wandb == "disabled":
@@ -139,7 +138,7 @@ def _ops(scope: Scope) -> list[str]:
     return [op for op in [scope.optimizer.offload_op] if op and scope.offload != "none"]
 
 
-def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> Iterator[Finding]:
     for name, answer in _programs(hosts, DEVICE, {"ops": _ops(scope)}).items():
         if isinstance(answer, str):
             fix = "run `python -m deepspeed.env_report` there"
@@ -151,7 +150,7 @@ def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -
     yield from _all_reduce(scope, hosts, facts)
 
 
-def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> Iterator[Finding]:
     for name, answer in _programs(hosts, RUN, scope.run).items():
         if isinstance(answer, str):
             yield red("run config", f"the checks of the config failed: {answer}", "see the line", name)
@@ -178,14 +177,14 @@ def _programs(hosts: list[Host], program: str, given: dict[str, Any]) -> dict[st
     return {name: str(item) if isinstance(item, Unreachable) else item for name, item in on_all(hosts, ask).items()}
 
 
-def _failure(done: Answers, seconds: float) -> str:
+def _failure(done: Facts, seconds: float) -> str:
     """The most informative line of the output: the first exception, rather than torchrun's report about it."""
     errors = [line for line in done["output"] if "Error: " in line and "ChildFailedError" not in line]
     last = (errors[:1] or done["output"][-1:] or ["it printed nothing"])[0].strip()[:300]
     return f"no end within {seconds:.0f} s; last line: {last}" if done["late"] else last
 
 
-def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Answers]) -> Iterator[Finding]:
+def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> Iterator[Finding]:
     """Run an all-reduce over all hosts, started on each with torchrun's static rendezvous."""
     counts = {host.name: facts[host.name]["processes"] for host in hosts}
     if sum(counts.values()) < 2:

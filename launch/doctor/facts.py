@@ -33,6 +33,8 @@ _GPU_FIELDS = (
     *("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"),
 )
 _CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "tracking", "training")
+AS_TEXT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
+"""Options of `subprocess` for a program whose output and errors are read together."""
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
@@ -94,15 +96,7 @@ def _code(folder: Path) -> str | None:
 def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
     """(exit code, output) of a program; code -1 if it cannot be started or does not end in time."""
     try:
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=seconds,
-            check=False,
-            encoding="utf-8",
-            errors="replace",
-        )
+        done = subprocess.run(command, timeout=seconds, check=False, **AS_TEXT)
     except (OSError, subprocess.TimeoutExpired) as error:
         return -1, str(error)
     return done.returncode, done.stdout.strip()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from config.optimizers import OptimizerSpec
-from launch.doctor.report import AMBER, RED, Finding, amber, format_bytes, green, judged, red
+from launch.doctor.report import AMBER, RED, Facts, Finding, amber, format_bytes, green, judged, red
 
-Facts = dict[str, Any]
 MIN_OPEN_FILES, GOOD_OPEN_FILES = 256, 4096
 MIN_PROCESSES = 1024
 MIN_FREE, GOOD_FREE = 2**30, 10 * 2**30
@@ -21,13 +19,8 @@ SMALL_SHM, GOOD_SHM = 64 * 2**20, 512 * 2**20
 
 
 def check_host(host: str, facts: Facts) -> Iterator[Finding]:
-    yield from _compilers(host, facts)
-    yield from _ninjas(host, facts)
-    yield from _nvcc(host, facts)
-    yield from _locks(host, facts)
-    yield from _limits(host, facts)
-    yield from _memory(host, facts)
-    yield from _threads(host, facts)
+    for check in (_compilers, _ninjas, _nvcc, _locks, _limits, _memory, _threads):
+        yield from check(host, facts)
     for role, folder in facts["folders"].items():
         yield from _folder(host, role, folder)
     yield from _gpus(host, facts["gpus"], facts["processes"])

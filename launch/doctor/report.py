@@ -7,13 +7,16 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
 from config.printable import shown
 
+Facts = dict[str, Any]
+"""Facts about a machine, or a program's answer from it."""
 GREEN, AMBER, RED = "green", "amber", "red"
-_COLOURS = {GREEN: "32", AMBER: "33", RED: "31"}
-_RANK = {RED: 0, AMBER: 1, GREEN: 2}
+_COLOURS = {RED: "31", AMBER: "33", GREEN: "32"}
+"""Level to the colour of its lines, from the worst on."""
+_RANK = {level: rank for rank, level in enumerate(_COLOURS)}
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def print_findings(findings: Sequence[Finding], hosts: Sequence[str], seconds: f
         out.write(f"{label}  {check}{suffix}: {shown(what)}\n")
         if fix:
             out.write(f"       fix: {shown(fix)}\n")
-    count = {level: sum(item.level == level for item in findings) for level in (RED, AMBER, GREEN)}
-    total = ", ".join(f"{number} {level}" for level, number in count.items())
+    total = ", ".join(f"{sum(item.level == level for item in findings)} {level}" for level in _COLOURS)
     out.write(f"{total}; {len(hosts)} host{'s' * (len(hosts) != 1)}, {seconds:.0f} s\n")
 
 
