@@ -28,14 +28,14 @@ from launch.job import add_processes_option, default_processes
 
 
 @entry_point()
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
     parser.add_argument("--launch", default="", help="launcher of the whole run (default: torchrun on this machine)")
     parser.add_argument("--check-launch", default="", help="launcher of the checks (default: torchrun on this machine)")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
-    options = parser.parse_intermixed_args(list(arguments))
+    options = parser.parse_intermixed_args(arguments)
     plan = read_plan(
         options.config,
         options.overrides,

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @entry_point()
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     try:
         options = _parser().parse_intermixed_args(arguments)

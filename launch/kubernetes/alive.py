@@ -9,7 +9,6 @@ metric is requested by name, which the sink does not count as a scrape.
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection
@@ -36,7 +35,7 @@ def last_event(port: int) -> float | None:
 
 
 @entry_point()
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Returns 0 if alive or unknown, 1 if not."""
     parser = Arguments("python -m launch.kubernetes.alive", __doc__)
     parser.add_argument("--port", type=int, required=True, help="tracking.prometheus_port")
@@ -55,4 +54,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())

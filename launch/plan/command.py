@@ -64,7 +64,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 @entry_point()
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     options, arguments = _parse(argv)
     from launch.plan.plan import make_plan
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if plan.smallest is not None else NOTHING_FITS
 
 
-def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     epilog = "--config, --deepspeed_config and key.sub=value are those of train.py."
     parser = Arguments("python -m launch.plan", __doc__, allow_abbrev=False, epilog=epilog)
     parser.add_argument("--gpus", type=positive_int, default=1, help="devices to train on (1)")
@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     of_three = ("MATMUL", "ATTENTION", "BANDWIDTH")
     parser.add_argument("--reached", type=share, nargs=3, metavar=of_three, help=reached)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    return parser.parse_known_args(list(argv))
+    return parser.parse_known_args(argv)
 
 
 def _timed_json(plan: Plan, timed: Timed) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ _SHORT_SECONDS, _SHORT_LIVES = 300.0, 3  # a server that dies earlier, so many t
 
 
 @entry_point()
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Start the server, and restart it until it is stopped; returns the exit code."""
     from launch.plan.model import model_of  # brings torch, which is not needed to start
 
@@ -43,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--port", type=positive_int, default=8105, help="port to listen on (%(default)s)")
     parser.add_argument("--vllm", default="", help="further options of vLLM's server, as one word")
-    options, rest = parser.parse_known_args(list(arguments))
+    options, rest = parser.parse_known_args(arguments)
     resolved = read_command_line(rest, as_launched(1))
     if resolved.config.task not in SAMPLING_TASKS:
         raise UserError(f"{resolved.config_path}: task = {resolved.config.task} samples no answers")
@@ -89,4 +88,4 @@ def _serve(command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    raise SystemExit(main())
