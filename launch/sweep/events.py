@@ -50,7 +50,7 @@ class History:
             case "run_start":
                 self.world_size, self.ended = event["world_size"], None
             case "step":
-                for later in range(event["step"] + 1, max(self.losses, default=0) + 1):
+                for later in range(event["step"] + 1, self.steps + 1):
                     self.losses.pop(later, None)
                 name, value = followed(event)
                 self.losses[event["step"]] = None if not event["applied"] else value if name == "loss" else -value
@@ -64,14 +64,12 @@ class History:
         """Losses for the stopping rule, in step order."""
         if rule.loss == "validation":
             return [Report(step, self.evaluations[step]) for step in sorted(self.evaluations)]
-        every = rule.every_steps
-        last = max(self.losses, default=0) // every
-        blocks = ([self.losses.get(step) for step in range(n * every + 1, (n + 1) * every + 1)] for n in range(last))
-        return [
-            Report((n + 1) * every, fmean(value for value in block if value is not None))
-            for n, block in enumerate(blocks)
-            if any(value is not None for value in block)
-        ]
+        blocks: dict[int, list[float]] = {}
+        for step, loss in sorted(self.losses.items()):
+            end = step + -step % rule.every_steps
+            if loss is not None and end <= self.steps:
+                blocks.setdefault(end, []).append(loss)
+        return [Report(end, fmean(losses)) for end, losses in blocks.items()]
 
     @property
     def steps(self) -> int:
