@@ -36,8 +36,13 @@ from launch.job import Job, log
 MAX_STARTS_WITHOUT_PROGRESS = 2
 """Consecutive starts without a new step or checkpoint after which the supervisor gives up."""
 LONGEST_WAIT_SECONDS = 300.0
-FINAL = (CONFIG_ERROR, DIVERGED, BROKEN, UNSAVED)
-"""Exit codes of failures that no restart changes."""
+FINAL = {
+    CONFIG_ERROR: "the config or the command line is wrong",
+    DIVERGED: "stopped on numerics",
+    BROKEN: "a rank's machine computes or remembers wrongly: drain the node that the last line names",
+    UNSAVED: "checkpoints cannot be written",
+}
+"""Exit codes of failures that no restart changes, and why."""
 
 
 @dataclass(frozen=True)

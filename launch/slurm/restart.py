@@ -12,17 +12,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
+from config.cli import DONE, PREEMPTED, Arguments, entry_point
 from config.machine.processes import describe_exit
-from launch.supervise import Run, Session
-
-_FINAL = {
-    0: "done",
-    CONFIG_ERROR: "the config or the command line is wrong",
-    DIVERGED: "stopped on numerics",
-    BROKEN: "a rank's machine computes or remembers wrongly: drain the node that the last line names",
-    UNSAVED: "checkpoints cannot be written",
-}
+from launch.supervise import FINAL, Run, Session
 
 
 def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
@@ -31,9 +23,9 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
     session: what this start wrote into events.jsonl. code: srun's exit code, the highest of all tasks; under torchrun
     it is 1 for every failure, so the run's own run_end event takes precedence.
     """
-    code = session.exit_code if session.exit_code else code
-    if code in _FINAL:
-        return code, False, f"{_FINAL[code]} (exit code {code})"
+    code = session.exit_code or code
+    if code == DONE or code in FINAL:
+        return code, False, f"{FINAL.get(code, 'done')} (exit code {code})"
     if code == PREEMPTED:
         again = "max_minutes" not in session.reason
         return code, again, f"{session.reason or 'preempted'} (exit code {code})"
