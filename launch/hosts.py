@@ -189,10 +189,8 @@ class HostSelection:
 
 def most_that_fit(names: Sequence[str], slots: dict[str, int], fits: Callable[[int], bool]) -> list[str]:
     """The longest prefix of `names` whose total number of processes `fits`; empty if there is none."""
-    for count in range(len(names), 0, -1):
-        if fits(sum(slots[name] for name in names[:count])):
-            return list(names[:count])
-    return []
+    prefixes = (list(names[:count]) for count in range(len(names), 0, -1))
+    return next((prefix for prefix in prefixes if fits(sum(slots[name] for name in prefix))), [])
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

@@ -55,9 +55,9 @@ class Journal:
         write_atomically(self.folder / "canary.md", ("\n".join(lines) + "\n").encode())
         log(text)
 
-    def last(self, *kinds: Kind) -> Event | None:
-        """The newest event of these kinds; None if there is none."""
-        return next((event for event in reversed(self.events) if event["event"] in kinds), None)
+    def last(self, kind: Kind) -> Event | None:
+        """The newest event of this kind; None if there is none."""
+        return next((event for event in reversed(self.events) if event["event"] == kind), None)
 
     def spent(self) -> float:
         """[device hours] Time spent on canary, twin and checks so far."""
