@@ -146,7 +146,7 @@ def check_device(host: str, answer: Facts, compute: str | None, gpus: int) -> It
         yield judged("op compatibility", op, host, broken)
 
 
-def check_all_reduce(answer: Facts | None, failure: str, expected: float | None) -> Iterator[Finding]:
+def check_all_reduce(answer: Facts | None, failure: str, expected: float) -> Iterator[Finding]:
     """Check an all-reduce. answer: from `programs.ALL_REDUCE`, None if it failed. expected: bus bandwidth in bytes/s.
     Bus bandwidth is 2 (n - 1) / n x bytes / seconds, as in NVIDIA/nccl-tests, doc/PERFORMANCE.md."""
     if answer is None:
@@ -159,15 +159,7 @@ def check_all_reduce(answer: Facts | None, failure: str, expected: float | None)
         f"{answer['bytes'] / 2**20:.0f} MiB over {world} processes by {answer['backend']} "
         f"in {1e3 * answer['seconds']:.1f} ms: {speed / 1e9:.2f} GB/s, {bus / 1e9:.2f} GB/s of bus"
     )
-    yield judged(
-        "all-reduce",
-        what,
-        "",
-        (answer["wrong"], RED, f"; {answer['wrong']} sums are wrong", "take hosts out until the sums are right"),
-        (
-            bus < (expected or 0.0),
-            AMBER,
-            f"; {(expected or 0.0) / 1e9:g} GB/s of bus were expected",
-            "NCCL_DEBUG=INFO shows whether it went over InfiniBand, NVLink or plain sockets",
-        ),
-    )
+    wrong = (answer["wrong"], RED, f"; {answer['wrong']} sums are wrong", "take hosts out until the sums are right")
+    fix = "NCCL_DEBUG=INFO shows whether it went over InfiniBand, NVLink or plain sockets"
+    slow = (bus < expected, AMBER, f"; {expected / 1e9:g} GB/s of bus were expected", fix)
+    yield judged("all-reduce", what, "", wrong, slow)

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=positive_int, default=29500, help="launcher port on the first host (29500)")
     parser.add_argument("--processes", type=positive_int, metavar="N", help="per host (default: slots, GPU count or 2)")
     parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="all-reduce size (%(default)g)")
-    parser.add_argument("--expect", type=float, metavar="GB/S", help="amber below this bus bandwidth")
+    parser.add_argument("--expect", type=float, default=0.0, metavar="GB/S", help="amber below this bus bandwidth")
     parser.add_argument("--ssh", type=shlex.split, default="ssh", metavar="COMMAND", help="such as 'ssh -F file' (ssh)")
     return parser
 

@@ -211,5 +211,5 @@ def _all_reduce(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> 
         for name, item in done.items()
         if isinstance(item, Unreachable) or item["code"]
     ]
-    expected = None if scope.options.expect is None else 1e9 * scope.options.expect
-    yield from cluster.check_all_reduce(answer, "; ".join(failures[:3]) or "no rank answered", expected)
+    failure = "; ".join(failures[:3]) or "no rank answered"
+    yield from cluster.check_all_reduce(answer, failure, 1e9 * scope.options.expect)

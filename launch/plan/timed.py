@@ -105,13 +105,9 @@ class _Rates:
         return size / self._bandwidth
 
     def seconds(self, operations: Iterable[Operation]) -> float:
+        peaks = {"attention": self._attention}
         return sum(
-            max(
-                one.flops / (self._attention if one.kind == "attention" else self.matmul),
-                one.bytes / self._bandwidth,
-                self._least,
-            )
-            for one in operations
+            max(one.flops / peaks.get(one.kind, self.matmul), self.moving(one.bytes), self._least) for one in operations
         )
 
 

@@ -138,10 +138,10 @@ def test_a_device():
 def test_bus_bandwidth_is_that_of_nccl_tests():
     """nccl-tests: 64 MiB over 8 ranks in 1 ms is 67.11 GB/s, times 14/8 117.44 GB/s of bus."""
     told = {"bytes": 64 * 2**20, "world": 8, "seconds": 1e-3, "backend": "nccl", "wrong": 0}
-    (found,) = check_all_reduce(told, "", None)
+    (found,) = check_all_reduce(told, "", 0.0)
     assert found.level == "green" and "67.11 GB/s, 117.44 GB/s of bus" in found.what
     assert levels(check_all_reduce(told, "", 118e9), "all-reduce") == ["amber"]
-    assert levels(check_all_reduce({**told, "wrong": 3}, "", None), "all-reduce") == ["red"]
+    assert levels(check_all_reduce({**told, "wrong": 3}, "", 0.0), "all-reduce") == ["red"]
 
 
 @pytest.mark.parametrize(
