@@ -32,17 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Arguments("python -m launch.canary", __doc__)
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
-    parser.add_argument("--launch", default="", help="launcher of the whole run (default: torchrun on this machine)")
-    parser.add_argument("--check-launch", default="", help="launcher of the checks (default: torchrun on this machine)")
+    own = "(default: torchrun on this machine)"
+    parser.add_argument("--launch", type=shlex.split, default="", help=f"launcher of the whole run {own}")
+    parser.add_argument("--check-launch", type=shlex.split, default="", help=f"launcher of the checks {own}")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
-    plan = read_plan(
-        options.config,
-        options.overrides,
-        processes=options.processes or default_processes(),
-        launch=shlex.split(options.launch),
-        check_launch=shlex.split(options.check_launch),
-    )
+    launchers = {"launch": options.launch, "check_launch": options.check_launch}
+    processes = options.processes or default_processes()
+    plan = read_plan(options.config, options.overrides, processes=processes, **launchers)
     journal = _open(plan)
     gate = journal.last("gate")
     if gate is None or gate.get("verdict") != "parity":
