@@ -18,29 +18,27 @@ from config.launcher import as_launched, deepspeed_program
 from launch.plan import command as plan
 from launch.plan import text
 from launch.plan.devices import DEVICES, GIB, find_device
-from launch.plan.layout import Layout, layout_of
+from launch.plan.layout import Layout
 from launch.plan.memory import peak_memory
-from launch.plan.model import Shape, read_shape
+from launch.plan.model import Shape
 from launch.plan.operations import Log, Operation, fused
 from launch.plan.plan import Planner, communication_bound_from
 from launch.plan.speed import ring_bandwidth, speed
 from launch.plan.timed import LIGER, LOSS_KERNEL, SOFTMAX_BYTES, kernels_of, levers, loss_operations, time_of
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from tests.launch.plan import plan_cases
+from tests.launch.plan.plan_cases import DEMO
 from tests.support.runs.compare_runs import start_fields, step_fields
 from tracking.jsonl import encode
 
 RECIPES = REPOSITORY / "config/recipes"
 BIG = ["--config", str(RECIPES / "llama_8b_8gpu.yaml")]
-DEMO = ["--config", str(RECIPES / "demo.yaml")]
 
 
 @pytest.fixture(scope="module")
 def big():
     """The shape of Llama-3.1-8B and its layout on 8 ranks."""
-    resolved = read_command_line(BIG, as_launched(8))
-    layout = layout_of(resolved, world=8, on_cpu=False)
-    return read_shape(resolved.config, layout), layout
+    return plan_cases.planned(BIG, world=8, on_cpu=False)
 
 
 def planner_of(shape, device=DEVICES["h100"]) -> Planner:
@@ -185,9 +183,7 @@ def test_a_mistake_is_one_line(refusal, arguments, problem) -> None:
 
 def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
     """A run folder of one rank on a device of a known peak; the first steps are left out."""
-    resolved = read_command_line(DEMO, as_launched(1))
-    layout = layout_of(resolved, world=1, on_cpu=True)
-    shape = read_shape(resolved.config, layout)
+    shape, layout = plan_cases.planned([], world=1)
     rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
     steps = [("step", step_fields(1, tokens_per_second=speed)) for speed in (1.0, *[rate] * 5)]
     events = [
@@ -235,11 +231,9 @@ def test_every_number_of_the_table_is_the_planners(size, monkeypatch):
         arguments += ["deepspeed.offload=cpu"] if "`offload: cpu`" in setting else []
         arguments += [f"model.activation_checkpointing={'full' if '`full`' in setting else 'none'}"]
         arguments += [f"parallel.sequence={n}" for n in re.findall(r"`sequence: (\d)`", setting)[-1:]]
-        recipe = REPOSITORY / f"config/recipes/{_SHAPES[size]}.yaml"
-        resolved = read_command_line(["--config", str(recipe), *arguments], as_launched(gpus))
-        layout = layout_of(resolved, world=gpus, on_cpu=False)
-        peak = peak_memory(read_shape(resolved.config, layout), layout).total / GIB
-        said[gpus, length], planned[gpus, length] = gib, round(peak)
+        recipe = ["--config", str(RECIPES / f"{_SHAPES[size]}.yaml")]
+        memory = peak_memory(*plan_cases.planned([*recipe, *arguments], world=gpus, on_cpu=False))
+        said[gpus, length], planned[gpus, length] = gib, round(memory.total / GIB)
     assert said == planned
     assert max(planned.values()) <= _USED
 
@@ -250,10 +244,8 @@ H100 = DEVICES["h100"]
 @pytest.fixture(scope="module")
 def modelled() -> tuple[Shape, Layout]:
     """Two blocks of the 1B recipe on one GPU."""
-    recipe = str(REPOSITORY / "config/recipes/benchmark_1b.yaml")
-    resolved = read_command_line(["--config", recipe, "model.config.num_hidden_layers=2"], as_launched(1))
-    layout = layout_of(resolved, world=1, on_cpu=False)
-    return read_shape(resolved.config, layout), layout
+    recipe = ["--config", str(RECIPES / "benchmark_1b.yaml"), "model.config.num_hidden_layers=2"]
+    return plan_cases.planned(recipe, world=1, on_cpu=False)
 
 
 def test_flops_are_those_of_the_formula(modelled: tuple[Shape, Layout]) -> None:

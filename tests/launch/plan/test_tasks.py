@@ -21,10 +21,9 @@ from config.schema import AdapterSection, Config, DistillSection, ModelSection, 
 from config.task import MASKED_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
 from launch.plan import command
 from launch.plan.counted import count_activations
-from launch.plan.layout import layout_of
 from launch.plan.loss import loss_bytes, sampler_bytes
 from launch.plan.memory import model_states, peak_memory
-from launch.plan.model import Shape, codes_of, read_shape, sizes_of
+from launch.plan.model import Shape, codes_of, sizes_of
 from launch.plan.speed import computed_flops
 from modeling.adapter import add_adapter
 from modeling.build import build_model, empty_model
@@ -356,11 +355,9 @@ def test_answers_that_are_sampled_at_once_need_a_cache() -> None:
     batch = ("batch.global_size=1024", "batch.micro_size=16", "data.sequence_length=4096", "precision.compute=bf16")
 
     def peak(*overrides: str) -> Any:
-        resolved = read_command_line(["--config", recipe, *batch, *overrides], as_launched(2))
-        layout = layout_of(resolved, world=2, on_cpu=True)
-        shape = read_shape(resolved.config, layout)
+        shape, layout = planned(["--config", recipe, *batch, *overrides])
         frozen = replace(shape, trained_parameters=7)  # the sampler has the trainer's own, which ZeRO-3 has not whole
-        assert sampler_bytes(frozen, layout) == (2 if resolved.config.grpo.beta else 1) * 2 * 7
+        assert sampler_bytes(frozen, layout) == (2 if layout.config.grpo.beta else 1) * 2 * 7
         assert sampler_bytes(frozen, replace(layout, stage=3)) == sampler_bytes(shape, layout)
         return shape, peak_memory(shape, layout)
 
