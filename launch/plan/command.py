@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from launch.plan.timed import Timed
 
 NOTHING_FITS = 3
-REACHED = Reached()
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -96,7 +95,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--efficiency", type=share, default=0.8, help="share of both that collectives reach (0.8)")
     hop = "microseconds of one hop of a collective (%(default)g)"
     parser.add_argument("--latency-us", type=positive_number, default=LATENCY_SECONDS * 1e6, help=hop)
-    assumed = " ".join(f"{value:.2f}" for value in (REACHED.matmul, REACHED.attention, REACHED.bandwidth))
+    assumed = " ".join(f"{value:.2f}" for value in (Reached.matmul, Reached.attention, Reached.bandwidth))
     reached = f"shares of the data sheet that the modelled time assumes ({assumed})"
     of_three = ("MATMUL", "ATTENTION", "BANDWIDTH")
     parser.add_argument("--reached", type=share, nargs=3, metavar=of_three, help=reached)

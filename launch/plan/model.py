@@ -313,13 +313,14 @@ def sizes_of(
     if adapter.kind != "none":
         with init_empty_weights(include_buffers=False):
             add_adapter(model, adapter, seed=0, model_class=model_class)
+    looked_up |= _embeddings(model)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
     # a fully trained module keeps an unused copy of its original
     used = {name: item for name, item in parameters.items() if ".original_module." not in name}
     matmuls = [
         (item, used_by_token(how.whole(item.shape) if (how := cut(item)) else item.shape, text))
         for item, _ in used.values()
-        if id(item) not in looked_up | _embeddings(model)
+        if id(item) not in looked_up
     ]
     inside = list(block.parameters())
     trained = [size for item, size in parameters.values() if item.requires_grad]
