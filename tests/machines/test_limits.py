@@ -20,6 +20,7 @@ from tests.support.machines.strange import (
     mounted,
     needs_mounts,
     start,
+    starts,
 )
 from tracking.compare.surviving import read_events
 from training.checkpoint.tool import main as checkpoint_tool
@@ -82,8 +83,7 @@ def test_a_largest_size_of_files(ground: Path, losses, blocks: int) -> None:
 
 def test_few_open_files(ground: Path, losses) -> None:
     limit = ("bash", "-c", 'ulimit -n 128; exec "$@"', "bash")
-    place = Place(ground / "few files", inside=limit)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / "few files", inside=limit), losses)
 
 
 def test_the_launchers_port_is_taken(ground: Path, losses) -> None:

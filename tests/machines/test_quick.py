@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 
 from tests.support.machines.strange import (
-    STEPS,
     USER,
     Place,
     copy_of_code,
-    demo,
     lives,
-    look_at,
     needs_mounts,
     programs,
     same_names,
+    starts,
     umask,
 )
 
@@ -37,15 +35,11 @@ def test_a_plain_user_behind_a_link_to_a_strange_path_with_nothing_in_the_enviro
     variables = {"PATH": str(programs(ground / "bin")), "HOME": str(home), "LANG": "C"}
     place = Place(link / "läuft", code=link / code.name, variables=variables, bare=True, inside=umask("077"))
     place = dataclasses.replace(place, plain_user=True)
-    if resumed:
-        lives(place, losses)
-    else:
-        look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    (lives if resumed else starts)(place, losses)
 
 
 @pytest.mark.machines
 def test_a_read_only_home_in_another_folder_beside_modules_of_the_same_names(ground: Path, losses) -> None:
     """HOME and the working folder belong to others, PYTHONPATH holds a `config`, a `data` ...; asserts are left out."""
     variables = {"HOME": "/proc/no-home", "PYTHONPATH": str(same_names(ground / "others")), "PYTHONOPTIMIZE": "1"}
-    place = Place(ground / "optimized", cwd=Path("/proc"), variables=variables)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / "optimized", cwd=Path("/proc"), variables=variables), losses)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.jobs.launches import on_a_terminal
-from tests.support.machines.strange import STEPS, Place, demo, lives, look_at, programs, same_names, start
+from tests.support.machines.strange import STEPS, Place, demo, lives, look_at, programs, same_names, start, starts
 from tracking.run_dir import RunDir
 
 pytestmark = pytest.mark.machines
@@ -67,8 +67,7 @@ def test_a_locale(ground: Path, losses, variables: dict[str, str | None], reques
 
 @pytest.mark.parametrize("variables", TERMINALS.values(), ids=TERMINALS)
 def test_a_terminal(ground: Path, losses, variables: dict[str, str | None], request) -> None:
-    place = Place(ground / request.node.callspec.id, variables=variables)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / request.node.callspec.id, variables=variables), losses)
 
 
 def test_a_terminal_of_40_columns(ground: Path, losses) -> None:
@@ -92,14 +91,12 @@ def test_nobody_reads_the_output(ground: Path, losses) -> None:
 
 @pytest.mark.parametrize("threads", [None, "1", "64"])
 def test_a_number_of_threads(ground: Path, losses, threads: str | None) -> None:
-    place = Place(ground / f"threads {threads}", variables={"OMP_NUM_THREADS": threads})
-    lives(place, losses)
+    lives(Place(ground / f"threads {threads}", variables={"OMP_NUM_THREADS": threads}), losses)
 
 
 @pytest.mark.parametrize("threads", ["all", "0", "-3", "", "4,2"])
 def test_threads_that_are_no_number(ground: Path, losses, threads: str) -> None:
-    place = Place(ground / f"threads {threads!r}", variables={"OMP_NUM_THREADS": threads})
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / f"threads {threads!r}", variables={"OMP_NUM_THREADS": threads}), losses)
 
 
 def test_nothing_in_the_environment_but_a_path(ground: Path, losses) -> None:
@@ -114,8 +111,7 @@ def test_no_git_no_compiler_no_ninja(ground: Path, losses) -> None:
 
 def test_other_modules_of_the_same_names(ground: Path, losses) -> None:
     folder = same_names(ground / "same names")
-    place = Place(ground / "beside others", variables={"PYTHONPATH": str(folder)}, cwd=folder)
-    lives(place, losses)
+    lives(Place(ground / "beside others", variables={"PYTHONPATH": str(folder)}, cwd=folder), losses)
 
 
 def test_asserts_are_left_out(ground: Path, losses) -> None:
@@ -131,28 +127,27 @@ def test_docstrings_are_left_out_too(ground: Path, losses) -> None:
 
 @pytest.mark.parametrize("variables", WANDB.values(), ids=WANDB)
 def test_variables_of_wandb(ground: Path, losses, variables: dict[str, str | None], request) -> None:
-    place = Place(ground / f"wandb {request.node.callspec.id}", variables=variables)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / f"wandb {request.node.callspec.id}", variables=variables), losses)
 
 
 @pytest.mark.parametrize("variables", HUBS.values(), ids=HUBS)
 def test_variables_of_the_hub(ground: Path, losses, variables: dict[str, str | None], request) -> None:
     place = Place(ground / f"hub {request.node.callspec.id}", variables=variables)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(place, losses)
     token = variables.get("HF_TOKEN")
     assert token is None or not holds(place.run, token)
 
 
 def test_a_proxy_and_the_variables_of_ci(ground: Path, losses) -> None:
     place = Place(ground / "ci", variables={**PROXIES, **CI})
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(place, losses)
     assert not holds(place.run, "user:pw@")
 
 
 def test_secrets_that_are_ordinary_words(ground: Path, losses) -> None:
     """Another program's secret must not blank values of our config, nor the paths in it."""
     place = Place(ground / "words", variables=ORDINARY_WORDS)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(place, losses)
     run_dir = RunDir(place.run)
     assert "***" not in run_dir.config.read_text(encoding="utf-8")
     assert "***" not in run_dir.deepspeed_config.read_text(encoding="utf-8")
@@ -185,5 +180,4 @@ def test_another_python(ground: Path, losses, version: str) -> None:
     check = [str(python), "-c", "import torch, deepspeed, transformers, wandb"]
     if python is None or subprocess.run(check, check=False, capture_output=True).returncode:
         pytest.skip(f"no python{version} on the PATH has torch, deepspeed, transformers and wandb")
-    place = Place(ground / f"python {version}", python=python)
-    look_at(place.run, demo(place, f"run.steps={STEPS}"), losses[:STEPS])
+    starts(Place(ground / f"python {version}", python=python), losses)

@@ -127,13 +127,19 @@ def demo(place: Place, *overrides: str, exit_code: int | None = 0) -> str:
     return ended(start(place, *overrides), exit_code=exit_code)
 
 
+def starts(place: Place, losses: Sequence[float]) -> str:
+    """A first start alone, and a look at all it leaves; what it printed. losses: of an ordinary machine."""
+    output = demo(place, f"run.steps={STEPS}")
+    look_at(place.run, output, losses[:STEPS])
+    return output
+
+
 def lives(place: Place, losses: Sequence[float]) -> str:
     """A first start, a second one that goes on from it, and a look at all they leave; what the first one printed.
 
     losses: of an ordinary machine.
     """
-    output = demo(place, f"run.steps={STEPS}")
-    look_at(place.run, output, losses[:STEPS])
+    output = starts(place, losses)
     again = demo(place, f"run.steps={MORE}")
     assert f"resumed from step {STEPS}" in again or f"step-{STEPS}" in again, again
     look_at(place.run, again, losses)
