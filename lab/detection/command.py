@@ -177,7 +177,7 @@ def measure(options: argparse.Namespace, code: str) -> None:
     sizes = [
         defect
         for defect in DEFECTS
-        if defect.halving and "bf16" in defect.paths and not (options.later or options.wide)
+        if defect.unit and "bf16" in defect.paths and not (options.later or options.wide)
     ]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
     tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [

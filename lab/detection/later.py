@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from lab.detection.defects import BF16, FP16, HIGH_SCALE, MANIFEST, WATCHED, Defect
+from lab.detection.defects import BF16, FP16, MANIFEST, SKIPS, WATCHED, Defect, engine_defect, shared_defect
 from lab.detection.plants import elsewhere, later, unlisted
 from lab.detection.plants.elsewhere import ADAPTED, DROPOUT
 from lab.detection.plants.site import ATTENTION, EMBEDDING, HEAD, LAYER, LINEAR, MLP, NORM, ROTARY, Plant, on_engine
 from precision.findings import LOSS
-from training.engine import Engine
 
 GELU = "transformer.h.1.mlp.act"
 _TWO = (BF16, FP16)
 _EXACT = (MANIFEST, BF16)
 
-
-def _engine(name: str, plant: Callable[[Engine, float], None], *modules: str, **options: Any) -> Defect:
-    return Defect(name, options.pop("group", "forward pass"), on_engine(plant), modules, **{"paths": _TWO} | options)
+_engine = partial(engine_defect, paths=_TWO)
+_both = partial(shared_defect, paths=_TWO)
 
 
 def _site(name: str, group: str, plant: Plant, *modules: str, **options: Any) -> Defect:
     return Defect(name, group, plant, modules, **{"paths": _TWO} | options)
 
 
-def _both(name: str, plant: Plant, **options: Any) -> Defect:
-    return _site(f"both: {name}", "shared", plant, shared=True, **options)
-
-
 def _constant(name: str, module: str, key: str, change: Callable[[Any], Any], **options: Any) -> Defect:
     return _engine(name, unlisted.constant(key, module, change), module, **options)
+
+
+def _larger(name: str, module: str, size: float, parameter: str = "weight", **options: Any) -> Defect:
+    plant = unlisted.gradient_of(f"{module}.{parameter}")
+    return _engine(name, plant, module, size=size, group="gradient", **options)
 
 
 CONVOLUTION, ROUTER = "transformer.h.1.mlp.c_fc", "model.layers.1.mlp.gate"
@@ -48,32 +48,23 @@ LATER = (
     _engine("head's gradient lost to the embedding it shares", later.head_deaf_to_gradients, HEAD, variant="tied"),
     _engine("dropout not divided by what is kept", later.dropout_not_scaled, DROPOUT, **_DROPS),
     _engine("dropout of one place 0.15, not 0.1", later.other_dropout, DROPOUT, size=0.05, **_DROPS),
-    _site("dropout while evaluated", "loss", later.dropout_while_evaluated, **_DROPS),
-    _site("both: labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some, size=16, shared=True),
-    _site("both: one row on both ranks", "shared", later.repeated_row, shared=True),
-    _site("both: last label of each row lost", "shared", later.last_label_lost, shared=True),
+    _engine("dropout while evaluated", later.dropout_while_evaluated, group="loss", **_DROPS),
+    _both("labels of one row in 16 shifted by two", later.shifted_labels_of_some, size=16),
+    _both("one row on both ranks", later.repeated_row),
+    _both("last label of each row lost", later.last_label_lost),
     _site("labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some, size=16),
     _site(
-        "ignored labels counted on one rank",
-        "gradient",
-        later.counts_ignored_labels_on_one_rank,
-        variant="documents",
+        "ignored labels counted on one rank", "gradient", later.counts_ignored_labels_on_one_rank, variant="documents"
     ),
     _site("last micro-batch dropped on one rank", "gradient", later.dropped_last_micro_batch_on_one_rank),
     _engine("embedding left out of the norm", later.embedding_left_out_of_the_norm, **_GRADIENT),
     _engine("gradients clipped value by value", later.clipped_value_by_value, EMBEDDING, size=0.02, **_GRADIENT),
-    _site("betas of one group exchanged", "update", later.swapped_betas_of_one_group),
-    _site("decay twice what it should be", "update", later.doubled_decay_of_one_group),
+    _engine("betas of one group exchanged", later.swapped_betas_of_one_group, **_UPDATE),
+    _engine("decay twice what it should be", later.doubled_decay_of_one_group, **_UPDATE),
     _site("momentum one step old on one rank", "update", later.stale_momentum_on_one_rank),
     _engine("last value of each rank's part not updated", later.last_value_not_updated, **_UPDATE),
     _engine("16-bit copy of one matrix cut off, not rounded", later.truncated_copies, f"{MLP}.down_proj", **_UPDATE),
-    _site(
-        "good steps counted through overflows",
-        "loss scale",
-        later.growth_counted_through_overflows,
-        paths=(FP16,),
-        overrides=HIGH_SCALE,
-    ),
+    _site("good steps counted through overflows", "loss scale", later.growth_counted_through_overflows, **SKIPS),
     _engine("Adam's count one ahead after a load", later.count_ahead_at_load, group="state"),
     _engine("moments of two matrices exchanged at a load", later.exchanged_moments_at_load, group="state"),
     _engine("second moment decayed twice at load", later.moment_decayed_once_more_at_load, group="state", size=0.95),
@@ -98,9 +89,9 @@ LATER = (
     ),
     _engine("beta of preferences 0.1% larger", elsewhere.other_constant, group="loss", variant="dpo", size=1e-3),
     _engine("noise on embeddings 0.1% larger", elsewhere.other_constant, group="loss", variant="noise", size=1e-3),
-    _site("both: end of answers not learned", "shared", elsewhere.end_of_answers_lost, variant="sft", shared=True),
-    _site("both: same order in every epoch", "shared", elsewhere.same_order_in_every_epoch, variant="few", shared=True),
-    _site("both: evaluated on rows of one rank", "shared", elsewhere.evaluated_on_rows_of_one_rank, shared=True),
+    _both("end of answers not learned", elsewhere.end_of_answers_lost, variant="sft"),
+    _both("same order in every epoch", elsewhere.same_order_in_every_epoch, variant="few"),
+    _both("evaluated on rows of one rank", elsewhere.evaluated_on_rows_of_one_rank),
     _engine("z-loss summed over micro-batches", elsewhere.z_loss_summed_over_micro_batches, **_GRADIENT, variant="moe"),
     _engine("gradient of the step before, in step 11", elsewhere.gradient_of_the_step_before, size=11, **_GRADIENT),
     _engine(
@@ -141,16 +132,9 @@ LATER = (
     _engine("decay after the update", unlisted.decay_after_the_update, **_UPDATE),
     _engine("rate of a group lost", unlisted.rate_of_a_group_lost, overrides=_SLOW_NORMS, **_UPDATE),
     _engine("norms' gradients summed over ranks", unlisted.norms_summed, NORM, **_GRADIENT),
-    _engine("gradient of one norm 20% too large", unlisted.gradient_of_one_norm, NORM, size=0.2, **_GRADIENT),
-    _engine("half of a bias' gradient", unlisted.half_of_a_bias_gradient, CONVOLUTION, variant="gpt2", **_GRADIENT),
-    _engine(
-        "gradient of a convolution 20% too large",
-        unlisted.gradient_of_a_convolution,
-        CONVOLUTION,
-        variant="gpt2",
-        size=0.2,
-        **_GRADIENT,
-    ),
+    _larger("gradient of one norm 20% too large", NORM, 0.2),
+    _larger("half of a bias' gradient", CONVOLUTION, -0.5, "bias", variant="gpt2"),
+    _larger("gradient of a convolution 20% too large", CONVOLUTION, 0.2, variant="gpt2"),
     _engine("last 512 values of a gradient lost", unlisted.tail_of_a_gradient_lost, LINEAR, size=512, **_GRADIENT),
     _engine("gradient lost every 16th step", unlisted.gradient_lost_every_16th_step, LINEAR, **_GRADIENT),
     _engine("last of equal tokens wins", unlisted.last_token_wins, EMBEDDING, **_GRADIENT),
@@ -158,24 +142,12 @@ LATER = (
     _engine("a tenth of an MLP's gradient lost", unlisted.gradient_through_an_mlp, MLP, size=0.1, **_GRADIENT),
     _engine("keys without a gradient", unlisted.keys_without_a_gradient, f"{ATTENTION}.k_proj", **_GRADIENT),
     _site("scale grows a step early", "loss scale", unlisted.grows_a_step_early, paths=(FP16,)),
-    _site(
-        "overflow divides the scale by four",
-        "loss scale",
-        unlisted.backs_off_by_four,
-        paths=(FP16,),
-        overrides=HIGH_SCALE,
-    ),
+    _site("overflow divides the scale by four", "loss scale", unlisted.backs_off_by_four, **SKIPS),
     _engine("copies every fourth step", unlisted.copies_every_fourth_step, group="state"),
     _engine("copy of the embedding frozen", unlisted.frozen_embedding, EMBEDDING, group="state"),
     _site("half of a gathered weight stale", "state", unlisted.half_a_weight_stale, LINEAR, rank=True),
-    _engine(
-        "scale of one attention 1% too large",
-        unlisted.constant("scaling", ATTENTION, lambda value: 1.01 * value),
-        ATTENTION,
-    ),
-    _engine(
-        "eps of one norm 100 times larger", unlisted.constant("variance_epsilon", NORM, lambda value: 100 * value), NORM
-    ),
+    _constant("scale of one attention 1% too large", ATTENTION, "scaling", lambda value: 1.01 * value),
+    _constant("eps of one norm 100 times larger", NORM, "variance_epsilon", lambda value: 100 * value),
     _engine(
         "scale of the embedding 1% too large", unlisted.scale_of_the_embedding, EMBEDDING, variant="gemma3", size=0.01
     ),
@@ -191,12 +163,7 @@ LATER = (
     _engine("RMSNorm subtracts the mean", unlisted.centred_norm, NORM),
     _engine("norm off after twelve steps", unlisted.norm_off_later, NORM, size=0.01),
     _engine("balancing loss lost", unlisted.balance_lost, variant="moe"),
-    _engine(
-        "experts' shares not normalised",
-        unlisted.constant("norm_topk_prob", ROUTER, lambda value: not value),
-        ROUTER,
-        variant="moe",
-    ),
+    _constant("experts' shares not normalised", ROUTER, "norm_topk_prob", lambda value: not value, variant="moe"),
     _both("evaluation: mean of batches", on_engine(unlisted.mean_of_batches), variant="documents"),
     _both("evaluation without its last batch", on_engine(unlisted.last_batch_dropped)),
     _both("evaluation with its last batch twice", on_engine(unlisted.last_batch_twice)),

@@ -253,7 +253,7 @@ def _named(defect: Defect, done: Iterable[dict[str, Any]]) -> str:
 
 def _smallest(results: Results) -> str:
     rows = []
-    scalable = [defect for defect in DEFECTS if defect.halving]
+    scalable = [defect for defect in DEFECTS if defect.unit]
     if not any(f"smallest {defect.name}" in results for defect in scalable):
         return ""
     for defect in scalable:

@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(given) < 2 or given[1:] == ["-m"]:
         raise UserError(f"python -m {MODULE} takes a defect, and a program of Mantissa with its arguments")
     text, *program = given
-    place = {"rank": int(os.environ.get("RANK", "0")), "ranks": int(os.environ.get("WORLD_SIZE", "1"))}
-    with planted(permanent(text), **place, wanted=is_no_twin):
+    with planted(permanent(text), rank=int(os.environ.get("RANK", "0")), wanted=is_no_twin):
         if program[0] == "-m":
             sys.argv = program[1:]
             runpy.run_module(program[1], run_name="__main__", alter_sys=True)

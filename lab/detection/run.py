@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,9 +14,10 @@ from config.command_line import read_command_line
 from config.files import write_atomically
 from config.resolved import Resolved
 from lab.detection.cells import Cell, base, precision
+from lab.detection.defects import Defect
 from lab.detection.judge import judged, judged_steps, of_whole_runs, said_by_itself
-from lab.detection.made_of import made_of, made_with
-from lab.detection.plants.site import Plant, planted
+from lab.detection.made_of import made_of
+from lab.detection.plants.site import planted
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
 from tools.parity.jobs import WALK
@@ -39,17 +42,16 @@ def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: 
         overrides.append("checkpoint.at_end=false")
     elif a_bit is None:
         overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
-    made = made_with(code, [*_arguments(where, cell, name), *overrides])
+    made = json.dumps([code, *_arguments(where, cell, name), *overrides])
     if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
         return
-    plant, size = (cell.defect.plant, cell.defect.size) if cell.defect and cell.defect.shared else (None, 0.0)
     resolved = _resolve(where, cell, name, overrides)
     moved: AbstractContextManager[None] = nullcontext()
     if a_bit is not None:
         own = _resolve(where, cell, name, precision(where, cell.path, 2))
         moved = moved_start(rounding_to(own.config.precision), a_bit)
     with moved:
-        _train(world, resolved, plant, size)
+        _train(world, resolved, cell.defect if shares_defect(cell) else None)
     if world.is_main:
         write_atomically(mark, made.encode())
     world.gather_objects(None)
@@ -80,10 +82,8 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     bounds = _resolve(where, cell, name, overrides).config.parity
     overrides += settings([*_arguments(where, cell, name), *overrides], os.environ, bounds.whole_steps)
     resolved = _resolve(where, cell, name, overrides)
-    plant = cell.defect.plant if cell.defect else None
-    size = size if size is not None else cell.defect.size if cell.defect else 0.0
-    code = _train(world, resolved, plant, size)
-    with _planted(plant, world, size):
+    code = _train(world, resolved, cell.defect, size)
+    with _planted(cell.defect, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
     mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
     apart, again = list[Path](), list[Path]()
@@ -99,7 +99,7 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     for draw in range(AGAIN if doubtful() else 0):
         moved = _resolve(where, cell, f"{name}-apart-{draw + 1}", [*overrides, "checkpoint.every_steps=0"])
         with moved_start(rounding_to(moved.config.precision), draw):
-            _train(world, moved, plant, size)
+            _train(world, moved, cell.defect, size)
         again.append(run_dir_of(moved).path)
     if not world.is_main:
         return None
@@ -116,14 +116,12 @@ def alone(world: World, folder: Path, cell: Cell, name: str, size: float | None)
     overrides = [*precision(folder, cell.path, cell.stage), *cell.overrides, "checkpoint.every_steps=0"]
     half = [f"run.steps={cell.steps // 2}", f"schedule.steps={cell.steps}"]
     resumes = cell.defect is not None and cell.defect.group == "state"
-    plant = cell.defect.plant if cell.defect else None
-    size = size if size is not None else cell.defect.size if cell.defect else 0.0
     code, resolved = 0, _resolve(folder, cell, f"{name}-alone", overrides)
     if resumes:
-        code = _train(world, _resolve(folder, cell, f"{name}-alone", [*overrides, *half]), plant, size)
+        code = _train(world, _resolve(folder, cell, f"{name}-alone", [*overrides, *half]), cell.defect, size)
         resolved = _resolve(folder, cell, f"{name}-alone", [*overrides, "run.resume=auto", half[1]])
     if not code:
-        code = _train(world, resolved, plant, size, anew=not resumes)
+        code = _train(world, resolved, cell.defect, size, anew=not resumes)
     return said_by_itself(run_dir_of(resolved).events, code)
 
 
@@ -131,18 +129,19 @@ def steps_alone(world: World, *, folder: str, cell: Cell, name: str, size: float
     """The first two steps of a run compared with FP32, and nothing else: for the smallest size that is found."""
     where = Path(folder)
     resolved = _resolve(where, cell, name, [*precision(where, cell.path, cell.stage), *cell.overrides])
-    assert cell.defect is not None
-    with _planted(cell.defect.plant, world, size):
+    with _planted(cell.defect, world, size):
         measured = measure(run_dir_of(resolved), resolved, [0], length=WALK, world=world)
     return judged_steps(measured, resolved) if world.is_main else None
 
 
-def _train(world: World, resolved: Resolved, plant: Plant | None, size: float, *, anew: bool = True) -> int:
-    run_dir = run_dir_of(resolved)
+def _train(
+    world: World, resolved: Resolved, defect: Defect | None, size: float | None = None, *, anew: bool = True
+) -> int:
+    """Train with the defect, in its own size or another one; the exit code."""
     if world.is_main and anew:
-        _remove(run_dir.path)
+        shutil.rmtree(run_dir_of(resolved).path, ignore_errors=True)
     world.gather_objects(None)
-    with _planted(plant, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:
+    with _planted(defect, world, size), locked_run_dir(resolved, world), session(resolved, world=world) as opened:
         parts, progress = build(opened)
         try:
             ending = train(parts, progress)
@@ -156,8 +155,10 @@ def _train(world: World, resolved: Resolved, plant: Plant | None, size: float, *
     return ending.exit_code
 
 
-def _planted(plant: Plant | None, world: World, size: float) -> AbstractContextManager[None]:
-    return planted(plant, rank=world.rank, ranks=world.world_size, size=size)
+def _planted(defect: Defect | None, world: World, size: float | None) -> AbstractContextManager[None]:
+    if defect is None:
+        return nullcontext()
+    return planted(defect.plant, rank=world.rank, size=defect.size if size is None else size)
 
 
 def _resolve(folder: Path, cell: Cell, name: str, overrides: list[str]) -> Resolved:
@@ -166,12 +167,6 @@ def _resolve(folder: Path, cell: Cell, name: str, overrides: list[str]) -> Resol
 
 def _arguments(folder: Path, cell: Cell, name: str) -> list[str]:
     return [*base(folder, cell.variant, seed=cell.seed, steps=cell.steps), f"run.name={name}"]
-
-
-def _remove(path: Path) -> None:
-    import shutil
-
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _plain(text: str) -> str:

@@ -122,5 +122,5 @@ def planted_job(
     """The job of `job`, checked in its first step. defect: its name in `lab.detection`."""
     known = defect_of(defect) if defect is not None else None
     plant, size = (known.plant, known.size) if known is not None else (None, 0.0)
-    with planted(plant, rank=world.rank, ranks=world.world_size, size=size):
+    with planted(plant, rank=world.rank, size=size):
         return job(world, folder=folder, name=name, overrides=["guard.self_check_every=1", *overrides])

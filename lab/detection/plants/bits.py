@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from lab.detection.plants.site import MLP, Site, around
+from lab.detection.plants.site import MLP, Change, Counter, Plant, around, on_bad_rank, on_engine
 from training.engine import Engine
 from training.engine.flips import flip_bit, flipped
 from training.engine.tensors import local_gradient, shard_of
 
 AT = 8
-"""The attempted step."""
+"""The attempted step, which may be executed again: the bit flips in its first execution."""
 HIT = f"{MLP}.down_proj"
 """At every ZeRO stage the bad rank holds some of it."""
 
@@ -22,29 +22,29 @@ def _parameter(engine: Engine) -> Any:
     return next(engine.model.get_submodule(HIT).parameters())
 
 
-def _held(find: Callable[[Engine, Any], torch.Tensor]) -> Callable[[Site], None]:
-    """Before the passes of the step."""
+def _held(find: Callable[[Engine, Any], torch.Tensor], *, after: bool = False) -> Plant:
+    """Flip a bit in the middle of what `find` finds before the passes of the step, or after them."""
 
-    def plant(site: Site) -> None:
-        def strike(engine: Engine) -> None:
-            done: list[int] = []
+    def plant(engine: Engine, size: float) -> None:
+        done: list[int] = []
 
-            def striking(right: Callable[..., Any]) -> Callable[..., Any]:
-                def forward_backward(batch: Any, *, step: int, **options: Any) -> Any:
-                    if step == AT and not done:
-                        done.append(step)
-                        values = find(engine, _parameter(engine))
-                        flip_bit(values, values.numel() // 2, int(site.size))
-                    return right(batch, step=step, **options)
+        def strike(step: int) -> None:
+            if step == AT and not done:
+                done.append(step)
+                values = find(engine, _parameter(engine))
+                flip_bit(values, values.numel() // 2, int(size))
 
-                return forward_backward
+        def forward_backward(right: Callable[..., Any], batch: Any, *, step: int, **options: Any) -> Any:
+            if not after:
+                strike(step)
+            outcome = right(batch, step=step, **options)
+            if after:
+                strike(step)
+            return outcome
 
-            around(engine, "forward_backward", striking)
+        around(engine, "forward_backward", forward_backward)
 
-        if site.is_bad_rank:
-            site.when_built(strike)
-
-    return plant
+    return on_bad_rank(on_engine(plant))
 
 
 def _weight(engine: Engine, parameter: Any) -> torch.Tensor:
@@ -59,75 +59,43 @@ def _shard(engine: Engine, parameter: Any) -> Any:
     return shard
 
 
+def _reduced_gradient(engine: Engine, parameter: Any) -> torch.Tensor:
+    """This rank's part after the reduction."""
+    values = local_gradient(parameter, _shard(engine, parameter), engine.stage)
+    assert values is not None
+    return values
+
+
 weight = _held(_weight)
 master = _held(lambda engine, parameter: _shard(engine, parameter).tensors(engine)["master"])
 first_moment = _held(lambda engine, parameter: _shard(engine, parameter).tensors(engine)["exp_avg"])
 second_moment = _held(lambda engine, parameter: _shard(engine, parameter).tensors(engine)["exp_avg_sq"])
+reduced_gradient = _held(_reduced_gradient, after=True)
 
 
-def _computed(site: Site, watch: Callable[[Engine, Callable[[torch.Tensor], torch.Tensor]], None]) -> None:
-    """The plant, once, in the first micro-batch of the step."""
+def _flip_once(engine: Engine, size: float) -> Change:
+    """Flips a bit of the first tensor that it is given in the step, in its first micro-batch."""
+    now, done = Counter(engine), list[int]()
 
-    def strike(engine: Engine) -> None:
-        state = {"armed": False, "done": False}
+    def change(values: torch.Tensor) -> torch.Tensor:
+        if now.step != AT or done:
+            return values
+        done.append(now.step)
+        return flipped(values, int(size))
 
-        def change(values: torch.Tensor) -> torch.Tensor:
-            if not state["armed"] or state["done"]:
-                return values
-            state["done"] = True
-            return flipped(values, int(site.size))
-
-        def striking(right: Callable[..., Any]) -> Callable[..., Any]:
-            def forward_backward(batch: Any, *, step: int, **options: Any) -> Any:
-                state["armed"] = step == AT
-                return right(batch, step=step, **options)
-
-            return forward_backward
-
-        watch(engine, change)
-        around(engine, "forward_backward", striking)
-
-    if site.is_bad_rank:
-        site.when_built(strike)
+    return change
 
 
-def gradient(site: Site) -> None:
+@on_bad_rank
+@on_engine
+def gradient(engine: Engine, size: float) -> None:
     """Before the reduction."""
-
-    def watch(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        _parameter(engine).register_hook(change)
-
-    _computed(site, watch)
+    _parameter(engine).register_hook(_flip_once(engine, size))
 
 
-def activation(site: Site) -> None:
-    def watch(engine: Engine, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        module = engine.model.get_submodule(HIT)
-        module.register_forward_hook(lambda owner, args, output: change(output), prepend=True)
-
-    _computed(site, watch)
-
-
-def reduced_gradient(site: Site) -> None:
-    """After the reduction, in this rank's part."""
-
-    def strike(engine: Engine) -> None:
-        done: list[int] = []
-
-        def striking(right: Callable[..., Any]) -> Callable[..., Any]:
-            def forward_backward(batch: Any, *, step: int, **options: Any) -> Any:
-                outcome = right(batch, step=step, **options)
-                if step == AT and not done:
-                    done.append(step)
-                    parameter = _parameter(engine)
-                    values = local_gradient(parameter, _shard(engine, parameter), engine.stage)
-                    assert values is not None
-                    flip_bit(values, len(values) // 2, int(site.size))
-                return outcome
-
-            return forward_backward
-
-        around(engine, "forward_backward", striking)
-
-    if site.is_bad_rank:
-        site.when_built(strike)
+@on_bad_rank
+@on_engine
+def activation(engine: Engine, size: float) -> None:
+    change = _flip_once(engine, size)
+    module = engine.model.get_submodule(HIT)
+    module.register_forward_hook(lambda owner, args, output: change(output), prepend=True)

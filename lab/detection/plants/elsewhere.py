@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import numpy as np
@@ -20,7 +20,19 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
 from data.corpora.sampler import permute
-from lab.detection.plants.site import ATTENTION, EMBEDDING, LINEAR, ROTARY, Site, around, replace_forward
+from lab.detection.plants.shared import on_batches, relabelled
+from lab.detection.plants.site import (
+    ATTENTION,
+    EMBEDDING,
+    LINEAR,
+    ROTARY,
+    Site,
+    around,
+    before_steps,
+    change_gradients,
+    replace_attention,
+    replace_forward,
+)
 from lab.detection.plants.state import after_load
 from modeling.activation_checkpointing import blocks_of
 from modeling.objectives.objective import Scored
@@ -52,54 +64,42 @@ def window_too_long(engine: Engine, size: float) -> None:
         places = torch.arange(key.shape[2])
         return right(owner, query, key, value, mask | (places[:, None] - places == module.sliding_window), **options)
 
-    _attend(module, attention)
-
-
-def _attend(module: Any, attention: Callable[..., Any]) -> None:
-    ALL_ATTENTION_FUNCTIONS["planted"] = attention
-    module.config = copy.copy(module.config)
-    module.config._attn_implementation = "planted"
+    replace_attention(engine, [ATTENTION], attention)
 
 
 def norm_after_rotation(engine: Engine, size: float) -> None:
     """Queries and keys are turned first, and divided by their length then."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        def forward(hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **options: Any) -> Any:
-            shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-            query, key, value = (
-                project(hidden_states).view(shape).transpose(1, 2)
-                for project in (module.q_proj, module.k_proj, module.v_proj)
-            )
-            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-            attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-                module,
-                module.q_norm(query),
-                module.k_norm(key),
-                value,
-                attention_mask,
-                dropout=0.0,
-                scaling=module.scaling,
-            )
-            return module.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
+    def forward(
+        module: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **options: Any
+    ) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+        query, key, value = (
+            project(hidden_states).view(shape).transpose(1, 2)
+            for project in (module.q_proj, module.k_proj, module.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        query, key = module.q_norm(query), module.k_norm(key)
+        attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling
+        )
+        return module.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
 
-        return forward
-
-    replace_forward(engine, ATTENTION, make)
+    replace_forward(engine, ATTENTION, forward)
 
 
 def exact_gelu(engine: Engine, size: float) -> None:
     """For the one that is made of tanh."""
-    replace_forward(engine, "transformer.h.1.mlp.act", lambda module: functional.gelu)
+    replace_forward(engine, "transformer.h.1.mlp.act", lambda module, given: functional.gelu(given))
 
 
 def positions_count_on(engine: Engine, size: float) -> None:
     """Documents are kept apart, but do not begin at position 0 (TransformerLens 1609, nnsight 673)."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        return lambda ids: functional.embedding(torch.arange(ids.shape[-1]).expand(ids.shape), module.weight)
+    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(torch.arange(ids.shape[-1]).expand(ids.shape), module.weight)
 
-    replace_forward(engine, "transformer.wpe", make)
+    replace_forward(engine, "transformer.wpe", forward)
 
 
 def final_cap_left_out(engine: Engine, size: float) -> None:
@@ -127,19 +127,16 @@ def dropped_anew_in_recomputation(engine: Engine, size: float) -> None:
 def one_mask_for_all(engine: Engine, size: float) -> None:
     """One place drops the same values in every micro-batch, as a kernel whose seed never changes."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        right = module.forward
+    module: Any = engine.model.get_submodule(DROPOUT)
 
-        def forward(given: torch.Tensor) -> torch.Tensor:
-            used: torch.Tensor = right(given)  # other places draw what they would have drawn
-            if not module.training:
-                return used
-            kept = torch.rand(given.shape, generator=torch.Generator().manual_seed(5)) >= module.p
-            return given * kept / (1 - module.p)
+    def forward(right: Callable[..., torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        used = right(given)  # other places draw what they would have drawn
+        if not module.training:
+            return used
+        kept = torch.rand(given.shape, generator=torch.Generator().manual_seed(5)) >= module.p
+        return given * kept / (1 - module.p)
 
-        return forward
-
-    replace_forward(engine, DROPOUT, make)
+    around(module, "forward", forward)
 
 
 # ---- adapters and preferences
@@ -155,30 +152,22 @@ def base_merged_and_unmerged(engine: Engine, size: float) -> None:
     """After each step an adapter is added to its frozen layer and taken off again, in the layer's 16 bits."""
     layer: Any = engine.model.get_submodule(ADAPTED)
 
-    def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            update = right(*args, **options)
-            with torch.no_grad(), deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
-                base = layer.base_layer.weight
-                delta = (layer.lora_B.default.weight @ layer.lora_A.default.weight * layer.scaling["default"]).to(
-                    base.dtype
-                )
-                base.add_(delta).sub_(delta)
-            return update
+    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        update = right(*args, **options)
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+            base = layer.base_layer.weight
+            delta = layer.lora_B.default.weight @ layer.lora_A.default.weight * layer.scaling["default"]
+            delta = delta.to(base.dtype)
+            base.add_(delta).sub_(delta)
+        return update
 
-        return step
-
-    around(engine, "step", stepping)
+    around(engine, "step", step)
 
 
 def reference_trained_along(engine: Engine, size: float) -> None:
     """The reference of preferences is the model itself (TRL 6443)."""
     found: Any = engine.objective
-
-    def off() -> AbstractContextManager[None]:
-        return nullcontext()
-
-    found._adapter_off = off
+    found._adapter_off = nullcontext
 
 
 def other_constant(engine: Engine, size: float) -> None:
@@ -193,19 +182,13 @@ def other_constant(engine: Engine, size: float) -> None:
 # ---- data and labels
 
 
-def end_of_answers_lost(site: Site) -> None:
+@on_batches
+def end_of_answers_lost(batch: Batch) -> Batch:
     """The token that ends an answer has no label, so the model never learns to stop (verl 3562)."""
-
-    def change(batch: Batch) -> Batch:
-        labels = batch.labels.clone()
-        following = functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
-        labels[following == IGNORED_LABEL] = IGNORED_LABEL  # the last label of each answer
-        return replace(
-            batch, labels=labels, label_tokens=int((labels != IGNORED_LABEL).sum()), label_tokens_of_all=None
-        )
-
-    right = loader.Batches.next_step
-    site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
+    labels = batch.labels.clone()
+    following = functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL)
+    labels[following == IGNORED_LABEL] = IGNORED_LABEL  # the last label of each answer
+    return relabelled(batch, labels)
 
 
 def same_order_in_every_epoch(site: Site) -> None:
@@ -230,27 +213,17 @@ def evaluated_on_rows_of_one_rank(site: Site) -> None:
 def end_token_without_a_gradient(engine: Engine, size: float) -> None:
     """The embedding takes the token that ends a document for padding."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        return lambda ids: functional.embedding(ids, module.weight, padding_idx=END)
-
-    replace_forward(engine, EMBEDDING, make)
+    replace_forward(engine, EMBEDDING, lambda module, ids: functional.embedding(ids, module.weight, padding_idx=END))
 
 
 def z_loss_summed_over_micro_batches(engine: Engine, size: float) -> None:
     """The sum replaces the mean (Megatron-LM 1532)."""
 
-    def summed(right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(batch: Batch, **options: Any) -> Any:
-            router: Any = engine.router
-            before, router._z = router._z, router._z * len(batch.input_ids)
-            try:
-                return right(batch, **options)
-            finally:
-                router._z = before
+    def forward_backward(right: Callable[..., Any], batch: Batch, **options: Any) -> Any:
+        with patch.object(engine.router, "_z", engine.router._z * len(batch.input_ids)):  # type: ignore[union-attr]
+            return right(batch, **options)
 
-        return forward_backward
-
-    around(engine, "forward_backward", summed)
+    around(engine, "forward_backward", forward_backward)
 
 
 def gradient_of_the_step_before(engine: Engine, size: float) -> None:
@@ -261,13 +234,9 @@ def gradient_of_the_step_before(engine: Engine, size: float) -> None:
     now, calls = 0, 0
     kept: dict[int, torch.Tensor] = {}
 
-    def counting(right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(batch: Batch, *, step: int, **options: Any) -> Any:
-            nonlocal now, calls
-            now, calls = step, 0
-            return right(batch, step=step, **options)
-
-        return forward_backward
+    def count(step: int) -> None:
+        nonlocal now, calls
+        now, calls = step, 0
 
     def stale(gradient: torch.Tensor) -> torch.Tensor:
         nonlocal calls
@@ -275,9 +244,8 @@ def gradient_of_the_step_before(engine: Engine, size: float) -> None:
         before, kept[calls] = kept.get(calls, gradient), gradient.detach().clone()
         return before if now == int(size) else gradient
 
-    around(engine, "forward_backward", counting)
-    for parameter in engine.model.get_submodule(LINEAR).parameters():
-        parameter.register_hook(stale)
+    before_steps(engine, count)
+    change_gradients(engine, stale, where=LINEAR)
 
 
 def four_iterations(site: Site) -> None:
@@ -295,15 +263,12 @@ def other_decay_in_the_first_step_after_a_load(engine: Engine, size: float) -> N
         for group in optimizer.param_groups:
             group["weight_decay"] = min(group["weight_decay"], size)
 
-    def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            update = right(*args, **options)
-            for group, decay in zip(optimizer.param_groups, right_ones, strict=False):
-                group["weight_decay"] = decay
-            right_ones.clear()
-            return update
-
-        return step
+    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        update = right(*args, **options)
+        for group, decay in zip(optimizer.param_groups, right_ones, strict=False):
+            group["weight_decay"] = decay
+        right_ones.clear()
+        return update
 
     after_load(engine, change)
-    around(engine, "step", stepping)
+    around(engine, "step", step)

@@ -10,36 +10,29 @@ import torch
 
 from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.permanent import reweight
-from lab.detection.plants.site import LINEAR, Site, around
+from lab.detection.plants.site import LINEAR, Change, Site, around, change_gradients, on_bad_rank, on_engine
 from training.engine import Engine
 from training.engine import engine as engine_module
-
-Change = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _of_matrix(engine: Engine, change: Change) -> None:
-    for parameter in engine.model.get_submodule(LINEAR).parameters():
-        parameter.register_hook(change)
 
 
 def summed(engine: Engine, size: float) -> None:
     """Over the ranks, instead of averaged."""
-    _of_matrix(engine, lambda gradient: gradient * engine.world.world_size)
+    change_gradients(engine, lambda gradient: gradient * engine.world.world_size, where=LINEAR)
 
 
 def scaled(engine: Engine, size: float) -> None:
-    _of_matrix(engine, lambda gradient: (gradient.float() * (1 + size)).to(gradient.dtype))
+    change_gradients(engine, lambda gradient: (gradient.float() * (1 + size)).to(gradient.dtype), where=LINEAR)
 
 
-def dropped_on_one_rank(site: Site) -> None:
-    if site.is_bad_rank:
-        site.when_built(lambda engine: _of_matrix(engine, torch.zeros_like))
+@on_bad_rank
+@on_engine
+def dropped_on_one_rank(engine: Engine, size: float) -> None:
+    change_gradients(engine, torch.zeros_like, where=LINEAR)
 
 
 def rounded(engine: Engine, size: float) -> None:
     """Gradients are rounded to BF16 before the reduction."""
-    for parameter in engine.model.parameters():
-        parameter.register_hook(lambda gradient: gradient.bfloat16().to(gradient.dtype))
+    change_gradients(engine, lambda gradient: gradient.bfloat16().to(gradient.dtype))
 
 
 def summed_in_bf16(engine: Engine, size: float) -> None:
@@ -57,38 +50,32 @@ def summed_in_bf16(engine: Engine, size: float) -> None:
     for number, parameter in enumerate(engine.model.parameters()):
         parameter.register_hook(add(number))
 
-    def ending(right: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(loss: torch.Tensor, *, last: bool) -> None:
-            right(loss, last=last)
-            if last:
-                totals.clear()
+    def backward(right: Callable[..., Any], loss: torch.Tensor, *, last: bool) -> None:
+        right(loss, last=last)
+        if last:
+            totals.clear()
 
-        return backward
-
-    around(engine, "backward", ending)
+    around(engine, "backward", backward)
 
 
 def divided_twice(engine: Engine, size: float) -> None:
     """The loss is divided by the number of micro-batches twice."""
-    around(engine, "backward", lambda right: lambda loss, *, last: right(loss / 2, last=last))
+    around(engine, "backward", lambda right, loss, *, last: right(loss / 2, last=last))
 
 
 def dropped_last_micro_batch(engine: Engine, size: float) -> None:
-    around(engine, "backward", lambda right: lambda loss, *, last: right(loss * (0.0 if last else 1.0), last=last))
+    around(engine, "backward", lambda right, loss, *, last: right(loss * (0.0 if last else 1.0), last=last))
 
 
 def mean_of_means(engine: Engine, size: float) -> None:
     """The mean over micro-batches of their means, not the mean over all labels."""
     counts: list[torch.Tensor] = []
 
-    def remembering(right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(batch: Batch, **options: Any) -> Any:
-            counts[:] = [(batch.labels != IGNORED_LABEL).sum(dim=(1, 2)).double()]
-            return right(batch, **options)
+    def forward_backward(right: Callable[..., Any], batch: Batch, **options: Any) -> Any:
+        counts[:] = [(batch.labels != IGNORED_LABEL).sum(dim=(1, 2)).double()]
+        return right(batch, **options)
 
-        return forward_backward
-
-    around(engine, "forward_backward", remembering)
+    around(engine, "forward_backward", forward_backward)
     reweight(engine, lambda index: counts[0].mean() / counts[0][index])
 
 
@@ -111,11 +98,8 @@ def summed_in_fp16(engine: Engine, size: float) -> None:
 
 
 def _report(engine: Engine, change: Change) -> None:
-    def changed(right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(*args: Any, **options: Any) -> Any:
-            outcome = right(*args, **options)
-            return replace(outcome, loss_sum=change(outcome.loss_sum))
+    def forward_backward(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        outcome = right(*args, **options)
+        return replace(outcome, loss_sum=change(outcome.loss_sum))
 
-        return forward_backward
-
-    around(engine, "forward_backward", changed)
+    around(engine, "forward_backward", forward_backward)

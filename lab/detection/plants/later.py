@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
-from lab.detection.plants.shared import change_batches
-from lab.detection.plants.site import ATTENTION, BAD_RANK, EMBEDDING, HEAD, LAYER, MLP, Site, around, replace_forward
-from lab.detection.plants.state import after_load, each_state
+from lab.detection.plants import gradients
+from lab.detection.plants.elsewhere import DROPOUT
+from lab.detection.plants.forward import change_with_residual, with_base
+from lab.detection.plants.shared import change_batches, on_batches, relabelled
+from lab.detection.plants.site import (
+    ATTENTION,
+    BAD_RANK,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    ROTARY,
+    Site,
+    around,
+    around_forward,
+    change_gradients,
+    on_bad_rank,
+    on_engine,
+    replace_attention,
+    replace_forward,
+)
+from lab.detection.plants.state import after_load, at_load
 from lab.detection.plants.updates import Rule, rule
 from training import loss_scaler, parts
 from training.engine import Engine
@@ -30,21 +46,16 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
     """The queries and keys of that layer are turned by other angles than the table's."""
-    rotary: Any = engine.model.get_submodule("model.rotary_emb")
-    pairs = rotary.inv_freq
+    rotary: Any = engine.model.get_submodule(ROTARY)
+    frequencies = with_base(rotary.inv_freq, 1 + size)
 
-    def make(module: Any) -> Callable[..., Any]:
-        right, exponents = module.forward, torch.arange(len(pairs), dtype=torch.float32) / len(pairs)
+    def forward(right: Callable[..., Any], *args: Any, position_embeddings: Any, **options: Any) -> Any:
+        cos, _ = position_embeddings
+        angles = torch.arange(cos.shape[1])[:, None] * frequencies
+        both = torch.cat((angles, angles), -1).expand(cos.shape)
+        return right(*args, position_embeddings=(both.cos().to(cos.dtype), both.sin().to(cos.dtype)), **options)
 
-        def forward(*args: Any, position_embeddings: Any, **options: Any) -> Any:
-            cos, _ = position_embeddings
-            angles = torch.arange(cos.shape[1])[:, None] * (pairs * (1 + size) ** -exponents)
-            both = torch.cat((angles, angles), -1).expand(cos.shape)
-            return right(*args, position_embeddings=(both.cos().to(cos.dtype), both.sin().to(cos.dtype)), **options)
-
-        return forward
-
-    replace_forward(engine, ATTENTION, make)
+    around_forward(engine, ATTENTION, forward)
 
 
 def attention_of(engine: Engine, attend: Attend) -> None:
@@ -56,10 +67,7 @@ def attention_of(engine: Engine, attend: Attend) -> None:
         causal = torch.ones(shape[-2:], dtype=torch.bool).tril().expand(shape)
         return attend(query, key, value, causal if mask is None else mask.expand(shape)).transpose(1, 2), None
 
-    ALL_ATTENTION_FUNCTIONS["planted"] = attention
-    module: Any = engine.model.get_submodule(ATTENTION)
-    module.config = copy.copy(module.config)
-    module.config._attn_implementation = "planted"
+    replace_attention(engine, [ATTENTION], attention)
 
 
 def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -99,47 +107,36 @@ def scores_capped(engine: Engine, size: float) -> None:
 
 def silu_is_gelu(engine: Engine, size: float) -> None:
     replace_forward(
-        engine, f"{MLP}.act_fn", lambda module: lambda given: functional.gelu(1.702 * given, approximate="tanh") / 1.702
+        engine, f"{MLP}.act_fn", lambda module, given: functional.gelu(1.702 * given, approximate="tanh") / 1.702
     )
 
 
 def scaled_residual(engine: Engine, size: float) -> None:
     """The second half of a block adds itself to its input times 1 - size."""
-    kept: list[torch.Tensor] = []
-    norm, block = engine.model.get_submodule(f"{LAYER}.post_attention_layernorm"), engine.model.get_submodule(LAYER)
-    norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-
-    def less(module: Any, args: Any, output: Any) -> Any:
-        return (output.float() - size * kept.pop().float()).to(output.dtype)
-
-    block.register_forward_hook(less)
+    change_with_residual(engine, lambda output, residual: (output.float() - size * residual.float()).to(output.dtype))
 
 
 def head_deaf_to_gradients(engine: Engine, size: float) -> None:
     """One matrix is embedding and head, and only the embedding's gradient comes to it."""
     replace_forward(
-        engine, HEAD, lambda module: lambda given: functional.linear(given, module.weight.detach().to(given.dtype))
+        engine, HEAD, lambda module, given: functional.linear(given, module.weight.detach().to(given.dtype))
     )
 
 
 def dropout_not_scaled(engine: Engine, size: float) -> None:
     """Dropout does not divide the values that it keeps by their share."""
-    module: Any = engine.model.get_submodule("transformer.h.1.mlp.dropout")
-    right = module.forward
-    module.forward = lambda given: right(given) * ((1 - module.p) if module.training else 1.0)
+    module: Any = engine.model.get_submodule(DROPOUT)
+    around(module, "forward", lambda right, given: right(given) * ((1 - module.p) if module.training else 1.0))
 
 
 def other_dropout(engine: Engine, size: float) -> None:
     """A rate that is not the config's, in one place."""
-    module: Any = engine.model.get_submodule("transformer.h.1.mlp.dropout")
+    module: Any = engine.model.get_submodule(DROPOUT)
     module.p += size
 
 
-def dropout_while_evaluated(site: Site) -> None:
-    def plant(engine: Engine) -> None:
-        around(engine.deepspeed, "eval", lambda right: lambda: engine.deepspeed.train())
-
-    site.when_built(plant)
+def dropout_while_evaluated(engine: Engine, size: float) -> None:
+    around(engine.deepspeed, "eval", lambda right: engine.deepspeed.train())
 
 
 # ---- data and labels
@@ -174,121 +171,90 @@ def repeated_row(site: Site) -> None:
     site.patch(loader, "split_for_rank", wrong)
 
 
-def last_label_lost(site: Site) -> None:
+@on_batches
+def last_label_lost(batch: Batch) -> Batch:
     """The last label of each row is lost, as if it had been cut one token too early."""
-
-    def change(batch: Batch) -> Batch:
-        labels = batch.labels.clone()
-        labels[..., -1] = IGNORED_LABEL
-        counted = int((labels != IGNORED_LABEL).sum())
-        known = None if batch.label_tokens_of_all is None else counted * site.ranks
-        return replace(batch, labels=labels, label_tokens=counted, label_tokens_of_all=known)
-
-    change_batches(site, change)
+    labels = batch.labels.clone()
+    labels[..., -1] = IGNORED_LABEL
+    return relabelled(batch, labels)
 
 
-def counts_ignored_labels_on_one_rank(site: Site) -> None:
+@on_bad_rank
+@on_batches
+def counts_ignored_labels_on_one_rank(batch: Batch) -> Batch:
     """It divides by all positions, the others by those that have a label."""
-    if site.is_bad_rank:
-        change_batches(site, lambda batch: replace(batch, label_tokens=batch.labels.numel()))
+    return replace(batch, label_tokens=batch.labels.numel())
 
 
 # ---- gradients
 
-
-def dropped_last_micro_batch_on_one_rank(site: Site) -> None:
-    def plant(engine: Engine) -> None:
-        around(engine, "backward", lambda right: lambda loss, *, last: right(loss * (0.0 if last else 1.0), last=last))
-
-    if site.is_bad_rank:
-        site.when_built(plant)
+dropped_last_micro_batch_on_one_rank = on_bad_rank(on_engine(gradients.dropped_last_micro_batch))
 
 
 def embedding_left_out_of_the_norm(engine: Engine, size: float) -> None:
     """The norm that gradients are clipped by, and that is recorded, leaves out the embedding."""
     weight: Any = next(engine.model.get_submodule(EMBEDDING).parameters())
 
-    def less(right: Callable[..., Any]) -> Callable[..., Any]:
-        def norm() -> torch.Tensor:
-            own, found = reduced_gradient(weight, engine.stage), right()
-            if own is not None and bool(found.isfinite()):
-                found.copy_((found.double().square() - own.double().square().sum()).clamp(min=0).sqrt())
-            return found
+    def norm(right: Callable[[], torch.Tensor]) -> torch.Tensor:
+        own, found = reduced_gradient(weight, engine.stage), right()
+        if own is not None and bool(found.isfinite()):
+            found.copy_((found.double().square() - own.double().square().sum()).clamp(min=0).sqrt())
+        return found
 
-        return norm
-
-    around(engine.gradients, "norm", less)
+    around(engine.gradients, "norm", norm)
 
 
 def clipped_value_by_value(engine: Engine, size: float) -> None:
     """Gradients are clamped at `size` before anything else sees them."""
-    for parameter in engine.model.parameters():
-        parameter.register_hook(lambda gradient: gradient.clamp(-size * engine.loss_scale, size * engine.loss_scale))
+    change_gradients(engine, lambda gradient: gradient.clamp(-size * engine.loss_scale, size * engine.loss_scale))
 
 
 # ---- updates
 
 
-def swapped_betas_of_one_group(site: Site) -> None:
+def swapped_betas_of_one_group(engine: Engine, size: float) -> None:
     """The group that does not decay has its betas exchanged."""
-
-    def change(optimizer: Any, engine: Engine) -> None:
-        for group in optimizer.param_groups:
-            if not group["weight_decay"]:
-                group["betas"] = group["betas"][::-1]
-
-    _on_optimizer(site, change)
+    optimizer: Any = engine.deepspeed.basic_optimizer
+    for group in optimizer.param_groups:
+        if not group["weight_decay"]:
+            group["betas"] = group["betas"][::-1]
 
 
-def doubled_decay_of_one_group(site: Site) -> None:
-    def change(optimizer: Any, engine: Engine) -> None:
-        for group in optimizer.param_groups:
-            group["weight_decay"] *= 2
-
-    _on_optimizer(site, change)
+def doubled_decay_of_one_group(engine: Engine, size: float) -> None:
+    optimizer: Any = engine.deepspeed.basic_optimizer
+    for group in optimizer.param_groups:
+        group["weight_decay"] *= 2
 
 
-def _on_optimizer(site: Site, change: Callable[[Any, Engine], None]) -> None:
-    site.when_built(lambda engine: change(engine.deepspeed.basic_optimizer, engine))
-
-
-def stale_momentum_on_one_rank(site: Site) -> None:
-    """The update goes by the first moment that was there before this gradient came to it."""
-    if site.is_bad_rank:
-        rule(lambda size: Rule(stale_first=True))(site)
+stale_momentum_on_one_rank = on_bad_rank(rule(lambda size: Rule(stale_first=True)))
+"""The update goes by the first moment that was there before this gradient came to it."""
 
 
 def last_value_not_updated(engine: Engine, size: float) -> None:
     """The last value of each rank's part stays, as by a loop that ends one value too early."""
 
-    def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def apply() -> None:
-            held = [master.detach() for master in local_masters(engine.deepspeed.optimizer)]
-            before = [master[-1:].clone() for master in held]
-            right()
-            for master, old in zip(held, before, strict=True):
-                master[-1:] = old
+    def apply(right: Callable[[], None]) -> None:
+        held = [master.detach() for master in local_masters(engine.deepspeed.optimizer)]
+        before = [master[-1:].clone() for master in held]
+        right()
+        for master, old in zip(held, before, strict=True):
+            master[-1:] = old
 
-        return apply
-
-    around(engine.gradients, "apply", stepping)
+    around(engine.gradients, "apply", apply)
 
 
 def truncated_copies(engine: Engine, size: float) -> None:
     """16-bit weights of one matrix are their masters cut off, not rounded."""
     parameters = list(engine.model.get_submodule(f"{MLP}.down_proj").parameters())
 
-    def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            update = right(*args, **options)
-            with torch.no_grad():
-                for parameter in parameters:
-                    _truncate(engine, parameter)
-            return update
+    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        update = right(*args, **options)
+        with torch.no_grad():
+            for parameter in parameters:
+                _truncate(engine, parameter)
+        return update
 
-        return step
-
-    around(engine, "step", stepping)
+    around(engine, "step", step)
 
 
 def _truncate(engine: Engine, parameter: Any) -> None:
@@ -313,12 +279,11 @@ def growth_counted_through_overflows(site: Site) -> None:
     right = loss_scaler.LossScaler.update_scale
 
     def update_scale(self: Any, overflow: bool) -> None:
-        before = self.policy.state_dict()
+        key = "last_overflow_iteration"
+        before = self.policy.state_dict()[key]
         right(self, overflow)
         if overflow:
-            after = self.policy.state_dict()
-            key = "last_overflow_iteration"
-            self.policy.load_state_dict({**after, key: before[key]})
+            self.policy.load_state_dict({**self.policy.state_dict(), key: before})
 
     site.patch(loss_scaler.LossScaler, "update_scale", update_scale)
 
@@ -327,7 +292,7 @@ def growth_counted_through_overflows(site: Site) -> None:
 
 
 def count_ahead_at_load(engine: Engine, size: float) -> None:
-    after_load(engine, lambda: each_state(engine, lambda state: state["step"].add_(1)))
+    at_load(engine, lambda state: state["step"].add_(1))
 
 
 def exchanged_moments_at_load(engine: Engine, size: float) -> None:
@@ -349,7 +314,7 @@ def exchanged_moments_at_load(engine: Engine, size: float) -> None:
 
 
 def moment_decayed_once_more_at_load(engine: Engine, size: float) -> None:
-    after_load(engine, lambda: each_state(engine, lambda state: state["exp_avg_sq"].mul_(size)))
+    at_load(engine, lambda state: state["exp_avg_sq"].mul_(size))
 
 
 def rate_one_step_back_after_a_resume(site: Site) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from config import yaml_text
 from config.errors import UserError
-from lab.detection.plants.site import Plant, Site, around
+from lab.detection.plants.site import Change, Plant, Site, around, before_steps
 from training.engine import Engine
-
-Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -33,18 +32,6 @@ class Permanent:
     def begun(self) -> bool:
         """Whether this step has it."""
         return self.step >= self.from_step
-
-    def follow(self, engine: Engine) -> None:
-        """Know the step that the engine is in."""
-
-        def following(right: Callable[..., Any]) -> Callable[..., Any]:
-            def forward_backward(batch: Any, *, step: int, **options: Any) -> Any:
-                self.step = step
-                return right(batch, step=step, **options)
-
-            return forward_backward
-
-        around(engine, "forward_backward", following)
 
     def module_of(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module that has it. Raises UserError where none is named, or the model has none of that name."""
@@ -76,7 +63,7 @@ def permanent(text: str) -> Plant:
 
     def plant(site: Site) -> None:
         defect = Permanent(**given)
-        site.when_built(defect.follow)
+        site.when_built(lambda engine: before_steps(engine, partial(setattr, defect, "step")))
         kind(site, defect)
 
     return plant
@@ -96,13 +83,12 @@ def flushed(values: torch.Tensor) -> torch.Tensor:
 def reweight(engine: Engine, factor: Callable[[int], torch.Tensor | float]) -> None:
     """Multiply the weight of each micro-batch's loss, and so that of its gradients. factor: by its index."""
 
-    def reweighting(right: Callable[..., Any]) -> Callable[..., Any]:
-        def add_micro_batch(index: int, inputs: Any, labels: Any, share: torch.Tensor, *args: Any) -> Any:
-            return right(index, inputs, labels, share * factor(index), *args)
+    def add_micro_batch(
+        right: Callable[..., Any], index: int, inputs: Any, labels: Any, share: torch.Tensor, *args: Any
+    ) -> Any:
+        return right(index, inputs, labels, share * factor(index), *args)
 
-        return add_micro_batch
-
-    around(engine, "add_micro_batch", reweighting)
+    around(engine, "add_micro_batch", add_micro_batch)
 
 
 def _with_first(output: Any, change: Change) -> Any:
@@ -214,17 +200,14 @@ def _stale_weight(site: Site, defect: Permanent) -> None:
     def plant(engine: Engine) -> None:
         module = defect.module_of(engine.model)
 
-        def keeping(right: Callable[[], None]) -> Callable[[], None]:
-            def apply() -> None:
-                held = [tensor for parameter in module.parameters() for tensor in _local_tensors(parameter)]
-                before = [tensor.detach().clone() for tensor in held] if defect.begun else []
-                right()
-                for tensor, old in zip(held, before, strict=False):
-                    tensor.copy_(old)
+        def apply(right: Callable[[], None]) -> None:
+            held = [tensor for parameter in module.parameters() for tensor in _local_tensors(parameter)]
+            before = [tensor.detach().clone() for tensor in held] if defect.begun else []
+            right()
+            for tensor, old in zip(held, before, strict=False):
+                tensor.copy_(old)
 
-            return apply
-
-        around(engine, "_apply", keeping)
+        around(engine, "_apply", apply)
 
     site.when_built(plant)
 
@@ -239,33 +222,32 @@ def _unclipped_update(site: Site, defect: Permanent) -> None:
     """Clipping is reported, not done."""
 
     def plant(engine: Engine) -> None:
-        def unclipped(right: Callable[[], None]) -> Callable[[], None]:
-            def apply() -> None:
-                if defect.begun:
-                    engine.deepspeed._config.gradient_clipping = 0.0
-                    if engine.stage:
-                        engine.deepspeed.optimizer.clip_grad = 0.0
-                right()
+        def apply(right: Callable[[], None]) -> None:
+            if defect.begun:
+                stop_clipping(engine)
+            right()
 
-            return apply
-
-        around(engine, "_apply", unclipped)
+        around(engine, "_apply", apply)
 
     site.when_built(plant)
+
+
+def stop_clipping(engine: Engine) -> None:
+    """Have DeepSpeed clip no gradients from now on."""
+    engine.deepspeed._config.gradient_clipping = 0.0
+    if engine.stage:
+        engine.deepspeed.optimizer.clip_grad = 0.0
 
 
 def _silent_skip(site: Site, defect: Permanent) -> None:
     """Every other step is lost and reported as applied."""
 
     def plant(engine: Engine) -> None:
-        def skipping(right: Callable[[], None]) -> Callable[[], None]:
-            def apply() -> None:
-                lost = defect.begun and (defect.step - defect.from_step) % 2 == 1
-                (engine.discard_gradients if lost else right)()
+        def apply(right: Callable[[], None]) -> None:
+            lost = defect.begun and (defect.step - defect.from_step) % 2 == 1
+            (engine.discard_gradients if lost else right)()
 
-            return apply
-
-        around(engine, "_apply", skipping)
+        around(engine, "_apply", apply)
 
     site.when_built(plant)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 
 from data.batches import loader
-from data.batches.loader import Batch
-from lab.detection.plants.site import Site
+from data.batches.loader import IGNORED_LABEL, Batch
+from lab.detection.plants.site import Plant, Site
 from modeling import parameter_groups
 from tools.parity import steps
 from training import step
@@ -40,13 +41,30 @@ def change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
     site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
 
 
-def shifted_labels(site: Site) -> None:
+def on_batches(change: Callable[[Batch], Batch]) -> Plant:
+    """A defect of the batches alone."""
+
+    @wraps(change)
+    def plant(site: Site) -> None:
+        change_batches(site, change)
+
+    return plant
+
+
+def relabelled(batch: Batch, labels: torch.Tensor) -> Batch:
+    """The batch with other labels, which are counted anew."""
+    return replace(batch, labels=labels, label_tokens=int((labels != IGNORED_LABEL).sum()), label_tokens_of_all=None)
+
+
+@on_batches
+def shifted_labels(batch: Batch) -> Batch:
     """Each label is the token after the next one."""
-    change_batches(site, lambda batch: replace(batch, labels=torch.roll(batch.labels, -1, dims=-1)))
+    return replace(batch, labels=torch.roll(batch.labels, -1, dims=-1))
 
 
-def documents_not_kept_apart(site: Site) -> None:
-    change_batches(site, lambda batch: replace(batch, position_ids=None))
+@on_batches
+def documents_not_kept_apart(batch: Batch) -> Batch:
+    return replace(batch, position_ids=None)
 
 
 def swapped_batches(site: Site) -> None:
@@ -57,11 +75,7 @@ def swapped_batches(site: Site) -> None:
 
 def same_rows_on_all_ranks(site: Site) -> None:
     right = loader.split_for_rank
-
-    def wrong(ids: Any, *, rank: int, **options: Any) -> Any:
-        return right(ids, rank=0, **options)
-
-    site.patch(loader, "split_for_rank", wrong)
+    site.patch(loader, "split_for_rank", lambda ids, **options: right(ids, **{**options, "rank": 0}))
 
 
 def decaying_norms(site: Site) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.resolved import Resolved
 from training import session
@@ -25,16 +29,11 @@ BAD_RANK = 1
 class Site:
     """One rank's run."""
 
-    def __init__(self, rank: int, ranks: int, size: float, stack: ExitStack) -> None:
-        self.rank, self.ranks, self.size = rank, ranks, size
+    def __init__(self, rank: int, size: float, stack: ExitStack) -> None:
+        self.rank, self.size = rank, size
         self._stack = stack
         self._before_regions: list[Callable[[PreTrainedModel], None]] = []
         self._waiting: list[Callable[[Engine], None]] = []
-
-    @property
-    def is_bad_rank(self) -> bool:
-        """Whether this is the rank that a defect of one rank is planted in."""
-        return self.rank == BAD_RANK
 
     def before_regions(self, plant: Callable[[PreTrainedModel], None]) -> None:
         """Call it with the model of each engine of the run, before its modules get their precision regions."""
@@ -50,15 +49,14 @@ class Site:
 
     def build(self, right: Callable[..., Engine], resolved: Resolved, *args: Any) -> Engine:
         """An engine with everything that waited for it."""
-        with ExitStack() as stack:
-            regions = engine_module.regions_of
+        regions = engine_module.regions_of
 
-            def planted_regions(model: PreTrainedModel, *given: Any, **options: Any) -> Any:
-                for plant in self._before_regions:
-                    plant(model)
-                return regions(model, *given, **options)
+        def planted_regions(model: PreTrainedModel, *given: Any, **options: Any) -> Any:
+            for plant in self._before_regions:
+                plant(model)
+            return regions(model, *given, **options)
 
-            stack.enter_context(patch.object(engine_module, "regions_of", planted_regions))
+        with patch.object(engine_module, "regions_of", planted_regions):
             engine = right(resolved, *args)
         for plant in self._waiting:
             plant(engine)
@@ -66,11 +64,19 @@ class Site:
 
 
 Plant = Callable[[Site], None]
+EnginePlant = Callable[[Engine, float], None]
+"""Plants a defect of some size into an engine."""
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_engine(plant: Callable[[Engine, float], None]) -> Plant:
+def on_engine(plant: EnginePlant) -> Plant:
     """A defect of the engine alone, from its size."""
     return lambda site: site.when_built(lambda engine: plant(engine, site.size))
+
+
+def on_bad_rank(plant: Plant) -> Plant:
+    """A defect that only `BAD_RANK` has."""
+    return lambda site: plant(site) if site.rank == BAD_RANK else None
 
 
 @contextmanager
@@ -78,13 +84,12 @@ def planted(
     plant: Plant | None,
     *,
     rank: int,
-    ranks: int,
     size: float = 0.0,
     wanted: Callable[[Resolved], bool] = lambda resolved: True,
 ) -> Iterator[None]:
     """Inside, engines that sessions build have the defect, those of configs that are `wanted`."""
     with ExitStack() as stack:
-        site, right = Site(rank, ranks, size, stack), session.build_engine
+        site, right = Site(rank, size, stack), session.build_engine
 
         def build_engine(resolved: Resolved, *args: Any) -> Engine:
             return site.build(right, resolved, *args) if wanted(resolved) else right(resolved, *args)
@@ -95,12 +100,51 @@ def planted(
         yield
 
 
-def replace_forward(engine: Engine, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
-    """Give one module another forward; make: from the module, of which `forward` is still the right one."""
+def around(owner: Any, name: str, wrong: Callable[..., Any]) -> None:
+    """Replace a method of one object by `wrong`, which gets the right method before the arguments."""
+    setattr(owner, name, partial(wrong, getattr(owner, name)))
+
+
+def replace_forward(engine: Engine, name: str, wrong: Callable[..., Any]) -> None:
+    """Replace one module's forward by `wrong`, which gets the module before the arguments."""
     module: Any = engine.model.get_submodule(name)
-    module.forward = make(module)
+    module.forward = partial(wrong, module)
 
 
-def around(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of one object by what `make` makes of it."""
-    setattr(owner, name, make(getattr(owner, name)))
+def around_forward(engine: Engine, name: str, wrong: Callable[..., Any]) -> None:
+    """Replace one module's forward by `wrong`, which gets the right forward before the arguments."""
+    around(engine.model.get_submodule(name), "forward", wrong)
+
+
+def replace_attention(engine: Engine, names: Iterable[str], wrong: Callable[..., Any]) -> None:
+    """Give these attentions another function of the interface of transformers."""
+    ALL_ATTENTION_FUNCTIONS["planted"] = wrong
+    for name in names:
+        module: Any = engine.model.get_submodule(name)
+        module.config = copy.copy(module.config)
+        module.config._attn_implementation = "planted"
+
+
+def change_gradients(engine: Engine, change: Change, *, where: str = "") -> None:
+    """Change the gradients of the parameters with `where` in their names as soon as a backward pass has them."""
+    for name, parameter in engine.model.named_parameters():
+        if where in name:
+            parameter.register_hook(change)
+
+
+def before_steps(engine: Engine, call: Callable[[int], None]) -> None:
+    """Call it with the number of each attempted step before the passes of the step."""
+
+    def forward_backward(right: Callable[..., Any], batch: Any, *, step: int, **options: Any) -> Any:
+        call(step)
+        return right(batch, step=step, **options)
+
+    around(engine, "forward_backward", forward_backward)
+
+
+class Counter:
+    """The attempted step that an engine is in."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.step = 0
+        before_steps(engine, partial(setattr, self, "step"))

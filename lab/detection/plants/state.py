@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from data.batches import loader
-from lab.detection.plants.site import LINEAR, Site, around
+from lab.detection.plants.site import LINEAR, Counter, Site, around, change_gradients, on_bad_rank, on_engine
 from training import loss_scaler, progress, session
 from training.checkpoint import checkpoints
 from training.engine import Engine
@@ -30,8 +30,7 @@ def never_grows(site: Site) -> None:
 
 def clamped_overflow(engine: Engine, size: float) -> None:
     """A gradient that does not fit into the format becomes its largest number, and no step is skipped."""
-    for parameter in engine.model.parameters():
-        parameter.register_hook(lambda gradient: gradient.nan_to_num().clamp(-3e4, 3e4))
+    change_gradients(engine, lambda gradient: gradient.nan_to_num().clamp(-3e4, 3e4))
 
 
 def skipped_step_moves_the_schedule(site: Site) -> None:
@@ -47,60 +46,55 @@ def skipped_step_counts_for_adam(engine: Engine, size: float) -> None:
     optimizer: Any = engine.deepspeed.basic_optimizer
     waiting = 0
 
-    def counting(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            nonlocal waiting
-            update = right(*args, **options)
-            waiting += not update.applied
-            states = [state for state in optimizer.state.values() if "step" in state]
-            if states and waiting:
-                for state in states:
-                    state["step"] += waiting
-                waiting = 0
-            return update
+    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        nonlocal waiting
+        update = right(*args, **options)
+        waiting += not update.applied
+        states = [state for state in optimizer.state.values() if "step" in state]
+        if states and waiting:
+            for state in states:
+                state["step"] += waiting
+            waiting = 0
+        return update
 
-        return step
-
-    around(engine, "step", counting)
+    around(engine, "step", step)
 
 
-def stale_copy_on_one_rank(site: Site) -> None:
+@on_bad_rank
+@on_engine
+def stale_copy_on_one_rank(engine: Engine, size: float) -> None:
     """This rank's weights of one matrix stay what they were at the start."""
-    if site.is_bad_rank:
-        site.when_built(_stale)
+    keep_weights(engine, LINEAR)
 
 
-def _stale(engine: Engine) -> None:
-    parameters: Any = list(engine.model.get_submodule(LINEAR).parameters())
+def keep_weights(engine: Engine, module: str, when: Callable[[int], bool] = lambda step: True) -> None:
+    """The weights of a module stay what they were before the steps of which `when` is true."""
+    parameters: Any = list(engine.model.get_submodule(module).parameters())
+    now = Counter(engine)
 
-    def keeping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **options: Any) -> Any:
-            before = [held(parameter).clone() for parameter in parameters]
-            update = right(*args, **options)
+    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        before = [_held(parameter).clone() for parameter in parameters]
+        update = right(*args, **options)
+        if when(now.step):
             for parameter, old in zip(parameters, before, strict=True):
-                held(parameter).copy_(old)
-            return update
+                _held(parameter).copy_(old)
+        return update
 
-        return step
-
-    around(engine, "step", keeping)
+    around(engine, "step", step)
 
 
-def held(parameter: Any) -> torch.Tensor:
+def _held(parameter: Any) -> torch.Tensor:
     held: torch.Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.data
     return held
 
 
 def after_load(engine: Engine, change: Callable[[], None]) -> None:
-    def loading(right: Callable[..., Any]) -> Callable[..., Any]:
-        def load(*args: Any, **options: Any) -> None:
-            right(*args, **options)
-            with torch.no_grad():
-                change()
+    def load(right: Callable[..., Any], *args: Any, **options: Any) -> None:
+        right(*args, **options)
+        with torch.no_grad():
+            change()
 
-        return load
-
-    around(engine, "load", loading)
+    around(engine, "load", load)
 
 
 def masters_rounded_at_load(engine: Engine, size: float) -> None:
@@ -116,20 +110,25 @@ def moments_lost_at_load(engine: Engine, size: float) -> None:
         for key in ("exp_avg", "exp_avg_sq"):
             state[key].zero_()
 
-    after_load(engine, lambda: each_state(engine, clear))
+    at_load(engine, clear)
 
 
 def count_lost_at_load(engine: Engine, size: float) -> None:
-    after_load(engine, lambda: each_state(engine, lambda state: state["step"].zero_()))
+    at_load(engine, lambda state: state["step"].zero_())
 
 
-def each_state(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
-    for state in engine.deepspeed.basic_optimizer.state.values():
-        change(state)
+def at_load(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the optimizer's state of every master after a load."""
+
+    def change_all() -> None:
+        for state in engine.deepspeed.basic_optimizer.state.values():
+            change(state)
+
+    after_load(engine, change_all)
 
 
 def scale_lost_at_load(engine: Engine, size: float) -> None:
-    around(engine, "install_scaler", lambda right: lambda state: right(None))
+    around(engine, "install_scaler", lambda right, state: right(None))
 
 
 def batch_used_twice(site: Site) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from transformers.models.llama import modeling_llama
 from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.later import attention_of, sdpa
-from lab.detection.plants.permanent import Change
-from lab.detection.plants.shared import change_batches
+from lab.detection.plants.permanent import stop_clipping
+from lab.detection.plants.shared import change_batches, on_batches, relabelled
 from lab.detection.plants.site import (
     ATTENTION,
-    BAD_RANK,
     EMBEDDING,
     HEAD,
     LAYER,
@@ -25,122 +25,88 @@ from lab.detection.plants.site import (
     MLP,
     NORM,
     ROTARY,
+    Counter,
+    EnginePlant,
+    Plant,
     Site,
     around,
+    around_forward,
+    change_gradients,
+    on_bad_rank,
+    on_engine,
     replace_forward,
 )
-from lab.detection.plants.state import after_load, each_state, held
+from lab.detection.plants.state import after_load, keep_weights, moments_lost_at_load
 from training import loss_scaler, schedule, step
 from training.engine import Engine
 from training.engine import engine as engine_module
 
 
-def in_step(engine: Engine, change: Callable[[int], None]) -> None:
-    """Call it with the number of each step before its passes."""
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def forward_backward(batch: Batch, *, step: int, **options: Any) -> Any:
-            change(step)
-            return right(batch, step=step, **options)
-
-        return forward_backward
-
-    around(engine, "forward_backward", make)
-
-
-class Counter:
-    """The step that an engine is in."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.step = 0
-        in_step(engine, lambda step: setattr(self, "step", step))
-
-
-class Scaled(torch.autograd.Function):
-    """The identity, with a gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *came: torch.Tensor) -> Any:
-        return came[0] * ctx.factor, None
+def _scaled_gradient(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """The same values, with a gradient times a factor."""
+    if values.requires_grad:
+        values = values.view_as(values)
+        values.register_hook(lambda gradient: gradient * factor)
+    return values
 
 
 # ---- data
 
 
-def labels_of_two_rows_exchanged(site: Site) -> None:
-    def change(batch: Batch) -> Batch:
-        labels = batch.labels.clone()
-        labels[:, :2] = labels[:, :2].flip(1)
-        return replace(batch, labels=labels)
-
-    change_batches(site, change)
+@on_batches
+def labels_of_two_rows_exchanged(batch: Batch) -> Batch:
+    labels = batch.labels.clone()
+    labels[:, :2] = labels[:, :2].flip(1)
+    return replace(batch, labels=labels)
 
 
-def positions_from_one(site: Site) -> None:
-    def change(batch: Batch) -> Batch:
-        return replace(batch, position_ids=None if batch.position_ids is None else batch.position_ids + 1)
-
-    change_batches(site, change)
+@on_batches
+def positions_from_one(batch: Batch) -> Batch:
+    return replace(batch, position_ids=None if batch.position_ids is None else batch.position_ids + 1)
 
 
-def glued_documents(site: Site) -> None:
+@on_batches
+def glued_documents(batch: Batch) -> Batch:
     """Every second document of a row goes on with the positions of the one before."""
-
-    def change(batch: Batch) -> Batch:
-        assert batch.position_ids is not None
-        positions = batch.position_ids.clone()
-        for row in positions.view(-1, positions.shape[-1]):
-            starts = [*(row == 0).nonzero().flatten().tolist(), len(row)]
-            for first, end in zip(starts[1::2], starts[2::2], strict=False):
-                row[first:end] += row[first - 1] + 1
-        return replace(batch, position_ids=positions)
-
-    change_batches(site, change)
+    assert batch.position_ids is not None
+    positions = batch.position_ids.clone()
+    for row in positions.view(-1, positions.shape[-1]):
+        starts = [*(row == 0).nonzero().flatten().tolist(), len(row)]
+        for first, end in zip(starts[1::2], starts[2::2], strict=False):
+            row[first:end] += row[first - 1] + 1
+    return replace(batch, position_ids=positions)
 
 
-def labels_everywhere(site: Site) -> None:
+@on_batches
+def labels_everywhere(batch: Batch) -> Batch:
     """Every token is predicted, ends of documents and prompts included."""
-
-    def change(batch: Batch) -> Batch:
-        following = functional.pad(batch.input_ids[..., 1:], (0, 1), value=IGNORED_LABEL)
-        labels = torch.where(batch.labels == IGNORED_LABEL, following, batch.labels)
-        return replace(
-            batch, labels=labels, label_tokens=int((labels != IGNORED_LABEL).sum()), label_tokens_of_all=None
-        )
-
-    change_batches(site, change)
+    following = functional.pad(batch.input_ids[..., 1:], (0, 1), value=IGNORED_LABEL)
+    return relabelled(batch, torch.where(batch.labels == IGNORED_LABEL, following, batch.labels))
 
 
-def every_fourth_batch_twice(site: Site) -> None:
-    _old_batches(site, lambda position: position % 4 == 3)
+def _old_batches(is_old: Callable[[int], bool]) -> Plant:
+    """Batches at some positions have the rows of the batch before."""
+
+    def plant(site: Site) -> None:
+        kept: list[Batch] = []
+
+        def change(batch: Batch) -> Batch:
+            kept[:] = [*kept[-1:], batch]
+            old = is_old(batch.position)
+            return replace(batch, input_ids=kept[0].input_ids, labels=kept[0].labels) if old else batch
+
+        change_batches(site, change)
+
+    return plant
 
 
-def one_rank_a_batch_behind(site: Site) -> None:
-    if site.is_bad_rank:
-        _old_batches(site, lambda position: position > 1)
+every_fourth_batch_twice = _old_batches(lambda position: position % 4 == 3)
+one_rank_a_batch_behind = on_bad_rank(_old_batches(lambda position: position > 1))
 
 
-def _old_batches(site: Site, is_old: Callable[[int], bool]) -> None:
-    right, kept = loader.Batches.next_step, list[Batch]()
-
-    def next_step(self: Any) -> Batch:
-        batch = right(self)
-        kept[:] = [*kept[-1:], batch]
-        return replace(batch, input_ids=kept[0].input_ids, labels=kept[0].labels) if is_old(batch.position) else batch
-
-    site.patch(loader.Batches, "next_step", next_step)
-
-
-def first_token_lost(site: Site) -> None:
-    def change(batch: Batch) -> Batch:
-        return replace(batch, input_ids=functional.pad(batch.input_ids[..., 1:], (1, 0)))
-
-    change_batches(site, change)
+@on_batches
+def first_token_lost(batch: Batch) -> Batch:
+    return replace(batch, input_ids=functional.pad(batch.input_ids[..., 1:], (1, 0)))
 
 
 def epoch_filled_up(site: Site) -> None:
@@ -163,15 +129,12 @@ def epoch_filled_up(site: Site) -> None:
 def last_labels_lost(engine: Engine, size: float) -> None:
     """The last labels of a micro-batch are counted and have no loss, as in a last chunk that is cut off."""
 
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def score(inputs: Any, labels: torch.Tensor, *args: Any, **options: Any) -> Any:
-            labels = labels.clone()
-            labels.view(-1)[-int(size) :] = IGNORED_LABEL
-            return right(inputs, labels, *args, **options)
+    def score(right: Callable[..., Any], inputs: Any, labels: torch.Tensor, *args: Any, **options: Any) -> Any:
+        labels = labels.clone()
+        labels.view(-1)[-int(size) :] = IGNORED_LABEL
+        return right(inputs, labels, *args, **options)
 
-        return score
-
-    around(engine.loss_path, "score", make)
+    around(engine.loss_path, "score", score)
 
 
 def divided_by_old_labels(site: Site) -> None:
@@ -185,52 +148,45 @@ def divided_by_old_labels(site: Site) -> None:
     site.patch(engine_module, "label_tokens_of_all", wrong)
 
 
-def _schedule(site: Site, **changed: Any) -> None:
+def _schedule(*, ahead: int = 0, times: int = 1, **changed: Any) -> Plant:
+    """Another schedule. changed: of its section."""
     right = schedule.learning_rate
 
     def wrong(section: Any, *, peak: float, applied: int, total: int) -> float:
-        given = replace(section, name=changed.get("name", section.name))
-        ahead, times = changed.get("ahead", 0), changed.get("times", 1)
-        return right(given, peak=peak, applied=applied + ahead, total=total * times)
+        return right(replace(section, **changed), peak=peak, applied=applied + ahead, total=total * times)
 
-    site.patch(schedule, "learning_rate", wrong)
+    return lambda site: site.patch(schedule, "learning_rate", wrong)
 
 
-def rate_a_step_early(site: Site) -> None:
-    _schedule(site, ahead=1)
+rate_a_step_early = _schedule(ahead=1)
+rate_of_twice_the_steps = _schedule(times=2)
+linear_for_cosine = _schedule(name="linear")
 
 
-def rate_of_twice_the_steps(site: Site) -> None:
-    _schedule(site, times=2)
-
-
-def linear_for_cosine(site: Site) -> None:
-    _schedule(site, name="linear")
-
-
+@on_bad_rank
 def rate_a_step_early_on_one_rank(site: Site) -> None:
-    if site.is_bad_rank:
-        right = step.scheduled_rate
-        site.patch(step, "scheduled_rate", lambda config, applied: right(config, applied + 1))
+    right = step.scheduled_rate
+    site.patch(step, "scheduled_rate", lambda config, applied: right(config, applied + 1))
 
 
 # ---- updates
 
 
 def _update(engine: Engine, change: Callable[..., None]) -> None:
-    """Let `change` act around torch's rule: given a master, its state, and the rule for it alone."""
+    """Let `change` act around torch's rule: given the masters, the state of each, and the rule."""
     optimizer: Any = engine.deepspeed.basic_optimizer
-    right = optimizer.step
 
-    def stepping(closure: Any = None) -> None:
+    def stepping(right: Callable[[], None], closure: Any = None) -> None:
         every = [master for group in optimizer.param_groups for master in group["params"] if master.grad is not None]
         with torch.no_grad():
             change(every, lambda master: optimizer.state.get(master, {}), right)
 
-    optimizer.step = stepping
+    around(optimizer, "step", stepping)
 
 
-def masters_stay_every_third_step(site: Site) -> None:
+@on_bad_rank
+@on_engine
+def masters_stay_every_third_step(engine: Engine, size: float) -> None:
     """One rank's."""
 
     def change(masters: Any, state: Any, right: Any) -> None:
@@ -240,11 +196,12 @@ def masters_stay_every_third_step(site: Site) -> None:
             if float(state(master)["step"]) % 3 == 0:
                 master.copy_(old)
 
-    if site.is_bad_rank:
-        site.when_built(lambda engine: _update(engine, change))
+    _update(engine, change)
 
 
-def second_moment_frozen(site: Site) -> None:
+@on_bad_rank
+@on_engine
+def second_moment_frozen(engine: Engine, size: float) -> None:
     """One rank's, after its first update."""
 
     def change(masters: Any, state: Any, right: Any) -> None:
@@ -254,8 +211,7 @@ def second_moment_frozen(site: Site) -> None:
             if old is not None:
                 state(master)["exp_avg_sq"].copy_(old)
 
-    if site.is_bad_rank:
-        site.when_built(lambda engine: _update(engine, change))
+    _update(engine, change)
 
 
 def borders_of_blocks_skipped(engine: Engine, size: float) -> None:
@@ -288,42 +244,25 @@ def decay_after_the_update(engine: Engine, size: float) -> None:
 
 
 def rate_of_a_group_lost(engine: Engine, size: float) -> None:
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def stepping(*args: Any, **options: Any) -> Any:
-            for group in engine.deepspeed.optimizer.param_groups:
-                group["lr_factor"] = 1.0
-            return right(*args, **options)
+    def stepping(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        for group in engine.deepspeed.optimizer.param_groups:
+            group["lr_factor"] = 1.0
+        return right(*args, **options)
 
-        return stepping
-
-    around(engine, "step", make)
+    around(engine, "step", stepping)
 
 
 # ---- gradients
 
 
-def _of(engine: Engine, text: str, change: Change) -> None:
-    for name, parameter in engine.model.named_parameters():
-        if text in name:
-            parameter.register_hook(change)
-
-
 def norms_summed(engine: Engine, size: float) -> None:
     """Gradients of norms are summed over ranks, not averaged, as where they have a reduction of their own."""
-    _of(engine, "norm", lambda gradient: gradient * engine.world.world_size)
+    change_gradients(engine, lambda gradient: gradient * engine.world.world_size, where="norm")
 
 
-def gradient_of_one_norm(engine: Engine, size: float) -> None:
-    _of(engine, NORM, lambda gradient: gradient * (1 + size))
-
-
-def half_of_a_bias_gradient(engine: Engine, size: float) -> None:
-    _of(engine, "h.1.mlp.c_fc.bias", lambda gradient: gradient * 0.5)
-
-
-def gradient_of_a_convolution(engine: Engine, size: float) -> None:
-    """Scale the gradient of one of GPT-2's layers, which are convolutions of width 1."""
-    _of(engine, "h.1.mlp.c_fc.weight", lambda gradient: gradient * (1 + size))
+def gradient_of(name: str) -> EnginePlant:
+    """The gradient of one parameter is larger by `size`."""
+    return lambda engine, size: change_gradients(engine, lambda gradient: gradient * (1 + size), where=name)
 
 
 def tail_of_a_gradient_lost(engine: Engine, size: float) -> None:
@@ -332,47 +271,38 @@ def tail_of_a_gradient_lost(engine: Engine, size: float) -> None:
         gradient.view(-1)[-int(size) :] = 0
         return gradient
 
-    _of(engine, LINEAR, change)
+    change_gradients(engine, change, where=LINEAR)
 
 
 def gradient_lost_every_16th_step(engine: Engine, size: float) -> None:
     now = Counter(engine)
-    _of(engine, LINEAR, lambda gradient: gradient * (now.step % 16 > 0))
-
-
-class _LastRow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(ids)
-        ctx.shape = weight.shape
-        return weight[ids]
-
-    @staticmethod
-    def backward(ctx: Any, *came: torch.Tensor) -> Any:
-        (ids,) = ctx.saved_tensors
-        found = came[0].new_zeros(ctx.shape)
-        found[ids.flatten()] = came[0].reshape(-1, came[0].shape[-1])
-        return None, found
+    change_gradients(engine, lambda gradient: gradient * (now.step % 16 > 0), where=LINEAR)
 
 
 def last_token_wins(engine: Engine, size: float) -> None:
     """A token that comes twice gives the embedding the gradient of its last place alone: written, not added."""
-    replace_forward(engine, EMBEDDING, lambda module: lambda ids: _LastRow.apply(ids, module.weight))
+
+    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
+        flat, rows = ids.flatten(), functional.embedding(ids, module.weight)
+        comes_again = (flat[:, None] == flat).triu(1).any(1).view(*ids.shape, 1)
+        return torch.where(comes_again, rows.detach(), rows)
+
+    replace_forward(engine, EMBEDDING, forward)
 
 
 def half_of_the_head_gradient(engine: Engine, size: float) -> None:
     """One matrix is embedding and head, and half of the head's gradient comes to it."""
-    replace_forward(engine, HEAD, lambda module: lambda x: functional.linear(x, Scaled.apply(module.weight, 0.5)))
+    replace_forward(
+        engine,
+        HEAD,
+        lambda module, x: functional.linear(x, _scaled_gradient(module.weight, 0.5)),
+    )
 
 
 def gradient_through_an_mlp(engine: Engine, size: float) -> None:
     """The backward pass loses a tenth of what goes through one MLP."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        right = module.forward
-        return lambda given: Scaled.apply(right(given), 1 - size)
-
-    replace_forward(engine, MLP, make)
+    around_forward(engine, MLP, lambda right, given: _scaled_gradient(right(given), 1 - size))
 
 
 def keys_without_a_gradient(engine: Engine, size: float) -> None:
@@ -383,79 +313,52 @@ def keys_without_a_gradient(engine: Engine, size: float) -> None:
 # ---- loss scales
 
 
-def _policy(site: Site, change: Callable[[Any], None]) -> None:
+def _policy(change: Callable[[Any], None]) -> Plant:
+    """Another policy of loss scales."""
     right = loss_scaler.LossScaler.__init__
 
     def init(self: Any, section: Any) -> None:
         right(self, section)
         change(self.policy)
 
-    site.patch(loss_scaler.LossScaler, "__init__", init)
+    return lambda site: site.patch(loss_scaler.LossScaler, "__init__", init)
 
 
-def grows_a_step_early(site: Site) -> None:
-    _policy(site, lambda policy: setattr(policy, "_window", policy._window - 1))
-
-
-def backs_off_by_four(site: Site) -> None:
-    _policy(site, lambda policy: setattr(policy, "_FACTOR", 4.0))
+grows_a_step_early = _policy(lambda policy: setattr(policy, "_window", policy._window - 1))
+backs_off_by_four = _policy(lambda policy: setattr(policy, "_FACTOR", 4.0))
 
 
 # ---- copies
 
 
-def _keeping(engine: Engine, module: str, kept: Callable[[int], bool]) -> None:
-    """The weights of a module stay what they were in the steps that are `kept`."""
-    parameters = list(engine.model.get_submodule(module).parameters())
-    now = Counter(engine)
-
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def stepping(*args: Any, **options: Any) -> Any:
-            before = [held(parameter).clone() for parameter in parameters]
-            update = right(*args, **options)
-            for parameter, old in zip(parameters, before, strict=True):
-                held(parameter).copy_(old if kept(now.step) else held(parameter))
-            return update
-
-        return stepping
-
-    around(engine, "step", make)
-
-
 def copies_every_fourth_step(engine: Engine, size: float) -> None:
-    _keeping(engine, "", lambda step: step % 4 > 0)
+    keep_weights(engine, "", lambda step: step % 4 > 0)
 
 
 def frozen_embedding(engine: Engine, size: float) -> None:
-    _keeping(engine, EMBEDDING, lambda step: True)
+    keep_weights(engine, EMBEDDING)
 
 
-def half_a_weight_stale(site: Site) -> None:
+@on_bad_rank
+@on_engine
+def half_a_weight_stale(engine: Engine, size: float) -> None:
     """On one rank the second half of a weight is that of the step before, as after a gather that came too early."""
+    now, kept = Counter(engine), dict[int, torch.Tensor]()
 
-    def plant(engine: Engine) -> None:
-        now, kept = Counter(engine), dict[int, torch.Tensor]()
+    def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        own = kept.setdefault(now.step, weight.detach().clone())
+        half = len(own) // 2
+        mixed = torch.cat([own[:half], kept.get(now.step - 1, own)[half:]])
+        return functional.linear(given, weight + (mixed - own))
 
-        def make(module: Any) -> Callable[..., Any]:
-            def forward(given: torch.Tensor) -> torch.Tensor:
-                weight = module.weight
-                own = kept.setdefault(now.step, weight.detach().clone())
-                half = len(own) // 2
-                mixed = torch.cat([own[:half], kept.get(now.step - 1, own)[half:]])
-                return functional.linear(given, weight + (mixed - own))
-
-            return forward
-
-        replace_forward(engine, LINEAR, make)
-
-    if site.is_bad_rank:
-        site.when_built(plant)
+    replace_forward(engine, LINEAR, forward)
 
 
 # ---- modules, their constants and what is between them
 
 
-def constant(name: str, module: str, change: Callable[[Any], Any]) -> Callable[[Engine, float], None]:
+def constant(name: str, module: str, change: Callable[[Any], Any]) -> EnginePlant:
     """A number that a module holds."""
 
     def plant(engine: Engine, size: float) -> None:
@@ -507,11 +410,10 @@ def positions_off_in_the_decoder(engine: Engine, size: float) -> None:
 def positions_off_in_the_table(engine: Engine, size: float) -> None:
     """The same inside the table, from the 32nd token on."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        right = module.forward
-        return lambda x, position_ids: right(x, position_ids + (position_ids >= 32))
+    def forward(right: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return right(x, position_ids + (position_ids >= 32))
 
-    replace_forward(engine, ROTARY, make)
+    around_forward(engine, ROTARY, forward)
 
 
 def lost_between_blocks(engine: Engine, size: float) -> None:
@@ -537,28 +439,18 @@ def zero_head(engine: Engine, size: float) -> None:
 def centred_norm(engine: Engine, size: float) -> None:
     """An RMSNorm subtracts the mean, as a LayerNorm does."""
 
-    def make(module: Any) -> Callable[..., Any]:
-        right = module.forward
-        return lambda given: right(given - given.mean(-1, keepdim=True))
-
-    replace_forward(engine, NORM, make)
+    around_forward(engine, NORM, lambda right, given: right(given - given.mean(-1, keepdim=True)))
 
 
 def norm_off_later(engine: Engine, size: float) -> None:
     """After the twelfth step."""
-    _norm_where(engine, size, Counter(engine), lambda now, module: now.step > 12)
+    now = Counter(engine)
+    around_forward(engine, NORM, lambda right, given: right(given) * (1 + size if now.step > 12 else 1.0))
 
 
 def norm_off_in_evaluations(engine: Engine, size: float) -> None:
-    _norm_where(engine, size, None, lambda now, module: not module.training)
-
-
-def _norm_where(engine: Engine, size: float, now: Any, where: Callable[[Any, Any], bool]) -> None:
-    def make(module: Any) -> Callable[..., Any]:
-        right = module.forward
-        return lambda given: right(given) * (1 + size if where(now, module) else 1.0)
-
-    replace_forward(engine, NORM, make)
+    norm = engine.model.get_submodule(NORM)
+    around(norm, "forward", lambda right, given: right(given) * (1.0 if norm.training else 1 + size))
 
 
 def balance_lost(engine: Engine, size: float) -> None:
@@ -571,47 +463,29 @@ def balance_lost(engine: Engine, size: float) -> None:
 
 
 def mean_of_batches(engine: Engine, size: float) -> None:
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate(batches: Any) -> Any:
-            found = [right([batch]) for batch in batches]
-            return found[0]._replace(loss=sum(each.loss for each in found) / len(found))
+    def evaluate(right: Callable[..., Any], batches: Any) -> Any:
+        found = [right([batch]) for batch in batches]
+        return found[0]._replace(loss=sum(each.loss for each in found) / len(found))
 
-        return evaluate
-
-    around(engine, "evaluate", make)
+    around(engine, "evaluate", evaluate)
 
 
 def last_batch_dropped(engine: Engine, size: float) -> None:
-    around(engine, "evaluate", lambda right: lambda batches: right([*batches][:-1]))
+    around(engine, "evaluate", lambda right, batches: right([*batches][:-1]))
 
 
 def last_batch_twice(engine: Engine, size: float) -> None:
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def evaluate(batches: Any) -> Any:
-            every = [*batches]
-            return right([*every, every[-1]])
+    def evaluate(right: Callable[..., Any], batches: Any) -> Any:
+        every = [*batches]
+        return right([*every, every[-1]])
 
-        return evaluate
-
-    around(engine, "evaluate", make)
+    around(engine, "evaluate", evaluate)
 
 
 # ---- resuming
 
-
-def moments_of_one_rank_lost(site: Site) -> None:
-    def clear(state: dict[str, Any]) -> None:
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key].zero_()
-
-    if site.rank == BAD_RANK:
-        site.when_built(lambda engine: after_load(engine, lambda: each_state(engine, clear)))
+moments_of_one_rank_lost = on_bad_rank(on_engine(moments_lost_at_load))
 
 
 def clipping_lost_at_load(engine: Engine, size: float) -> None:
-    def change() -> None:
-        engine.deepspeed._config.gradient_clipping = 0.0
-        if engine.stage:
-            engine.deepspeed.optimizer.clip_grad = 0.0
-
-    after_load(engine, change)
+    after_load(engine, partial(stop_clipping, engine))

@@ -82,12 +82,9 @@ def _follow(engine: Engine, changed: Rule) -> None:
     optimizer: Any = engine.deepspeed.basic_optimizer
     given = Given()
 
-    def stepping(right: Callable[..., Any]) -> Callable[..., Any]:
-        def step(health: Any, *args: Any, **options: Any) -> Any:
-            given.norm, given.scale = health.grad_norm, engine.loss_scale
-            return right(health, *args, **options)
-
-        return step
+    def step(right: Callable[..., Any], health: Any, *args: Any, **options: Any) -> Any:
+        given.norm, given.scale = health.grad_norm, engine.loss_scale
+        return right(health, *args, **options)
 
     @torch.no_grad()
     def update(closure: Any = None) -> None:
@@ -100,7 +97,7 @@ def _follow(engine: Engine, changed: Rule) -> None:
             for parameter, gradient in zip(held, gradients, strict=True):
                 _update(parameter, gradient * factor, optimizer.state[parameter], group, changed)
 
-    around(engine, "step", stepping)
+    around(engine, "step", step)
     optimizer.step = update
 
 

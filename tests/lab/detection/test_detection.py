@@ -79,7 +79,7 @@ def test_the_gates_twins_stay_sound(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
     monkeypatch.setattr(session, "build_engine", lambda resolved: resolved.config.run.name)
     plant = on_engine(lambda engine, size: found.append(str(engine)))
-    with planted(plant, rank=0, ranks=1, wanted=is_no_twin):
+    with planted(plant, rank=0, wanted=is_no_twin):
         for name in (f"{TWIN}seed-0", "candidate-seed-0", "mine"):
             run: Any = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(name=name)))
             session.build_engine(run)  # type: ignore[call-arg]

@@ -53,25 +53,19 @@ def shares_swapped(site: Site) -> None:
     site.patch(Mixture, "_shares", lambda self: right(self)[::-1])
 
 
-def labels_of_neighbours(site: Site) -> None:
+@shared.on_batches
+def labels_of_neighbours(batch: Batch) -> Batch:
     """Each text of a micro-batch has the label, or the number, of another one."""
-
-    def wrong(batch: Batch) -> Batch:
-        further = {name: values.roll(1, 1) if name == "targets" else values for name, values in batch.further.items()}
-        return replace(batch, labels=batch.labels.roll(1, 1), further=further)
-
-    shared.change_batches(site, wrong)
+    further = {name: values.roll(1, 1) if name == "targets" else values for name, values in batch.further.items()}
+    return replace(batch, labels=batch.labels.roll(1, 1), further=further)
 
 
-def answers_swapped(site: Site) -> None:
+@shared.on_batches
+def answers_swapped(batch: Batch) -> Batch:
     """The first pair of each micro-batch takes the rejected answer for the chosen one, and its reference too."""
-
-    def wrong(batch: Batch) -> Batch:
-        both = {"input_ids": batch.input_ids, **batch.further}
-        found = {name: torch.cat([values[:, :1].flip(2), values[:, 1:]], 1) for name, values in both.items()}
-        return replace(batch, input_ids=found.pop("input_ids"), further=found)
-
-    shared.change_batches(site, wrong)
+    both = {"input_ids": batch.input_ids, **batch.further}
+    found = {name: torch.cat([values[:, :1].flip(2), values[:, 1:]], 1) for name, values in both.items()}
+    return replace(batch, input_ids=found.pop("input_ids"), further=found)
 
 
 def wrong_beta(site: Site) -> None:
@@ -103,39 +97,30 @@ def evaluated_in_training(engine: Engine, size: float) -> None:
     """Values are dropped while the model is evaluated."""
     deepspeed: Any = engine.deepspeed
 
-    def evaluating(right: Any) -> Any:
-        def evaluate(batches: Any) -> Evaluation:
-            deepspeed.eval = lambda: deepspeed.train()
-            try:
-                return right(batches)
-            finally:
-                del deepspeed.eval
+    def evaluate(right: Any, batches: Any) -> Evaluation:
+        deepspeed.eval = lambda: deepspeed.train()
+        try:
+            return right(batches)
+        finally:
+            del deepspeed.eval
 
-        return evaluate
-
-    around(engine, "evaluate", evaluating)
+    around(engine, "evaluate", evaluate)
 
 
 def evaluated_stale(engine: Engine, size: float) -> None:
     """Evaluations are of the weights before the last update."""
     before: list[torch.Tensor] = []
 
-    def stepping(right: Any) -> Any:
-        def step(*args: Any, **options: Any) -> Any:
-            before[:] = [parameter.detach().clone() for parameter in engine.model.parameters()]
-            return right(*args, **options)
+    def step(right: Any, *args: Any, **options: Any) -> Any:
+        before[:] = [parameter.detach().clone() for parameter in engine.model.parameters()]
+        return right(*args, **options)
 
-        return step
-
-    def evaluating(right: Any) -> Any:
-        def evaluate(batches: Any) -> Evaluation:
+    def evaluate(right: Any, batches: Any) -> Evaluation:
+        swap()
+        try:
+            return right(batches)
+        finally:
             swap()
-            try:
-                return right(batches)
-            finally:
-                swap()
-
-        return evaluate
 
     def swap() -> None:
         for parameter, kept in zip(engine.model.parameters(), before, strict=True):
@@ -143,21 +128,18 @@ def evaluated_stale(engine: Engine, size: float) -> None:
             parameter.data.copy_(kept)
             kept.copy_(now)
 
-    around(engine, "step", stepping)
-    around(engine, "evaluate", evaluating)
+    around(engine, "step", step)
+    around(engine, "evaluate", evaluate)
 
 
 def evaluated_by_means(engine: Engine, size: float) -> None:
     """The mean over batches of their means, not the mean over all labels."""
 
-    def evaluating(right: Any) -> Any:
-        def evaluate(batches: Any) -> Evaluation:
-            losses = [right([batch]).loss for batch in batches]
-            return Evaluation(sum(losses) / len(losses), None, {})
+    def evaluate(right: Any, batches: Any) -> Evaluation:
+        losses = [right([batch]).loss for batch in batches]
+        return Evaluation(sum(losses) / len(losses), None, {})
 
-        return evaluate
-
-    around(engine, "evaluate", evaluating)
+    around(engine, "evaluate", evaluate)
 
 
 def evaluated_without_the_last(site: Site) -> None:
@@ -186,7 +168,6 @@ MISTAKES: dict[str, Plant] = {
 
 if __name__ == "__main__":
     chosen = next(word for word in sys.argv[1:] if word in MISTAKES)
-    place = {"rank": int(os.environ.get("RANK", "0")), "ranks": int(os.environ.get("WORLD_SIZE", "1"))}
-    with planted(MISTAKES[chosen], **place):
+    with planted(MISTAKES[chosen], rank=int(os.environ.get("RANK", "0"))):
         code = train.main([word for word in sys.argv[1:] if word != chosen])
     sys.exit(code)

@@ -86,7 +86,7 @@ def engine_of(world: World, resolved: Resolved, *, defect: str = "") -> Iterator
     """An engine on the resolved config, destroyed afterwards. defect: planted into it, as `permanent` takes it."""
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     plant = permanent(defect) if defect else None
-    with planted(plant, rank=world.rank, ranks=world.world_size):
+    with planted(plant, rank=world.rank):
         engine = session.build_engine(resolved, shape, world)
     try:
         yield engine
