@@ -7,7 +7,7 @@ import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
 
 from config.cli import REPOSITORY
@@ -27,31 +27,26 @@ _SHAPE = "num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 _LLAMA = f"{{hidden_size: 64, intermediate_size: 128, {_SHAPE}, tie_word_embeddings: %s}}"
 _DROPOUT = "resid_pdrop: 0.1, attn_pdrop: 0.1, embd_pdrop: 0.1"
 _OTHER = f"{{hidden_size: 64, intermediate_size: 128, head_dim: 16, {_SHAPE}}}"
+_SHORT = ("data.source=jsonl", "data.path={folder}/short.jsonl")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": (f"model.config={_LLAMA % 'false'}",),
     "tied": (f"model.config={_LLAMA % 'true'}",),
-    "documents": (
-        f"model.config={_LLAMA % 'false'}",
-        *("data.source=jsonl", "data.document_masking=true", "data.path={folder}/short.jsonl"),
-    ),
-    "dropout": (
-        "model.architecture=gpt2",
-        f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {_DROPOUT}}}",
-    ),
+    "documents": (f"model.config={_LLAMA % 'false'}", *_SHORT, "data.document_masking=true"),
+    "dropout": ("model.architecture=gpt2", f"model.config={{n_embd: 64, n_layer: 2, n_head: 4, {_DROPOUT}}}"),
     "qwen3": ("model.architecture=qwen3", f"model.config={_OTHER}"),
     "gemma3": ("model.architecture=gemma3_text", f"model.config={_OTHER}"),
 }
 """Models to train, and their data."""
-_QUIET = ", ".join(f"{key}: 0.0" for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop", "summary_first_dropout"))
+_QUIET = "resid_pdrop: 0.0, attn_pdrop: 0.0, embd_pdrop: 0.0, summary_first_dropout: 0.0"
 _GPT2 = f"{{n_embd: 64, n_layer: 2, n_head: 4, {_QUIET}}}"
 _ROTARY = "{rope_type: llama3, rope_theta: 10000.0, factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, %s}"
 _SCALED = _ROTARY % "original_max_position_embeddings: 32"
 _EXPERTS = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
-_SHORT = ("data.source=jsonl", "data.path={folder}/short.jsonl")
 _TUNED = (
     *("model.architecture=null", "model.config={}", "model.name_or_path={folder}/base", "data.source=auto"),
     *("data.tokenizer=model", "data.sequence_length=96"),
 )
+_CHATS = (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl")
 _ADAPTER = "adapter={kind: lora, r: 4, alpha: 8}"
 FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "scaled rotary": (f"model.config={_LLAMA[:-1] % 'false'}, rope_parameters: {_SCALED}}}",),
@@ -62,9 +57,9 @@ FURTHER_VARIANTS: dict[str, tuple[str, ...]] = {
     "recomputed": (*VARIANTS["dropout"], "model.activation_checkpointing=full"),
     "short": (*VARIANTS["plain"], *_SHORT),
     "few": (*VARIANTS["plain"], "data.source=jsonl", "data.path={folder}/few.jsonl"),
-    "lora": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", _ADAPTER),
-    "sft": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl"),
-    "noise": (*_TUNED, "task=sft", "data.path={folder}/chats.jsonl", "sft.neftune_alpha=5.0"),
+    "lora": (*_CHATS, _ADAPTER),
+    "sft": _CHATS,
+    "noise": (*_CHATS, "sft.neftune_alpha=5.0"),
     "dpo": (*_TUNED, "task=dpo", "data.path={folder}/pairs.jsonl", _ADAPTER),
     "moe": (
         *("model.architecture=qwen3_moe", f"model.config={_OTHER[:-1]}, {_EXPERTS}}}"),
@@ -78,7 +73,6 @@ WIDE = {name: (overrides, path, stage) for name, overrides, path, stage in drawn
 WIDE_STEPS = 12
 _FP32_ATTENTION = (f"precision.manifest={REPOSITORY}/lab/detection/fp32_attention.json",)
 """Manifest of GPT-2 with dropout, whose attention torch computes in FP32 on a CPU; one of BF16 alone refuses that."""
-_DTYPES = {"bf16": "bf16", "fp16": "fp16", "manifest": "fp32"}
 _SMALL = {"reduce_bucket_size": 65536, "allgather_bucket_size": 65536}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 65536,
@@ -155,12 +149,12 @@ def base(folder: Path, variant: str, *, seed: int = 0, steps: int = STEPS) -> li
 
 def precision(folder: Path, path: str, stage: int) -> list[str]:
     """The overrides of a precision path at a stage."""
-    dtype = _DTYPES.get(path, path)
+    dtype = "fp32" if path == MANIFEST else path
     return [
         f"deepspeed.config={_document(folder, stage, dtype)}",
         f"precision.compute={dtype}",
-        *(["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"] if path == "manifest" else []),
-        *(["precision.loss_scale.initial=1024", "precision.loss_scale.window=4"] if path == "fp16" else []),
+        *(["precision.path=manifest", "precision.manifest=config/manifests/bf16.json"] if path == MANIFEST else []),
+        *(["precision.loss_scale.initial=1024", "precision.loss_scale.window=4"] if path == FP16 else []),
     ]
 
 
@@ -190,6 +184,11 @@ def write_rows(folder: Path) -> None:
     write_base(folder / "base", hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
 
 
+def cell_of(defect: Defect, path: str, stage: int) -> Cell:
+    """A run of a defect, with its model and overrides."""
+    return Cell(defect.name, path, stage, defect.variant, 0, defect.overrides)
+
+
 def defect_cells() -> Iterator[Cell]:
     """First each defect once, then on its second path, then on its third, each time at another stage.
 
@@ -198,18 +197,14 @@ def defect_cells() -> Iterator[Cell]:
     for turn in range(len(PATHS)):
         for number, defect in enumerate(DEFECTS):
             if turn < len(defect.paths):
-                index = (number + turn) % len(defect.paths)
-                path = defect.paths[index]
-                stage = 1 + (number // len(PATHS) + turn) % 3
-                yield Cell(defect.name, path, stage, defect.variant, 0, defect.overrides)
+                path = defect.paths[(number + turn) % len(defect.paths)]
+                yield cell_of(defect, path, 1 + (number // len(PATHS) + turn) % 3)
 
 
 def healthy_cells() -> Iterator[Cell]:
     """40 runs without a defect; the last seed with the checks for silent corruption."""
-    for seed in (0, 1, 2):
-        for path in PATHS:
-            for stage in (1, 2, 3):
-                yield Cell(None, path, stage, "plain", seed, WATCHED if seed == 2 else ())
+    for seed, path, stage in product((0, 1, 2), PATHS, (1, 2, 3)):
+        yield Cell(None, path, stage, "plain", seed, WATCHED if seed == 2 else ())
     places = tuple(zip(PATHS, (1, 2, 3), strict=True))
     for variant, count in (("documents", 3), ("tied", 3), ("qwen3", 2), ("gemma3", 2)):
         for path, stage in places[:count]:
@@ -231,7 +226,7 @@ def wide_cells() -> list[Cell]:
 def later_cells() -> list[Cell]:
     """Each later defect on its paths, each time at another stage; one seed's healthy runs among them."""
     planted = [
-        Cell(defect.name, path, 1 + (number + turn) % 3, defect.variant, 0, defect.overrides)
+        cell_of(defect, path, 1 + (number + turn) % 3)
         for turn in range(len(PATHS))
         for number, defect in enumerate(LATER)
         for path in defect.paths[turn : turn + 1]
@@ -250,14 +245,8 @@ def all_cells() -> list[Cell]:
     """All cells in the order of their runs: each defect once, with healthy runs between them, then the other paths."""
     planted, healthy = list(defect_cells()), list(healthy_cells())
     first, others = planted[: len(DEFECTS)], planted[len(DEFECTS) :]
-    first.sort(key=lambda cell: (_is_team(cell), not _is_of_judge(cell)))
+    own = {defect.name for defect in DEFECTS if defect.group == TEAM}
+    of_judge = {defect.name for defect in DEFECTS if defect.of_judge}
+    first.sort(key=lambda cell: (cell.planted in own, cell.planted not in of_judge))
     threes = zip_longest(first[::2], first[1::2], healthy)
     return [cell for three in threes for cell in three if cell is not None] + others
-
-
-def _is_team(cell: Cell) -> bool:
-    return cell.defect is not None and cell.defect.group == TEAM
-
-
-def _is_of_judge(cell: Cell) -> bool:
-    return cell.defect is not None and cell.defect.of_judge

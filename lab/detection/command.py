@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,14 @@ from lab.detection.cells import (
     Cell,
     all_cells,
     base,
+    cell_of,
     later_cells,
     wide_cells,
     write_documents,
     write_rows,
 )
 from lab.detection.defects import DEFECTS, Defect
-from lab.detection.made_of import PACKAGES, made_of
+from lab.detection.made_of import made_of, measured_on
 from lab.detection.page import by_kind, page, wide_alarms
 from lab.results import keep_result, read_results
 from precision.observe import PrecisionMismatch
@@ -96,7 +96,7 @@ class Cells:
 
         Of a flipped bit the lowest position, in a whole run.
         """
-        cell = Cell(defect.name, "bf16", 2, defect.variant, 0, defect.overrides)
+        cell = cell_of(defect, "bf16", 2)
         found, size = None, defect.size
         for _ in range(HALVINGS):
             if defect.unit == "bit":
@@ -133,13 +133,8 @@ def _last_line(problem: AssertionError) -> str:
 
 def conditions() -> dict[str, Any]:
     """The sentence on where the page was measured."""
-    machine = environment({})
-    git = machine["git"] or {}
-    return {
-        **{name: version(name) for name in PACKAGES},
-        "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
-        "commit": (git.get("commit") or "unknown")[:12],
-    }
+    facts = environment({})
+    return measured_on(facts) | {"commit": ((facts["git"] or {}).get("commit") or "unknown")[:12]}
 
 
 def results(path: Path, code: str) -> tuple[dict[str, dict[str, Any]], int]:
@@ -175,9 +170,7 @@ def measure(options: argparse.Namespace, code: str) -> None:
     wanted = later_cells() if options.later else wide_cells() if options.wide else [*all_cells(), *wide_cells()]
     cells = [cell for cell in wanted if options.only in cell.name and cell.name not in known]
     sizes = [
-        defect
-        for defect in DEFECTS
-        if defect.unit and "bf16" in defect.paths and not (options.later or options.wide)
+        defect for defect in DEFECTS if defect.unit and "bf16" in defect.paths and not (options.later or options.wide)
     ]
     scalable = [defect for defect in sizes if options.only in defect.name and f"smallest {defect.name}" not in known]
     tasks: list[tuple[str, Callable[[Cells], dict[str, Any]]]] = [
@@ -256,13 +249,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = made_of()
     prepare_data(options.folder, later=options.later)
     measure(options, code)
+    found, _ = results(options.folder / "results.jsonl", code)
     if options.wide:
-        print(wide_alarms(results(options.folder / "results.jsonl", code)[0]))
+        print(wide_alarms(found))
     elif options.later:
-        print(by_kind(later_cells(), results(options.folder / "results.jsonl", code)[0]))
+        print(by_kind(later_cells(), found))
     elif not options.only:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        found, _ = results(options.folder / "results.jsonl", code)
         minutes = sum(each["seconds"] for each in found.values()) / 60
         options.out.write_text(page(all_cells(), found, conditions() | {"minutes": minutes}), encoding="utf-8")
         print(f"wrote {options.out}")

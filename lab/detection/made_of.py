@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from config.cli import REPOSITORY
 
@@ -38,6 +38,7 @@ def _is_only_shown(path: Path) -> bool:
     return path.parent.parent.name == "lab" and path.name in _ONLY_SHOWN
 
 
-def made_with(code: str, overrides: Sequence[str]) -> str:
-    """The mark of a finished twin: `made_of`, and the arguments that it ran with."""
-    return json.dumps([code, *overrides])
+def measured_on(facts: dict[str, Any]) -> dict[str, str]:
+    """Versions of these packages, and the machine by `tracking.environment`: for pages."""
+    machine = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
+    return {**{name: version(name) for name in PACKAGES}, "machine": machine}

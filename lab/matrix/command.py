@@ -15,14 +15,13 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.options import positive_int
-from lab.detection.made_of import PACKAGES, made_of
+from lab.detection.made_of import made_of, measured_on
 from lab.matrix.cells import Cell, all_cells
 from lab.matrix.page import page, unexpected, updated
 from lab.results import keep_result, read_results
@@ -35,14 +34,8 @@ _HANG_MINUTES = 5.0
 
 def conditions(processes: int, steps: int) -> dict[str, Any]:
     """The conditions that all results of one matrix must share."""
-    machine = environment({})
-    return {
-        "processes": processes,
-        "steps": steps,
-        **{package: version(package) for package in PACKAGES},
-        "machine": f"{machine['cpu']['usable_cores']} cores of {machine['cpu']['model']}",
-        "code": made_of(folder="lab/matrix"),
-    }
+    made = {"code": made_of(folder="lab/matrix")}
+    return {"processes": processes, "steps": steps} | measured_on(environment({})) | made
 
 
 def results(path: Path, wanted: dict[str, Any]) -> dict[str, dict[str, Any]]:

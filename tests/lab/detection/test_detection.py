@@ -11,7 +11,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from lab.detection import gate, run
-from lab.detection.cells import Cell, all_cells, defect_of, wide_cells
+from lab.detection.cells import Cell, all_cells, cell_of, defect_of, wide_cells
 from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
@@ -175,8 +175,7 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
 def test_each_kind_of_check_has_its_defect(
     pair: ProcessGroup, folder: Path, name: str, path: str, stage: int, by: str
 ) -> None:
-    defect = defect_of(name)
-    cell = Cell(name, path, stage, defect.variant, 0, defect.overrides)
+    cell = cell_of(defect_of(name), path, stage)
     assert by in Cells(pair, folder, "this").result(cell)["found_by"]
 
 
