@@ -66,11 +66,6 @@ def require_llama(config: PretrainedConfig) -> dict[str, Any]:
     return _rope(dict(config.rope_parameters))
 
 
-def largest_norm(spec: Spec) -> float:
-    """[gradient units] Its `max_norm`; inf disables clipping, for which DeepSpeed's JSON has 0."""
-    return spec.deepspeed.get("gradient_clipping") or float("inf")
-
-
 def _rope(parameters: dict[str, Any]) -> dict[str, Any]:
     """Rotary embeddings as in `transformers.modeling_rope_utils`; only "default" and "llama3" are supported."""
     kind, theta = parameters.get("rope_type", "default"), parameters["rope_theta"]

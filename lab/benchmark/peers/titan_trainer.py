@@ -33,7 +33,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import cached_file
 
 from lab.benchmark.peers.common import Job
-from lab.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, largest_norm, require_llama
+from lab.benchmark.peers.titan_terms import PARAMETERS, RESHARD, UNDECAYED, require_llama
 from lab.benchmark.spec import Spec
 
 # A weight that is never loaded makes the first loss nan.
@@ -161,7 +161,7 @@ def trainer_config(job: Job, folder: Path) -> Trainer.Config:
             local_batch_size=spec.micro_size,
             global_batch_size=spec.micro_size * spec.accumulation * world,
             seq_len=length,
-            max_norm=largest_norm(spec),
+            max_norm=spec.deepspeed.get("gradient_clipping") or math.inf,
             steps=spec.steps,
             mixed_precision_param=PARAMETERS[spec.compute],
             disable_cuda_graphs=not job.on_cuda,
