@@ -28,6 +28,7 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import free_port
 from config.options import comma_separated, positive_int
+from lab.benchmark.peers.common import padded
 from tools.audit.command import finish
 from tools.audit.judge import audit_folder
 from tools.audit.mantissa_probe import Probe
@@ -82,7 +83,7 @@ class Work:
             length = int(torch.randint(6, LENGTH + 1, (), generator=generator)) if self.options.unequal else LENGTH
             odds = 1.0 / torch.arange(4, VOCABULARY + 4)
             tokens = torch.multinomial(odds, length, replacement=True, generator=generator).tolist()
-            rows.append({"input_ids": tokens, "labels": list(tokens), "attention_mask": [1] * length})
+            rows.append({"input_ids": tokens, "labels": list(tokens)})
         return rows
 
     def batches(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -103,16 +104,6 @@ class Work:
     def probe(self, engine: Any, **given: Any) -> Any:
         """The loop's probe, unless it runs without one."""
         return Probe(engine, self.folder, self.probed, **given) if self.probed else None
-
-
-def padded(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """A micro-batch, as collators make it."""
-    filling = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    longest = max(len(row["input_ids"]) for row in rows)
-    return {
-        key: torch.tensor([row[key] + [fill] * (longest - len(row[key])) for row in rows])
-        for key, fill in filling.items()
-    }
 
 
 def bare(work: Work) -> Any:
@@ -219,8 +210,7 @@ def _trl(work: Work, rows: list[dict[str, Any]], kind: str, **more: Any) -> Any:
 
 def sft(work: Work) -> Any:
     """TRL's SFTTrainer on rows of tokens."""
-    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in work.rows()]
-    return _trl(work, rows, "SFT", dataset_kwargs={"skip_prepare_dataset": True})
+    return _trl(work, work.rows(), "SFT", dataset_kwargs={"skip_prepare_dataset": True})
 
 
 def dpo(work: Work) -> Any:

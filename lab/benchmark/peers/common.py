@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
 from config.machine import op_builds
 from config.machine.processes import free_port
 from config.schema import AdapterSection, OptimizerSection
+from data.batches.loader import IGNORED_LABEL
 from lab.benchmark.spec import Result, Spec
 from training.engine.work_time import peak_memory_bytes
 
@@ -171,6 +173,16 @@ def run_on_deepspeed(train: Callable[[Job], Any]) -> None:
 def _tuples(section: dict[str, Any]) -> dict[str, Any]:
     """A section of the run config with the tuples that JSON turned into lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in section.items()}
+
+
+def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """A micro-batch of rows as made by the libraries' own collators: (micro, longest) int64 each."""
+    filling = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0}
+    found = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    return {
+        name: pad_sequence([torch.tensor(row[name]) for row in found], batch_first=True, padding_value=filler)
+        for name, filler in filling.items()
+    }
 
 
 class Windows(torch.utils.data.Dataset):

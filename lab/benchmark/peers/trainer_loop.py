@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from data.batches.loader import IGNORED_LABEL
-from lab.benchmark.peers.common import Job, run_on_deepspeed
+from lab.benchmark.peers.common import Job, padded, run_on_deepspeed
 
 
 class Measured(TrainerCallback):
@@ -96,16 +94,6 @@ def trainer_arguments(job: Job, folder: str) -> dict[str, Any]:
         "report_to": "none",
         "disable_tqdm": True,
         "remove_unused_columns": False,
-    }
-
-
-def padded(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A micro-batch of rows as made by the library's own collators: (micro, longest) int64 each."""
-    filling = {"input_ids": 0, "labels": IGNORED_LABEL, "attention_mask": 0}
-    found = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
-    return {
-        name: pad_sequence([torch.tensor(row[name]) for row in found], batch_first=True, padding_value=filler)
-        for name, filler in filling.items()
     }
 
 
