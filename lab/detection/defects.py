@@ -32,7 +32,7 @@ from precision.findings import LOSS
 
 BF16, FP16, MANIFEST = PATHS = ("bf16", "fp16", "manifest")
 SKIPS: dict[str, Any] = {"paths": (FP16,), "overrides": ("precision.loss_scale.initial=262144",)}
-"""Of a defect that needs a loss scale from which a run first skips."""
+"""Options of a defect that needs a loss scale from which a run first skips."""
 WATCHED = ("guard.replica_checks=4", "guard.update_checks=65536", "guard.reexecute=every 4")
 """The checks for silent corruption; a slice as long as a rank's part, so that chance has no share in the table."""
 
@@ -55,7 +55,7 @@ class Defect:
     """Whether the FP32 twin has it, too."""
     size: float = 0.0
     unit: str = ""
-    """Of a size that can be made smaller."""
+    """Unit of a size that can be made smaller."""
     of_judge: bool = False
 
 

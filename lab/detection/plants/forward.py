@@ -24,7 +24,7 @@ from modeling.objectives.objective import Scored
 from training.engine import Engine
 
 Softmax = Callable[[torch.Tensor, float], torch.Tensor]
-"""From the scores and the size of the defect."""
+"""Probabilities from the scores and the size of the defect."""
 
 
 def _right(scores: torch.Tensor, size: float) -> torch.Tensor:

@@ -172,75 +172,66 @@ def rate_a_step_early_on_one_rank(site: Site) -> None:
 # ---- updates
 
 
-def _update(engine: Engine, change: Callable[..., None]) -> None:
-    """Let `change` act around torch's rule: given the masters, the state of each, and the rule."""
-    optimizer: Any = engine.deepspeed.basic_optimizer
+def _around_update(wrong: Callable[..., None]) -> EnginePlant:
+    """A defect of torch's rule: `wrong` gets the right one, its optimizer, the masters and the defect's size."""
 
-    def stepping(right: Callable[[], None], closure: Any = None) -> None:
-        every = [master for group in optimizer.param_groups for master in group["params"] if master.grad is not None]
-        with torch.no_grad():
-            change(every, lambda master: optimizer.state.get(master, {}), right)
+    def plant(engine: Engine, size: float) -> None:
+        optimizer: Any = engine.deepspeed.basic_optimizer
 
-    around(optimizer, "step", stepping)
+        @torch.no_grad()
+        def stepping(right: Callable[[], None], closure: Any = None) -> None:
+            every = (master for group in optimizer.param_groups for master in group["params"])
+            wrong(right, optimizer, [master for master in every if master.grad is not None], size)
+
+        around(optimizer, "step", stepping)
+
+    return plant
 
 
 @on_bad_rank
 @on_engine
-def masters_stay_every_third_step(engine: Engine, size: float) -> None:
+@_around_update
+def masters_stay_every_third_step(right: Callable[[], None], optimizer: Any, masters: Any, size: float) -> None:
     """One rank's."""
-
-    def change(masters: Any, state: Any, right: Any) -> None:
-        before = [master.clone() for master in masters]
-        right()
-        for master, old in zip(masters, before, strict=True):
-            if float(state(master)["step"]) % 3 == 0:
-                master.copy_(old)
-
-    _update(engine, change)
+    before = [master.clone() for master in masters]
+    right()
+    for master, old in zip(masters, before, strict=True):
+        if float(optimizer.state[master]["step"]) % 3 == 0:
+            master.copy_(old)
 
 
 @on_bad_rank
 @on_engine
-def second_moment_frozen(engine: Engine, size: float) -> None:
+@_around_update
+def second_moment_frozen(right: Callable[[], None], optimizer: Any, masters: Any, size: float) -> None:
     """One rank's, after its first update."""
-
-    def change(masters: Any, state: Any, right: Any) -> None:
-        before = [state(master)["exp_avg_sq"].clone() if "exp_avg_sq" in state(master) else None for master in masters]
-        right()
-        for master, old in zip(masters, before, strict=True):
-            if old is not None:
-                state(master)["exp_avg_sq"].copy_(old)
-
-    _update(engine, change)
+    known = [optimizer.state[master] for master in masters if "exp_avg_sq" in optimizer.state.get(master, ())]
+    before = [state["exp_avg_sq"].clone() for state in known]
+    right()
+    for state, old in zip(known, before, strict=True):
+        state["exp_avg_sq"].copy_(old)
 
 
-def borders_of_blocks_skipped(engine: Engine, size: float) -> None:
+@_around_update
+def borders_of_blocks_skipped(right: Callable[[], None], optimizer: Any, masters: Any, size: float) -> None:
     """One value in `size` is not updated."""
-
-    def change(masters: Any, state: Any, right: Any) -> None:
-        before = [master.view(-1)[:: int(size)].clone() for master in masters]
-        right()
-        for master, old in zip(masters, before, strict=True):
-            master.view(-1)[:: int(size)] = old
-
-    _update(engine, change)
+    before = [master.view(-1)[:: int(size)].clone() for master in masters]
+    right()
+    for master, old in zip(masters, before, strict=True):
+        master.view(-1)[:: int(size)] = old
 
 
-def decay_after_the_update(engine: Engine, size: float) -> None:
+@_around_update
+def decay_after_the_update(right: Callable[[], None], optimizer: Any, masters: Any, size: float) -> None:
     """It takes its share of the new master, not of the old one."""
-    optimizer: Any = engine.deepspeed.basic_optimizer
-
-    def change(masters: Any, state: Any, right: Any) -> None:
-        decays = [group["weight_decay"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["weight_decay"] = 0.0
-        right()
-        for group, decay in zip(optimizer.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-            for master in group["params"]:
-                master.mul_(1 - group["lr"] * decay)
-
-    _update(engine, change)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    right()
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
+        for master in group["params"]:
+            master.mul_(1 - group["lr"] * decay)
 
 
 def rate_of_a_group_lost(engine: Engine, size: float) -> None:
@@ -292,11 +283,7 @@ def last_token_wins(engine: Engine, size: float) -> None:
 
 def half_of_the_head_gradient(engine: Engine, size: float) -> None:
     """One matrix is embedding and head, and half of the head's gradient comes to it."""
-    replace_forward(
-        engine,
-        HEAD,
-        lambda module, x: functional.linear(x, _scaled_gradient(module.weight, 0.5)),
-    )
+    replace_forward(engine, HEAD, lambda module, x: functional.linear(x, _scaled_gradient(module.weight, 0.5)))
 
 
 def gradient_through_an_mlp(engine: Engine, size: float) -> None:
