@@ -49,10 +49,10 @@ LATER = (
     _engine("dropout not divided by what is kept", later.dropout_not_scaled, DROPOUT, **_DROPS),
     _engine("dropout of one place 0.15, not 0.1", later.other_dropout, DROPOUT, size=0.05, **_DROPS),
     _engine("dropout while evaluated", later.dropout_while_evaluated, group="loss", **_DROPS),
-    _both("labels of one row in 16 shifted by two", later.shifted_labels_of_some, size=16),
+    _both("labels of one row in 16 shifted by two", later.shifted_labels_of_some),
     _both("one row on both ranks", later.repeated_row),
     _both("last label of each row lost", later.last_label_lost),
-    _site("labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some, size=16),
+    _site("labels of one row in 16 shifted by two", "shared", later.shifted_labels_of_some),
     _site(
         "ignored labels counted on one rank", "gradient", later.counts_ignored_labels_on_one_rank, variant="documents"
     ),

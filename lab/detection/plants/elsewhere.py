@@ -30,6 +30,7 @@ from lab.detection.plants.site import (
     around,
     before_steps,
     change_gradients,
+    instead_of,
     replace_attention,
     replace_forward,
 )
@@ -191,20 +192,19 @@ def end_of_answers_lost(batch: Batch) -> Batch:
     return relabelled(batch, labels)
 
 
-def same_order_in_every_epoch(site: Site) -> None:
+@instead_of("sample_ids", loader)
+def same_order_in_every_epoch(
+    right: Callable[..., Any], position: int, *, samples: int, seed: int, global_size: int
+) -> np.ndarray:
     """The sampler is not told of the epoch (DALLE-pytorch 230, KAIR 106)."""
-
-    def sample_ids(position: int, *, samples: int, seed: int, global_size: int) -> np.ndarray:
-        within = (position * global_size + np.arange(global_size, dtype=np.int64)) % samples
-        return permute(within, samples=samples, seed=seed, epoch=np.zeros_like(within))
-
-    site.patch(loader, "sample_ids", sample_ids)
+    within = (position * global_size + np.arange(global_size, dtype=np.int64)) % samples
+    return permute(within, samples=samples, seed=seed, epoch=np.zeros_like(within))
 
 
-def evaluated_on_rows_of_one_rank(site: Site) -> None:
+@instead_of("validation_batches", session)
+def evaluated_on_rows_of_one_rank(right: Callable[..., Any], split: Any, **options: Any) -> Any:
     """Every rank evaluates the rows of the first one, and the others' are never seen."""
-    right = session.validation_batches
-    site.patch(session, "validation_batches", lambda split, **options: right(split, **{**options, "rank": 0}))
+    return right(split, **{**options, "rank": 0})
 
 
 # ---- gradients and updates

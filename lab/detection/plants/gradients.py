@@ -10,7 +10,7 @@ import torch
 
 from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.permanent import reweight
-from lab.detection.plants.site import LINEAR, Change, Site, around, change_gradients, on_bad_rank, on_engine
+from lab.detection.plants.site import LINEAR, Change, around, change_gradients, instead_of, on_bad_rank, on_engine
 from training.engine import Engine
 from training.engine import engine as engine_module
 
@@ -79,13 +79,10 @@ def mean_of_means(engine: Engine, size: float) -> None:
     reweight(engine, lambda index: counts[0].mean() / counts[0][index])
 
 
-def mean_of_ranks(site: Site) -> None:
+@instead_of("label_tokens_of_all", engine_module)
+def mean_of_ranks(right: Callable[..., torch.Tensor], batch: Batch, world: Any) -> torch.Tensor:
     """Each rank divides by its own labels, and the ranks are averaged."""
-
-    def local(batch: Batch, world: Any) -> torch.Tensor:
-        return torch.full((), float(max(batch.label_tokens, 1) * world.world_size), dtype=torch.float64)
-
-    site.patch(engine_module, "label_tokens_of_all", local)
+    return torch.full((), float(max(batch.label_tokens, 1) * world.world_size), dtype=torch.float64)
 
 
 def reported_lower(engine: Engine, size: float) -> None:

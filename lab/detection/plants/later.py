@@ -14,7 +14,7 @@ from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants import gradients
 from lab.detection.plants.elsewhere import DROPOUT
 from lab.detection.plants.forward import change_with_residual, with_base
-from lab.detection.plants.shared import change_batches, on_batches, relabelled
+from lab.detection.plants.shared import on_batches, relabelled
 from lab.detection.plants.site import (
     ATTENTION,
     BAD_RANK,
@@ -22,10 +22,10 @@ from lab.detection.plants.site import (
     HEAD,
     MLP,
     ROTARY,
-    Site,
     around,
     around_forward,
     change_gradients,
+    instead_of,
     on_bad_rank,
     on_engine,
     replace_attention,
@@ -142,33 +142,26 @@ def dropout_while_evaluated(engine: Engine, size: float) -> None:
 # ---- data and labels
 
 
-def shifted_labels_of_some(site: Site) -> None:
-    """Labels of one row of `size` are each the token after the next one."""
-
-    def change(batch: Batch) -> Batch:
-        rows, labels = batch.labels.shape[0] * batch.labels.shape[1], batch.labels.clone()
-        first = batch.position * rows
-        for row in range(rows):
-            if (first + row) % int(site.size) == 0:
-                flat = labels.view(rows, -1)
-                flat[row] = flat[row].roll(-1)
-        return replace(batch, labels=labels)
-
-    change_batches(site, change)
+@on_batches
+def shifted_labels_of_some(batch: Batch) -> Batch:
+    """Labels of one row in 16 are each the token after the next one."""
+    rows, labels = batch.labels.shape[0] * batch.labels.shape[1], batch.labels.clone()
+    first = batch.position * rows
+    for row in range(rows):
+        if (first + row) % 16 == 0:
+            flat = labels.view(rows, -1)
+            flat[row] = flat[row].roll(-1)
+    return replace(batch, labels=labels)
 
 
-def repeated_row(site: Site) -> None:
+@instead_of("split_for_rank", loader)
+def repeated_row(right: Callable[..., Any], ids: Any, *, rank: int, **options: Any) -> Any:
     """The first row of one rank's is on the other rank, too, in place of its own."""
-    right = loader.split_for_rank
-
-    def wrong(ids: Any, *, rank: int, **options: Any) -> Any:
-        mine, first = right(ids, rank=rank, **options), right(ids, rank=0, **options)
-        if rank == BAD_RANK:
-            mine = mine.copy()
-            mine.flat[0] = first.flat[0]
-        return mine
-
-    site.patch(loader, "split_for_rank", wrong)
+    mine, first = right(ids, rank=rank, **options), right(ids, rank=0, **options)
+    if rank == BAD_RANK:
+        mine = mine.copy()
+        mine.flat[0] = first.flat[0]
+    return mine
 
 
 @on_batches
@@ -274,18 +267,14 @@ def _truncate(engine: Engine, parameter: Any) -> None:
 # ---- loss scales
 
 
-def growth_counted_through_overflows(site: Site) -> None:
+@instead_of("update_scale", loss_scaler.LossScaler)
+def growth_counted_through_overflows(right: Callable[..., None], self: Any, overflow: bool) -> None:
     """An overflow does not begin the count of good steps anew."""
-    right = loss_scaler.LossScaler.update_scale
-
-    def update_scale(self: Any, overflow: bool) -> None:
-        key = "last_overflow_iteration"
-        before = self.policy.state_dict()[key]
-        right(self, overflow)
-        if overflow:
-            self.policy.load_state_dict({**self.policy.state_dict(), key: before})
-
-    site.patch(loss_scaler.LossScaler, "update_scale", update_scale)
+    key = "last_overflow_iteration"
+    before = self.policy.state_dict()[key]
+    right(self, overflow)
+    if overflow:
+        self.policy.load_state_dict({**self.policy.state_dict(), key: before})
 
 
 # ---- resuming
@@ -317,11 +306,7 @@ def moment_decayed_once_more_at_load(engine: Engine, size: float) -> None:
     at_load(engine, lambda state: state["exp_avg_sq"].mul_(size))
 
 
-def rate_one_step_back_after_a_resume(site: Site) -> None:
-    right = parts.Parts.load_state_dict
-
-    def load(self: Any, state: Any, **options: Any) -> Any:
-        progress = right(self, state, **options)
-        return replace(progress, applied=progress.applied - 1)
-
-    site.patch(parts.Parts, "load_state_dict", load)
+@instead_of("load_state_dict", parts.Parts)
+def rate_one_step_back_after_a_resume(right: Callable[..., Any], self: Any, state: Any, **options: Any) -> Any:
+    progress = right(self, state, **options)
+    return replace(progress, applied=progress.applied - 1)

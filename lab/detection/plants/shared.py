@@ -11,42 +11,32 @@ import torch
 
 from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
-from lab.detection.plants.site import Plant, Site
+from lab.detection.plants.site import Plant, instead_of
 from modeling import parameter_groups
 from tools.parity import steps
 from training import step
 from training.engine import optimizer
 
 
-def late_rate(site: Site) -> None:
+@instead_of("scheduled_rate", step)
+def late_rate(right: Callable[..., float], config: Any, applied: int) -> float:
     """Each update has the learning rate of the one before."""
-    right = step.scheduled_rate
-    site.patch(step, "scheduled_rate", lambda config, applied: right(config, max(applied - 1, 0)))
+    return right(config, max(applied - 1, 0))
 
 
-def forgotten_final_rate(site: Site) -> None:
+@instead_of("scheduled_rate", step, steps)
+def forgotten_final_rate(right: Callable[..., float], config: Any, applied: int) -> float:
     """The schedule goes down to nothing."""
-    right = step.scheduled_rate
-
-    def wrong(config: Any, applied: int) -> float:
-        return right(replace(config, schedule=replace(config.schedule, final_ratio=0.0)), applied)
-
-    for module in (step, steps):
-        site.patch(module, "scheduled_rate", wrong)
-
-
-def change_batches(site: Site, change: Callable[[Batch], Batch]) -> None:
-    """Train on changed batches."""
-    right = loader.Batches.next_step
-    site.patch(loader.Batches, "next_step", lambda self: change(right(self)))
+    return right(replace(config, schedule=replace(config.schedule, final_ratio=0.0)), applied)
 
 
 def on_batches(change: Callable[[Batch], Batch]) -> Plant:
     """A defect of the batches alone."""
 
+    @instead_of("next_step", loader.Batches)
     @wraps(change)
-    def plant(site: Site) -> None:
-        change_batches(site, change)
+    def plant(right: Callable[[Any], Batch], self: Any) -> Batch:
+        return change(right(self))
 
     return plant
 
@@ -67,23 +57,18 @@ def documents_not_kept_apart(batch: Batch) -> Batch:
     return replace(batch, position_ids=None)
 
 
-def swapped_batches(site: Site) -> None:
+@instead_of("sample_ids", loader)
+def swapped_batches(right: Callable[..., Any], position: int, **options: Any) -> Any:
     """Every two batches come in the other order."""
-    right = loader.sample_ids
-    site.patch(loader, "sample_ids", lambda position, **options: right(position ^ 1, **options))
+    return right(position ^ 1, **options)
 
 
-def same_rows_on_all_ranks(site: Site) -> None:
-    right = loader.split_for_rank
-    site.patch(loader, "split_for_rank", lambda ids, **options: right(ids, **{**options, "rank": 0}))
+@instead_of("split_for_rank", loader)
+def same_rows_on_all_ranks(right: Callable[..., Any], ids: Any, **options: Any) -> Any:
+    return right(ids, **{**options, "rank": 0})
 
 
-def decaying_norms(site: Site) -> None:
+@instead_of("parameter_groups", parameter_groups, optimizer)
+def decaying_norms(right: Callable[..., Any], model: Any, section: Any) -> Any:
     """Weight decay on what should have none."""
-    right = parameter_groups.parameter_groups
-
-    def wrong(model: Any, section: Any) -> Any:
-        return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]
-
-    for module in (parameter_groups, optimizer):
-        site.patch(module, "parameter_groups", wrong)
+    return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]

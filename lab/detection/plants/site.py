@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -98,6 +98,24 @@ def planted(
             plant(site)
         site.patch(session, "build_engine", build_engine)
         yield
+
+
+def instead_of(name: str, *owners: Any) -> Callable[[Callable[..., Any]], Plant]:
+    """Decorator of a function that is there instead of the right one until the run has ended, in modules or classes.
+
+    It gets the right one before the arguments, and becomes the plant.
+    """
+
+    def decorate(wrong: Callable[..., Any]) -> Plant:
+        @wraps(wrong)
+        def plant(site: Site) -> None:
+            right = getattr(owners[0], name)
+            for owner in owners:
+                site.patch(owner, name, lambda *args, **options: wrong(right, *args, **options))
+
+        return plant
+
+    return decorate
 
 
 def around(owner: Any, name: str, wrong: Callable[..., Any]) -> None:

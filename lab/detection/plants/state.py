@@ -8,24 +8,29 @@ from typing import Any
 import torch
 
 from data.batches import loader
-from lab.detection.plants.site import LINEAR, Counter, Site, around, change_gradients, on_bad_rank, on_engine
+from lab.detection.plants.site import (
+    LINEAR,
+    Counter,
+    Site,
+    around,
+    change_gradients,
+    instead_of,
+    on_bad_rank,
+    on_engine,
+)
 from training import loss_scaler, progress, session
 from training.checkpoint import checkpoints
 from training.engine import Engine
 from training.engine.masters import local_masters
 
 
-def never_grows(site: Site) -> None:
-    right = loss_scaler.LossScaler.update_scale
-
-    def update_scale(self: Any, overflow: bool) -> None:
-        before = self.policy.state_dict()
-        right(self, overflow)
-        if self._reason == "growth":
-            self.policy.load_state_dict(before)
-            self._reason = None
-
-    site.patch(loss_scaler.LossScaler, "update_scale", update_scale)
+@instead_of("update_scale", loss_scaler.LossScaler)
+def never_grows(right: Callable[..., None], self: Any, overflow: bool) -> None:
+    before = self.policy.state_dict()
+    right(self, overflow)
+    if self._reason == "growth":
+        self.policy.load_state_dict(before)
+        self._reason = None
 
 
 def clamped_overflow(engine: Engine, size: float) -> None:
@@ -33,13 +38,9 @@ def clamped_overflow(engine: Engine, size: float) -> None:
     change_gradients(engine, lambda gradient: gradient.nan_to_num().clamp(-3e4, 3e4))
 
 
-def skipped_step_moves_the_schedule(site: Site) -> None:
-    right = progress.Progress.after
-
-    def after(self: Any, *, tokens: int, applied: bool) -> Any:
-        return right(self, tokens=tokens, applied=True)
-
-    site.patch(progress.Progress, "after", after)
+@instead_of("after", progress.Progress)
+def skipped_step_moves_the_schedule(right: Callable[..., Any], self: Any, *, tokens: int, applied: bool) -> Any:
+    return right(self, tokens=tokens, applied=True)
 
 
 def skipped_step_counts_for_adam(engine: Engine, size: float) -> None:
@@ -131,13 +132,14 @@ def scale_lost_at_load(engine: Engine, size: float) -> None:
     around(engine, "install_scaler", lambda right, state: right(None))
 
 
-def batch_used_twice(site: Site) -> None:
-    right = loader.Batches.restore
-    site.patch(loader.Batches, "restore", lambda self, position: right(self, max(position - 1, 0)))
+@instead_of("restore", loader.Batches)
+def batch_used_twice(right: Callable[..., None], self: Any, position: int) -> None:
+    right(self, max(position - 1, 0))
 
 
-def random_numbers_not_restored(site: Site) -> None:
-    site.patch(checkpoints, "load_generators", lambda *args, **options: torch.manual_seed(12345))
+@instead_of("load_generators", checkpoints)
+def random_numbers_not_restored(*args: Any, **options: Any) -> None:
+    torch.manual_seed(12345)
 
 
 def same_random_numbers_on_all_ranks(site: Site) -> None:

@@ -15,7 +15,7 @@ from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants.later import attention_of, sdpa
 from lab.detection.plants.permanent import stop_clipping
-from lab.detection.plants.shared import change_batches, on_batches, relabelled
+from lab.detection.plants.shared import on_batches, relabelled
 from lab.detection.plants.site import (
     ATTENTION,
     EMBEDDING,
@@ -32,6 +32,7 @@ from lab.detection.plants.site import (
     around,
     around_forward,
     change_gradients,
+    instead_of,
     on_bad_rank,
     on_engine,
     replace_forward,
@@ -90,12 +91,13 @@ def _old_batches(is_old: Callable[[int], bool]) -> Plant:
     def plant(site: Site) -> None:
         kept: list[Batch] = []
 
-        def change(batch: Batch) -> Batch:
+        @on_batches
+        def changed(batch: Batch) -> Batch:
             kept[:] = [*kept[-1:], batch]
             old = is_old(batch.position)
             return replace(batch, input_ids=kept[0].input_ids, labels=kept[0].labels) if old else batch
 
-        change_batches(site, change)
+        changed(site)
 
     return plant
 
@@ -109,18 +111,14 @@ def first_token_lost(batch: Batch) -> Batch:
     return replace(batch, input_ids=functional.pad(batch.input_ids[..., 1:], (1, 0)))
 
 
-def epoch_filled_up(site: Site) -> None:
+@instead_of("sample_ids", loader)
+def epoch_filled_up(right: Callable[..., Any], position: int, **options: int) -> Any:
     """The batch across the end of an epoch is filled up with that epoch's first samples."""
-    right = loader.sample_ids
-
-    def wrong(position: int, *, samples: int, seed: int, global_size: int) -> Any:
-        given: dict[str, int] = {"samples": samples, "seed": seed, "global_size": global_size}
-        ids, over = right(position, **given).copy(), (position + 1) * global_size % samples
-        if 0 < over < global_size:
-            ids[-over:] = right(0, **given)[:over]
-        return ids
-
-    site.patch(loader, "sample_ids", wrong)
+    size = options["global_size"]
+    ids, over = right(position, **options).copy(), (position + 1) * size % options["samples"]
+    if 0 < over < size:
+        ids[-over:] = right(0, **options)[:over]
+    return ids
 
 
 # ---- loss and rate
@@ -150,12 +148,12 @@ def divided_by_old_labels(site: Site) -> None:
 
 def _schedule(*, ahead: int = 0, times: int = 1, **changed: Any) -> Plant:
     """Another schedule. changed: of its section."""
-    right = schedule.learning_rate
 
-    def wrong(section: Any, *, peak: float, applied: int, total: int) -> float:
+    @instead_of("learning_rate", schedule)
+    def wrong(right: Callable[..., float], section: Any, *, peak: float, applied: int, total: int) -> float:
         return right(replace(section, **changed), peak=peak, applied=applied + ahead, total=total * times)
 
-    return lambda site: site.patch(schedule, "learning_rate", wrong)
+    return wrong
 
 
 rate_a_step_early = _schedule(ahead=1)
@@ -164,9 +162,9 @@ linear_for_cosine = _schedule(name="linear")
 
 
 @on_bad_rank
-def rate_a_step_early_on_one_rank(site: Site) -> None:
-    right = step.scheduled_rate
-    site.patch(step, "scheduled_rate", lambda config, applied: right(config, applied + 1))
+@instead_of("scheduled_rate", step)
+def rate_a_step_early_on_one_rank(right: Callable[..., float], config: Any, applied: int) -> float:
+    return right(config, applied + 1)
 
 
 # ---- updates
@@ -302,13 +300,13 @@ def keys_without_a_gradient(engine: Engine, size: float) -> None:
 
 def _policy(change: Callable[[Any], None]) -> Plant:
     """Another policy of loss scales."""
-    right = loss_scaler.LossScaler.__init__
 
-    def init(self: Any, section: Any) -> None:
+    @instead_of("__init__", loss_scaler.LossScaler)
+    def init(right: Callable[..., None], self: Any, section: Any) -> None:
         right(self, section)
         change(self.policy)
 
-    return lambda site: site.patch(loss_scaler.LossScaler, "__init__", init)
+    return init
 
 
 grows_a_step_early = _policy(lambda policy: setattr(policy, "_window", policy._window - 1))
@@ -364,24 +362,17 @@ def window_of_the_config(engine: Engine, size: float) -> None:
     engine.model.config.get_text_config().sliding_window += 1
 
 
-def mask_leaks(site: Site) -> None:
+@instead_of("create_causal_mask", modeling_llama)
+def mask_leaks(right: Any, config: Any, inputs_embeds: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
     """All layers see the next token."""
-
-    def wrong(config: Any, inputs_embeds: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        rows, length = inputs_embeds.shape[:2]
-        return torch.ones(length, length, dtype=torch.bool).tril(1).expand(rows, 1, length, length)
-
-    site.patch(modeling_llama, "create_causal_mask", wrong)
+    rows, length = inputs_embeds.shape[:2]
+    return torch.ones(length, length, dtype=torch.bool).tril(1).expand(rows, 1, length, length)
 
 
-def documents_see_each_other(site: Site) -> None:
+@instead_of("create_causal_mask", modeling_llama)
+def documents_see_each_other(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Positions begin anew in each document, and the mask does not."""
-    right = modeling_llama.create_causal_mask
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        return right(*args, **{**options, "position_ids": None})
-
-    site.patch(modeling_llama, "create_causal_mask", wrong)
+    return right(*args, **{**options, "position_ids": None})
 
 
 def positions_off_in_the_decoder(engine: Engine, size: float) -> None:

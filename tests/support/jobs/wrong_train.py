@@ -12,7 +12,7 @@ from data.batches import masking
 from data.batches.loader import Batch
 from data.corpora.mixture import Mixture
 from lab.detection.plants import elsewhere, gradients, shared, state
-from lab.detection.plants.site import Plant, Site, around, on_engine, planted
+from lab.detection.plants.site import Plant, Site, around, instead_of, on_engine, planted
 from modeling import parameter_groups
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.preference import Preference
@@ -33,24 +33,20 @@ def head_as_matrix(site: Site) -> None:
     site.patch(parameter_groups, "head_weights", lambda model: set())
 
 
-def wrong_factor(site: Site) -> None:
+@instead_of("add_adapter", build)
+def wrong_factor(right: Any, *args: Any, **options: Any) -> Any:
     """LoRA's product counts 1% too much."""
-    right = build.add_adapter
-
-    def wrong(*args: Any, **options: Any) -> Any:
-        model = right(*args, **options)
-        for module in model.modules():
-            if hasattr(module, "lora_A"):
-                module.scaling["default"] *= 1.01
-        return model
-
-    site.patch(build, "add_adapter", wrong)
+    model = right(*args, **options)
+    for module in model.modules():
+        if hasattr(module, "lora_A"):
+            module.scaling["default"] *= 1.01
+    return model
 
 
-def shares_swapped(site: Site) -> None:
+@instead_of("_shares", Mixture)
+def shares_swapped(right: Any, self: Any) -> Any:
     """Each source of a mixture has another one's share."""
-    right = Mixture._shares
-    site.patch(Mixture, "_shares", lambda self: right(self)[::-1])
+    return right(self)[::-1]
 
 
 @shared.on_batches
@@ -68,14 +64,10 @@ def answers_swapped(batch: Batch) -> Batch:
     return replace(batch, input_ids=found.pop("input_ids"), further=found)
 
 
-def wrong_beta(site: Site) -> None:
+@instead_of("__init__", Preference)
+def wrong_beta(right: Any, self: Any, section: Any, adapter_off: Any) -> None:
     """The margin of two answers counts 1% too much."""
-    right: Any = Preference.__init__
-
-    def wrong(self: Any, section: Any, adapter_off: Any) -> None:
-        right(self, replace(section, beta=1.01 * section.beta), adapter_off)
-
-    site.patch(Preference, "__init__", wrong)
+    right(self, replace(section, beta=1.01 * section.beta), adapter_off)
 
 
 def always_masked(site: Site) -> None:
@@ -83,14 +75,10 @@ def always_masked(site: Site) -> None:
     site.patch(masking, "MASKED", 1.0)
 
 
-def wrong_temperature(site: Site) -> None:
+@instead_of("__init__", Distillation)
+def wrong_temperature(right: Any, self: Any, *, temperature: float, **options: Any) -> None:
     """Logits of teacher and student are divided by 1% more than the config says."""
-    right: Any = Distillation.__init__
-
-    def wrong(self: Any, *, temperature: float, **options: Any) -> None:
-        right(self, temperature=1.01 * temperature, **options)
-
-    site.patch(Distillation, "__init__", wrong)
+    right(self, temperature=1.01 * temperature, **options)
 
 
 def evaluated_in_training(engine: Engine, size: float) -> None:
@@ -142,10 +130,10 @@ def evaluated_by_means(engine: Engine, size: float) -> None:
     around(engine, "evaluate", evaluate)
 
 
-def evaluated_without_the_last(site: Site) -> None:
+@instead_of("validation_batches", session)
+def evaluated_without_the_last(right: Any, *args: Any, **options: Any) -> Any:
     """The last batch of an evaluation, which is padded where rows run out, is dropped."""
-    right = session.validation_batches
-    site.patch(session, "validation_batches", lambda *args, **options: list(right(*args, **options))[:-1])
+    return list(right(*args, **options))[:-1]
 
 
 MISTAKES: dict[str, Plant] = {
