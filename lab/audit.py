@@ -227,7 +227,7 @@ LOOPS: dict[str, Callable[[Work], Any]] = {"bare": bare, "accelerate": accelerat
 
 
 def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | None, log: str) -> None:
-    """One forked process: runs the loop, and takes a checksum of the final weights."""
+    """One forked process: runs the loop, and saves the final weights where that is asked for."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
