@@ -68,7 +68,9 @@ def count_activations(model: Any, layout: Layout) -> Counted:
             manifest = load_manifest(REPOSITORY / str(layout.config.precision.manifest))
             Regions(model, manifest, layout.config.precision.fp8)
         if layout.sharing > 1:
-            group: Any = SimpleNamespace(rank=0, size=layout.sharing, exchange=torch.empty_like)
+            group: Any = SimpleNamespace(
+                rank=0, size=layout.sharing, exchange=lambda parts, *_: torch.empty_like(parts)
+            )
             SequenceAttention(model, group, apart=layout.masked)
         blocks, head = blocks_of(model), model.get_output_embeddings()
         counter = _Counter(model, head, on_cpu=layout.on_cpu)

@@ -119,6 +119,15 @@ def test_the_plan_says_what_tokens_cost_and_the_most_that_routers_make_of_it(cap
     assert "Experts:" not in capsys.readouterr().out
 
 
+def test_ranks_that_share_a_sequence_do_the_same_work_for_a_token() -> None:
+    (whole, _), (shared, _) = (plan_cases.planned([f"parallel.sequence={ranks}"]) for ranks in (1, 2))
+    assert (shared.counted.matmuls, shared.counted.attention_flops) == (
+        whole.counted.matmuls,
+        whole.counted.attention_flops,
+    )
+    assert whole.counted.block < shared.counted.block < 1.1 * whole.counted.block  # what is traded besides
+
+
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
