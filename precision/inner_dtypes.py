@@ -33,18 +33,14 @@ _WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")
 _EXPONENTIALS = frozenset({"aten::exp", "aten::exp_", "aten::exp2", "aten::exp2_"})
 _SOFTMAXES = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 _LOSSES = frozenset({"aten::_log_softmax", "aten::logsumexp", "aten::nll_loss_forward", "aten::nll_loss2d_forward"})
-_NORM_KERNELS = frozenset(
-    {
-        *("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm", "aten::native_batch_norm"),
-        *("aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
-    }
+NORM_KERNELS = (
+    *("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm", "aten::native_batch_norm"),
+    *("aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
 )
 # Operators that compute the statistic of a norm that is written out.
-_NORM_STEPS = frozenset(
-    {
-        *("aten::pow", "aten::square", "aten::mean", "aten::sum", "aten::var", "aten::var_mean", "aten::std"),
-        *("aten::linalg_vector_norm", "aten::norm", "aten::rsqrt", "aten::sqrt", "aten::reciprocal"),
-    }
+_NORM_STEPS = (
+    *("aten::pow", "aten::square", "aten::mean", "aten::sum", "aten::var", "aten::var_mean", "aten::std"),
+    *("aten::linalg_vector_norm", "aten::norm", "aten::rsqrt", "aten::sqrt", "aten::reciprocal"),
 )
 _ANGLES = frozenset({"aten::cos", "aten::sin", "aten::cos_", "aten::sin_", "aten::polar"})
 _ADDS = frozenset({"aten::add", "aten::add_"})
@@ -54,7 +50,7 @@ _WITH_NUMBER = frozenset({"aten::add", "aten::sub", "aten::mul", "aten::div", "a
 _MOST_FREQUENCIES = 65536
 _OWN = "it ran without an operator of torch that computes one: a kernel of its own, or none at all"
 _INSIDE = "nothing was added to what the block gets in its own forward"
-_FLEX = "flex_attention"
+FLEX = "flex_attention"
 
 
 @dataclass(frozen=True)
@@ -143,7 +139,7 @@ class InnerDtypes:
 
     def see_attention(self, where: str, kernel: str) -> None:
         """Record a fused attention. kernel: the operator's name, such as aten::_scaled_dot_product_flash_attention."""
-        if kernel == _FLEX:
+        if kernel == FLEX:
             self._compiled.add(where)
             return
         known = "scaled_dot_product_attention" if "_scaled_dot_product_" in kernel else kernel.rpartition("::")[2]
@@ -217,7 +213,7 @@ class InnerDtypes:
 
     def _is_norm_step(self, where: str | None, name: str, args: Sequence[Any], result: torch.Tensor) -> bool:
         given = args[0]
-        if name in _NORM_KERNELS:
+        if name in NORM_KERNELS:
             self._found(NORM, where, self._of_kernel(where, given))
             return True
         if name not in _NORM_STEPS and not (name == "aten::mul" and self._is_square(where, *args[:2])):

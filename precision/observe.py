@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from config.errors import UserError
 from precision.dtypes import NAMES
 from precision.fp8 import is_multiplying
-from precision.inner_dtypes import InnerDtypes
+from precision.inner_dtypes import FLEX, NORM_KERNELS, InnerDtypes
 
 ROOT = "(model)"
 """Name under which matmuls in the model's own forward are recorded."""
@@ -37,13 +37,9 @@ _MATMULS = {
     **dict.fromkeys(("aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"), (1, 2)),
 }
 # Fused attention kernels, whatever their suffix; operands are query, key and value.
-_FLEX = "flex_attention"
-_ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", _FLEX)
+_ATTENTIONS = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn", FLEX)
 # Operators of norms; the operand is the first argument.
-_NORMS = (
-    *("aten::rsqrt", "aten::native_layer_norm", "aten::_fused_rms_norm", "aten::native_group_norm"),
-    *("aten::native_batch_norm", "aten::_native_batch_norm_legit", "aten::cudnn_batch_norm"),
-)
+_NORMS = ("aten::rsqrt", *NORM_KERNELS)
 _KERNELS = (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
@@ -108,19 +104,19 @@ class Observation:
 
     @contextmanager
     def _flex_attention_without_mode(self) -> Iterator[None]:
-        function = ALL_ATTENTION_FUNCTIONS[_FLEX]
+        function = ALL_ATTENTION_FUNCTIONS[FLEX]
 
         def attend(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
             with _disable_current_modes():
                 output = function(module, query, key, value, *args, **kwargs)
-            self._see(None, _FLEX, (query, key, value), output)
+            self._see(None, FLEX, (query, key, value), output)
             return output
 
-        ALL_ATTENTION_FUNCTIONS[_FLEX] = attend
+        ALL_ATTENTION_FUNCTIONS[FLEX] = attend
         try:
             yield
         finally:
-            ALL_ATTENTION_FUNCTIONS[_FLEX] = function
+            ALL_ATTENTION_FUNCTIONS[FLEX] = function
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
         if "backward" in name or self._in_backward():
