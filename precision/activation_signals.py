@@ -14,8 +14,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -131,26 +131,34 @@ def _entropy_shares(logits: torch.Tensor, seen: torch.Tensor) -> tuple[torch.Ten
     return torch.where(counted, entropy / count.clamp(min=2).log(), 0.0), counted
 
 
-class ChannelMeter:
+class OutputMeter:
+    """Context manager: calls `_measure` with the name and the output of each call of some modules."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        """modules: by name."""
+        self._modules, self._hooks = modules, ExitStack()
+
+    def __enter__(self) -> Self:
+        for name, module in self._modules.items():
+            hook = functools.partial(self._measure, name)
+            self._hooks.callback(module.register_forward_hook(hook, prepend=True).remove)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.close()
+
+    def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        raise NotImplementedError
+
+
+class ChannelMeter(OutputMeter):
     """Context manager: `squares` maps a module name to (channels,) float64: squares of each channel of the module's
     output, summed over calls and tokens, with every token scaled to a mean square of 1."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         """modules: by name; their first output has channels as its last dimension."""
-        self._modules = modules
-        self._handles: list[Any] = []
+        super().__init__(modules)
         self.squares: dict[str, torch.Tensor] = {}
-
-    def __enter__(self) -> ChannelMeter:
-        for name, module in self._modules.items():
-            hook = functools.partial(self._measure, name)
-            self._handles.append(module.register_forward_hook(hook, prepend=True))
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
     def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         found = next((tensor for tensor in tensors_of(output) if tensor.is_floating_point()), None)

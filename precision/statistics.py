@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from precision.activation_signals import unseen
+from precision.activation_signals import OutputMeter, unseen
 from precision.findings import tensors_of
 from precision.sampling import largest_of
 
@@ -62,30 +62,19 @@ def in_fp64(*tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
         yield [part.double() for part in parts]
 
 
-class ActivationMeter:
+class ActivationMeter(OutputMeter):
     """Context manager: `maxima` maps a module name to its outputs' largest magnitude, () float32; nan if any value is.
     The whole model goes by its class name. unwatched: modules that get no hook."""
 
     def __init__(self, model: nn.Module, unwatched: Collection[nn.Module] = ()) -> None:
         without = set(unwatched)
-        named = {module: name or type(model).__name__ for name, module in model.named_modules()}
-        self._names = {module: name for module, name in named.items() if module not in without}
-        self._handles: list[Any] = []
-        self.names = tuple(self._names.values())
+        named = {name or type(model).__name__: module for name, module in model.named_modules()}
+        super().__init__({name: module for name, module in named.items() if module not in without})
+        self.names = tuple(self._modules)
         """Modules that are watched, whether they are called or not."""
         self.maxima: dict[str, torch.Tensor] = {}
 
-    def __enter__(self) -> ActivationMeter:
-        self._handles = [module.register_forward_hook(self._measure, prepend=True) for module in self._names]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
-    def _measure(self, module: nn.Module, args: tuple, output: Any) -> None:
-        name = self._names[module]
+    def _measure(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
         for tensor in tensors_of(output):
             if not tensor.is_floating_point() or not tensor.numel():
                 continue
