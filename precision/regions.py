@@ -67,15 +67,11 @@ class Regions:
         modules, routers = dict(model.named_modules()), router_regions(model)
         for name, kind in self._kinds.items():
             module = modules[name]
-            self._patched.append((module, module.__dict__.get("forward")))
             inside = routers.get(name, name) != name  # a router, which has yet to choose by what it gets
-            module.forward = self._wrap(name, kind, module, returns_own_dtype=module is head or inside)
+            self._patch(module, self._wrap(name, kind, module, returns_own_dtype=module is head or inside))
         for name in set(routers.values()) - self._kinds.keys():  # LongCat's does not call the layer inside it
-            module = modules[name]
-            self._patched.append((module, module.__dict__.get("forward")))
-            module.forward = _outside_autocast(module.forward)
-        self._patched.append((model, model.__dict__.get("forward")))
-        model.forward = self._with_ambient(model.forward)
+            self._patch(modules[name], _inside(lambda device_type: _autocast(device_type, "fp32"), modules[name]))
+        self._patch(model, _inside(lambda device_type: self.ambient(), model))
 
     @property
     def dtypes(self) -> dict[str, str]:
@@ -118,13 +114,11 @@ class Regions:
         for name, compute in wanted.items():
             self.set(name, compute)
 
-    @contextmanager
-    def ambient(self) -> Iterator[None]:
-        """Run the parts outside every region in the manifest's default dtype; for calls of parts of the model. The
-        backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16 there."""
-        device_type = next(self._model.parameters()).device.type
-        with _autocast(device_type, self.manifest.default):
-            yield
+    def ambient(self) -> torch.autocast:
+        """Context in which parts outside every region run in the manifest's default dtype; for calls of parts of the
+        model. The backward pass belongs outside: autograd sums gradients with `add`, which refuses to mix BF16 and FP16
+        there."""
+        return _autocast(next(self._model.parameters()).device.type, self.manifest.default)
 
     @contextmanager
     def in_fp32(self) -> Iterator[None]:
@@ -163,13 +157,9 @@ class Regions:
         enclosing = self._enclosing(name)
         return self._compute[enclosing] if enclosing is not None else self.manifest.default
 
-    def _with_ambient(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            with self.ambient():
-                return original(*args, **kwargs)
-
-        return forward
+    def _patch(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        self._patched.append((module, module.__dict__.get("forward")))
+        module.forward = forward
 
     def _wrap(
         self, name: str, kind: RegionKind, module: torch.nn.Module, *, returns_own_dtype: bool
@@ -240,10 +230,13 @@ def _autocast(device_type: str, compute: Compute | str) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
-def _outside_autocast(original: Callable[..., Any]) -> Callable[..., Any]:
+def _inside(context: Callable[[str], torch.autocast], module: torch.nn.Module) -> Callable[..., Any]:
+    """The module's forward, run in the context for the type of its inputs' device."""
+    original = module.forward
+
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _autocast(_device_type(args, kwargs), "fp32"):
+        with context(_device_type(args, kwargs)):
             return original(*args, **kwargs)
 
     return forward
