@@ -40,7 +40,8 @@ class Flip:
     def text(self) -> str:
         """Human-readable finding, without the hosts."""
         bits = f", bit{'s' * (len(self.bits) > 1)} {', '.join(map(str, self.bits))}" if self.bits else ""
-        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"one of ranks {_listed(self.ranks)}"
+        *others, last = map(str, self.ranks)
+        who = f"one of ranks {', '.join(others)} and {last}" if others else f"rank {last}"
         how = {
             "copies": "differs from the other ranks' value",
             "masters": "does not match the other one" if " or " in self.tensor else "does not match its copies",
@@ -144,7 +145,3 @@ def _blamed(disagreed: Sequence[bool], finite: Sequence[tuple[bool, bool]]) -> t
         return (max(bad, key=lambda rank: bad[rank]),)
     most = max(votes.values())
     return tuple(sorted(rank for rank, count in votes.items() if count == most))
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return " and ".join([", ".join(map(str, ranks[:-1])), str(ranks[-1])]) if len(ranks) > 1 else str(ranks[0])
