@@ -145,7 +145,7 @@ def assemble(
 ) -> tuple[Parts, Progress]:
     """The parts of a run, and its progress. state: from a checkpoint that was loaded into the engine; None for a new
     run. further: other fields of Parts."""
-    progress = Progress.from_state_dict(state["progress"]) if state else START
+    progress = Progress(**state["progress"]) if state else START
     section, regions = resolved.config.optimizer, engine.regions
     warnings = EarlyWarnings(
         resolved.config.warnings,

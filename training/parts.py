@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from config.resolved import Resolved
@@ -54,7 +54,7 @@ class Parts:
     def state_dict(self, progress: Progress) -> dict[str, Any]:
         """The state in a checkpoint besides DeepSpeed's files and the random generators, as plain types."""
         return {
-            "progress": progress.state_dict(),
+            "progress": asdict(progress),
             "scaler": self.engine.scaler_state(),
             "batches": dict(self.batches.record),
             "reactions": {
@@ -66,7 +66,7 @@ class Parts:
 
     def load_state_dict(self, state: dict[str, Any], *, keep_budgets: bool = False) -> Progress:
         """The inverse of `state_dict`; returns the progress. keep_budgets: used reactions stay used, for a rollback."""
-        progress, reactions = Progress.from_state_dict(state["progress"]), state["reactions"]
+        progress, reactions = Progress(**state["progress"]), state["reactions"]
         self.engine.install_scaler(state["scaler"])
         (self.guard.roll_back if keep_budgets else self.guard.load_state_dict)(reactions["guard"])
         self.promotions.load_state_dict(reactions["promotions"], self.engine.adjustable)

@@ -1,12 +1,12 @@
 """The counters that an exact resume needs."""
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Self
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Counters of a run, equal on all ranks."""
+    """Counters of a run, equal on all ranks; checkpoints have them as a dictionary."""
 
     step: int = 0
     """Optimizer steps attempted."""
@@ -31,15 +31,6 @@ class Progress:
             tokens=self.tokens + tokens,
             position=self.position + 1,
         )
-
-    def state_dict(self) -> dict[str, int]:
-        """Plain integers, for a checkpoint."""
-        return asdict(self)
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Self:
-        """The inverse of `state_dict`."""
-        return cls(**state)
 
 
 START = Progress()

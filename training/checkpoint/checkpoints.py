@@ -82,7 +82,7 @@ class Checkpoints:
         the result. state: plain types, returned by `load`, `progress` among them. validation_loss: [nats] of these
         weights."""
         self._collect_outcome()
-        progress = Progress.from_state_dict(state["progress"])
+        progress = Progress(**state["progress"])
         started, key = time.perf_counter(), self._opener.key if self._opener else None
         self.reached("begin")
         final = self.folder / f"step-{progress.step}"

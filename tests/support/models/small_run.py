@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def refusal(world: World, resolved: Resolved) -> str:
 
 def state_of(engine: Engine, progress: Progress, **reactions: Any) -> dict[str, Any]:
     """The state that a run without guard and promotions saves."""
-    return {"progress": progress.state_dict(), "scaler": engine.scaler_state(), "reactions": reactions}
+    return {"progress": asdict(progress), "scaler": engine.scaler_state(), "reactions": reactions}
 
 
 def saved(checkpoints: Checkpoints, engine: Engine, progress: Progress, **reactions: Any) -> Saved:
@@ -169,7 +170,7 @@ def restored(checkpoints: Checkpoints, path: Path | None, engine: Engine) -> Pro
     assert path is not None
     state = checkpoints.load(path, engine)
     engine.install_scaler(state["scaler"])
-    return Progress.from_state_dict(state["progress"])
+    return Progress(**state["progress"])
 
 
 def masters_of(engine: Engine) -> dict[str, torch.Tensor]:
