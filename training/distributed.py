@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
@@ -192,33 +192,28 @@ class World:
         dist.all_to_all_single(result, values, received, sent, group=self.group)
         return result
 
-    def sharing_sequences(self, ranks: int, *, timeout_minutes: float) -> Self:
-        """This world with groups of `ranks` consecutive ranks that share each sequence. A collective."""
-        group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, sequence=SliceGroup(self.rank % ranks, ranks, group)) if group else self
+    def sharing(self, *, sequence: int = 1, tensor: int = 1, expert: int = 1, timeout_minutes: float) -> Self:
+        """This world with groups of so many consecutive ranks that share each sequence, each matrix and the experts of
+        each layer. A collective: every rank creates all groups, in the same order."""
+        rank, ranks, world = self.rank, range(self.world_size), self
 
-    def sharing_tensors(self, ranks: int, *, timeout_minutes: float) -> Self:
-        """This world with groups of `ranks` consecutive ranks that share each matrix. A collective."""
-        group = self._consecutive(ranks, timeout_minutes)
-        return replace(self, tensor=TensorGroup(self.rank % ranks, ranks, group)) if group else self
+        def own_of(groups: Iterable[range]) -> dist.ProcessGroup:
+            timeout = timedelta(minutes=timeout_minutes)
+            created = {members: dist.new_group(list(members), timeout=timeout) for members in groups}
+            return next(group for members, group in created.items() if rank in members)
 
-    def sharing_experts(self, ranks: int, *, timeout_minutes: float) -> Self:
-        """This world with groups of `ranks` consecutive ranks that share the experts of each layer. A collective."""
-        if ranks == 1:
-            return self
-        group, timeout = self._consecutive(ranks, timeout_minutes), timedelta(minutes=timeout_minutes)
-        apart = [dist.new_group(list(range(slot, self.world_size, ranks)), timeout=timeout) for slot in range(ranks)]
-        own = self.rank % ranks
-        return replace(self, experts=ExpertGroup(own, ranks, group, apart[own]))
+        def consecutive(size: int) -> tuple[int, int, dist.ProcessGroup]:
+            return rank % size, size, own_of(ranks[first : first + size] for first in ranks[::size])
 
-    def _consecutive(self, ranks: int, timeout_minutes: float) -> Any:
-        """This rank's process group of `ranks` consecutive ranks, None for 1. A collective: all create all groups."""
-        if ranks == 1:
-            return None
-        timeout = timedelta(minutes=timeout_minutes)
-        firsts = range(0, self.world_size, ranks)
-        groups = [dist.new_group(list(range(first, first + ranks)), timeout=timeout) for first in firsts]
-        return groups[self.rank // ranks]
+        if sequence > 1:
+            world = replace(world, sequence=SliceGroup(*consecutive(sequence)))
+        if tensor > 1:
+            world = replace(world, tensor=TensorGroup(*consecutive(tensor)))
+        if expert > 1:
+            shared = consecutive(expert)
+            same = own_of(ranks[slot::expert] for slot in range(expert))
+            world = replace(world, experts=ExpertGroup(*shared, same))
+        return world
 
     def on_own_group(self) -> Self:
         """This world on a new gloo group, whose collectives may run in a thread beside training's, and wait for a day:

@@ -156,10 +156,7 @@ def session(
         if world is None:
             world = distributed.join(resolved)
             ends.callback(distributed.stop)
-        parallel, minutes = config.parallel, config.run.timeout_minutes
-        world = world.sharing_sequences(parallel.sequence, timeout_minutes=minutes)
-        world = world.sharing_tensors(parallel.tensor, timeout_minutes=minutes)
-        world = world.sharing_experts(parallel.expert, timeout_minutes=minutes)
+        world = world.sharing(**asdict(config.parallel), timeout_minutes=config.run.timeout_minutes)
         if trains:
             crash, owned = Crash(run_dir_of(resolved).events, world.rank), list[bool]()
 

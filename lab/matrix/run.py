@@ -201,9 +201,8 @@ def balancing_loss(router_logits: Sequence[torch.Tensor], taken: int) -> torch.T
 def mantissa(world: World, resolved: Resolved, *, steps: int) -> Trajectory:
     """Mantissa's engine, driven as in a run. A collective."""
     config = resolved.config
-    world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=config.run.timeout_minutes)
-    world = world.sharing_tensors(resolved.batch.tensor, timeout_minutes=config.run.timeout_minutes)
-    world = world.sharing_experts(resolved.batch.expert, timeout_minutes=config.run.timeout_minutes)
+    sizes = {"sequence": resolved.batch.sequence, "tensor": resolved.batch.tensor, "expert": resolved.batch.expert}
+    world = world.sharing(**sizes, timeout_minutes=config.run.timeout_minutes)
     shape = model_config(config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     engine = build_engine(resolved, shape, world)
     try:
@@ -227,7 +226,7 @@ def bare(world: World, config: Config, document: dict[str, Any], *, steps: int) 
     Its optimizer is torch's AdamW, or another rule as in the reference, on whatever DeepSpeed passes to it.
     """
     allow_fp16_on_cpu()
-    world = world.sharing_tensors(config.parallel.tensor, timeout_minutes=config.run.timeout_minutes)
+    world = world.sharing(tensor=config.parallel.tensor, timeout_minutes=config.run.timeout_minutes)
     section, stage = config.optimizer, document["zero_optimization"]["stage"]
     model = fp32_model(config.model, seed=config.run.seed)
     apply_activation_checkpointing(model, config.model.activation_checkpointing, reentrant=False)

@@ -215,9 +215,9 @@ def same_steps(
     micro, apart = 2, layout in ("documents", "sequence")
     data = World(world.rank // 2, 1, 0, world.device) if layout == "tensor" else world
     if layout == "sequence":
-        data = world = world.sharing_sequences(2, timeout_minutes=2)
+        data = world = world.sharing(sequence=2, timeout_minutes=2)
     if layout == "tensor":
-        world = world.sharing_tensors(2, timeout_minutes=2)
+        world = world.sharing(tensor=2, timeout_minutes=2)
 
     def numbers(kind: list[str]) -> dict[str, torch.Tensor]:
         given = [BIASED, *LAYOUTS[layout], *overrides, *kind]
@@ -315,7 +315,7 @@ def against_the_whole(world: World, *, family: str, apart: bool, ranks: int, sha
 
     unused: the same of the model's own pass once the wrapper is there, which has to be its own.
     """
-    world = world.sharing_sequences(ranks, timeout_minutes=2)
+    world = world.sharing(sequence=ranks, timeout_minutes=2)
     group, model = world.sequence, small_model(family, **shape)
     assert group is not None
     generator = torch.Generator().manual_seed(5)
@@ -360,7 +360,7 @@ class Idle(SliceGroup):
 
 def sequence_refused(world: World, *, family: str, shape: dict[str, Any], idle: bool = False) -> str:
     """The error for a model, from its config or from comparing logits; empty: none."""
-    world = world.sharing_sequences(2, timeout_minutes=2)
+    world = world.sharing(sequence=2, timeout_minutes=2)
     group, model = world.sequence, small_model(family, **shape).eval()
     assert group is not None
     try:

@@ -153,9 +153,8 @@ def _chosen(
 
 def resolve(overrides: Sequence[str], world: World) -> tuple[Resolved, World]:
     resolved = read_command_line([*DEMO, *overrides])
-    world = world.sharing_sequences(resolved.batch.sequence, timeout_minutes=2)
-    world = world.sharing_experts(resolved.batch.expert, timeout_minutes=2)
-    return resolved, world.sharing_tensors(resolved.batch.tensor, timeout_minutes=2)
+    sizes = {"sequence": resolved.batch.sequence, "tensor": resolved.batch.tensor, "expert": resolved.batch.expert}
+    return resolved, world.sharing(**sizes, timeout_minutes=2)
 
 
 def planned(overrides: Sequence[str], *, world: int = 2, on_cpu: bool = True) -> tuple[Shape, Layout]:

@@ -298,7 +298,7 @@ def of_shared_matrices(
     """
     model = of_kind(kind) if kind else MODEL % "false"
     given = ["parallel.tensor=2", "telemetry.every_steps=0", model, *overrides]
-    world = world.sharing_tensors(2, timeout_minutes=2)
+    world = world.sharing(tensor=2, timeout_minutes=2)
     alone, rows, applied = World(0, 1, 0, world.device), [], 0
     resolved = resolve(world, stage=stage, compute=compute, micro=4, overrides=given)
     shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=SEQUENCE)
@@ -319,7 +319,7 @@ def spoiled_slice(
 ) -> tuple[Check, list[dict[str, Any]]]:
     """The judgement on two BF16 steps in which rank 1's slice of what one module makes is 1% too large, or its
     gradients are; and what was measured."""
-    world = world.sharing_tensors(2, timeout_minutes=2)
+    world = world.sharing(tensor=2, timeout_minutes=2)
     given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
     alone = World(0, 1, 0, world.device)
 

@@ -76,7 +76,7 @@ def trained_with_noise(world: World, **options: Any) -> dict[str, Any]:
 
 def trained_with_shared_experts(world: World, **options: Any) -> dict[str, Any]:
     """The same of a mixture, of whose experts each of two ranks has half."""
-    return trained(world.sharing_experts(2, timeout_minutes=2), **options)
+    return trained(world.sharing(expert=2, timeout_minutes=2), **options)
 
 
 def broken_job(world: World, *, folder: str, overrides: list[str]) -> dict[str, Any]:

@@ -332,8 +332,7 @@ def _plain(config: Any) -> torch.nn.Module:
 
 def _shared(world: World, resolved: Any) -> World:
     parallel = resolved.config.parallel
-    world = world.sharing_tensors(parallel.tensor, timeout_minutes=1)
-    return world.sharing_experts(parallel.expert, timeout_minutes=1)
+    return world.sharing(tensor=parallel.tensor, expert=parallel.expert, timeout_minutes=1)
 
 
 def _same(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -504,14 +503,14 @@ def _laid_out(
     """The ranks as they share, one of those that take samples of their own, and the run."""
     given, alone = ["telemetry.every_steps=0", "optimizer.eps=0.01", *overrides], world
     if layout == "tensor":
-        world = world.sharing_tensors(2, timeout_minutes=2)
+        world = world.sharing(tensor=2, timeout_minutes=2)
         given += ["parallel.tensor=2", "model.config.num_key_value_heads=2"]
         alone = World(world.zero_rank, world.zero_ranks, 0, world.device)
     elif layout == "sequence":
-        world = world.sharing_sequences(2, timeout_minutes=2)
+        world = world.sharing(sequence=2, timeout_minutes=2)
         given += ["parallel.sequence=2"]
     elif layout == "expert":
-        world = world.sharing_experts(2, timeout_minutes=2)
+        world = world.sharing(expert=2, timeout_minutes=2)
         given += [model_of("mixtral"), "parallel.expert=2"]
     elif layout == "hpz":
         copies = {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}

@@ -68,7 +68,7 @@ def against_one_rank(
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Errors of losses, norms, the evaluation and the masters after three steps. kind: of MEASURED."""
-    world = world.sharing_experts(ranks, timeout_minutes=2)
+    world = world.sharing(expert=ranks, timeout_minutes=2)
     resolved = resolved_of(world, kind, stage=stage, compute=compute, ranks=ranks, micro=micro, overrides=overrides)
     with engine_of(world, resolved) as engine:
         start = masters_of(engine)
@@ -97,7 +97,7 @@ def against_one_rank(
 
 def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Three FP16 steps, in the second of which a gradient of rank 1's experts is inf."""
-    world = world.sharing_experts(ranks, timeout_minutes=2)
+    world = world.sharing(expert=ranks, timeout_minutes=2)
     given = ["faults=[{kind: inf_gradient, step: 2, rank: 1, module: model.layers.0.mlp.experts}]"]
     given += ["precision.loss_scale.initial=256", *overrides]
     resolved = resolved_of(world, "mixtral", stage=stage, compute="fp16", ranks=ranks, micro=2, overrides=given)
@@ -115,7 +115,7 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
 
 def sent_elsewhere(world: World) -> tuple[int, int]:
     """Values that Muon sends other ranks in a step, and back: of dense matrices, and of shared experts."""
-    shared, sent, exchange = world.sharing_experts(2, timeout_minutes=2), [], World.exchange
+    shared, sent, exchange = world.sharing(expert=2, timeout_minutes=2), [], World.exchange
 
     def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
         sent.append(sum(out) - out[self.rank])
@@ -136,7 +136,7 @@ def sent_elsewhere(world: World) -> tuple[int, int]:
 
 def refused(world: World, *, overrides: Sequence[str]) -> str:
     """Why no engine is built."""
-    shared = world.sharing_experts(2, timeout_minutes=2)
+    shared = world.sharing(expert=2, timeout_minutes=2)
     given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=overrides)
     try:
         return refusal(shared, given)
@@ -146,7 +146,7 @@ def refused(world: World, *, overrides: Sequence[str]) -> str:
 
 def order_of_gathers(world: World, *, overrides: Sequence[str]) -> list[int]:
     """Sizes of the groups that ZeRO-3 gathers over, where each rank names the parameters in an order of its own."""
-    shared, sizes = world.sharing_experts(2, timeout_minutes=2), []
+    shared, sizes = world.sharing(expert=2, timeout_minutes=2), []
     given = resolved_of(shared, "mixtral", stage=3, compute="fp32", ranks=2, micro=2, overrides=overrides)
     with engine_of(shared, given) as engine:
         parameters = dict(engine.model.named_parameters())
@@ -170,7 +170,7 @@ def order_of_gathers(world: World, *, overrides: Sequence[str]) -> list[int]:
 
 def dispatched(world: World, *, chosen: int) -> dict[str, Any]:
     """A layer's output and gradients against those of experts that are not shared, where each token takes `chosen`."""
-    world = world.sharing_experts(2, timeout_minutes=2)
+    world = world.sharing(expert=2, timeout_minutes=2)
     assert world.experts is not None
     torch.manual_seed(0)
     plain = MixtralExperts(MixtralConfig(hidden_size=8, intermediate_size=6, num_local_experts=4))

@@ -97,7 +97,7 @@ def against_one_rank(
     overrides: Sequence[str] = (),
 ) -> dict[str, float]:
     """Errors of losses, norms, the evaluation and the masters after three steps; heads: of keys and values."""
-    world, micro = world.sharing_sequences(ranks, timeout_minutes=2), GLOBAL // 4
+    world, micro = world.sharing(sequence=ranks, timeout_minutes=2), GLOBAL // 4
     given = [*MODEL, f"model.config.num_key_value_heads={heads}", *OVERRIDES, f"parallel.sequence={ranks}"]
     given += [f"data.document_masking={str(apart).lower()}", *overrides]
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, overrides=given)
@@ -125,7 +125,7 @@ def against_one_rank(
 
 def blamed(world: World) -> list[list[tuple[int, str]]]:
     """Ranks and modules that are blamed for each of the steps of SPOILED."""
-    world = world.sharing_sequences(2, timeout_minutes=2)
+    world = world.sharing(sequence=2, timeout_minutes=2)
     given = [*MODEL, *OVERRIDES, faults_of(SPOILED)]
     with engine_of(world, resolve(world, stage=2, compute="fp32", micro=GLOBAL // 2, overrides=given)) as engine:
         return plain_steps.blamed(engine, partial(part_of, world, GLOBAL // 2))
@@ -133,7 +133,7 @@ def blamed(world: World) -> list[list[tuple[int, str]]]:
 
 def references(world: World, *, stage: int) -> dict[str, float]:
     """Errors of the parity gate's FP32 reference against plain torch, and the telemetry probe's smallest cosine."""
-    world = world.sharing_sequences(2, timeout_minutes=2)
+    world = world.sharing(sequence=2, timeout_minutes=2)
     probe = ["telemetry.probe=true"] if stage < 3 else []
     given = [*MODEL, *OVERRIDES, "data.document_masking=true", *probe]
     resolved = resolve(world, stage=stage, compute="fp32", micro=GLOBAL // 4, overrides=given)
@@ -184,7 +184,7 @@ def against_no_sharing(world: World, *, overrides: Sequence[str], length: int = 
     """Errors of losses, norms, metrics and masters on shared sequences against ranks that share none."""
     runs = []
     for ranks in (1, 2):
-        there = world.sharing_sequences(ranks, timeout_minutes=2)
+        there = world.sharing(sequence=ranks, timeout_minutes=2)
         more = [*OVERRIDES, *overrides, f"data.sequence_length={length}", f"parallel.sequence={ranks}"]
         batch = partial(part_of, there, GLOBAL // 4, length=length)
         with engine_of(there, resolve(there, stage=2, compute="fp32", micro=GLOBAL // 4, overrides=more)) as engine:

@@ -84,7 +84,7 @@ def against_one_rank(
     manifest: a file; plain torch is under it, too, and modules were seen to compute in its dtypes.
     """
     alone = World(world.rank // 2, world.world_size // 2, 0, world.device)
-    world = world.sharing_tensors(2, timeout_minutes=2)
+    world = world.sharing(tensor=2, timeout_minutes=2)
     micro = 8 // alone.world_size // 2
     given = [*OVERRIDES, of_kind(kind) if kind else MODEL % str(tied).lower(), *overrides]
     if manifest is not None:
@@ -123,7 +123,7 @@ def against_one_rank(
 
 def refused(world: World, *, manifest: str) -> str:
     """Why no engine is built under a manifest."""
-    world = world.sharing_tensors(2, timeout_minutes=2)
+    world = world.sharing(tensor=2, timeout_minutes=2)
     given = [*OVERRIDES, "precision.path=manifest", "precision.compute=auto", f"precision.manifest={manifest}"]
     return refusal(world, resolve(world, stage=2, compute="fp32", overrides=given))
 
@@ -141,7 +141,7 @@ def with_dropout(world: World, *, stage: int, by_rank: bool) -> dict[str, str]:
 
     The disagreement, if any; and the sums of the replicas' bits of this rank.
     """
-    world, found = world.sharing_tensors(2, timeout_minutes=2), ""
+    world, found = world.sharing(tensor=2, timeout_minutes=2), ""
     given = [*OVERRIDES, of_kind("opt"), "model.config.dropout=0.1"]
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=8, overrides=given)) as engine:
         seed_everything(1 + (world.rank if by_rank else world.zero_rank))
@@ -155,7 +155,7 @@ def with_dropout(world: World, *, stage: int, by_rank: bool) -> dict[str, str]:
 
 def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, str]]]:
     """Ranks and modules that are blamed for each of the steps of SPOILED."""
-    world, alone = world.sharing_tensors(2, timeout_minutes=2), World(0, 1, 0, world.device)
+    world, alone = world.sharing(tensor=2, timeout_minutes=2), World(0, 1, 0, world.device)
     given = [*OVERRIDES, faults_of(SPOILED)]
     with engine_of(world, resolve(world, stage=stage, compute=compute, micro=8, overrides=given)) as engine:
         return plain_steps.blamed(engine, partial(batch_of, alone, 8))
@@ -163,7 +163,7 @@ def blamed(world: World, *, stage: int, compute: str) -> list[list[tuple[int, st
 
 def with_a_changed_replica(world: World, *, stage: int) -> str:
     """The check's finding for a value that is changed on rank 1, of a token that is in no batch."""
-    world = world.sharing_tensors(2, timeout_minutes=2)
+    world = world.sharing(tensor=2, timeout_minutes=2)
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=8, overrides=OVERRIDES)) as engine:
         _steps(engine, 1)
         if world.rank == 1:
@@ -190,7 +190,7 @@ def against_data_ranks(world: World, *, overrides: Sequence[str]) -> dict[str, f
     """Errors of losses, norms and masters against two ranks that share nothing, from the same weights."""
     runs = []
     for ranks in (2, 1):  # what follows an engine with shared matrices is as if there had been none
-        there = world.sharing_tensors(ranks, timeout_minutes=2)
+        there = world.sharing(tensor=ranks, timeout_minutes=2)
         given = ["telemetry.every_steps=0", *overrides, f"parallel.tensor={ranks}"]
         batch = partial(batch_of, World(there.zero_rank, there.zero_ranks, 0, world.device), 4)
         with engine_of(there, resolve(there, stage=2, compute="fp32", overrides=given)) as engine:
