@@ -9,8 +9,6 @@ Everything is computed in FP32 and stays on the device. Queries are sampled, at 
 spaced and including the last; so are tokens for channels, at most TOKENS per call. Dispatch modes see none of this.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -45,7 +43,7 @@ class AttentionMeter:
         self.entropies: dict[str, torch.Tensor] = {}
         """Module name to (2, heads) float64: the sum of the queries' entropy shares, and the number of queries."""
 
-    def __enter__(self) -> AttentionMeter:
+    def __enter__(self) -> Self:
         if self._active:
             interface: Any = ALL_ATTENTION_FUNCTIONS
             find: Callable[..., Any] = interface.get_interface

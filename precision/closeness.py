@@ -12,8 +12,6 @@ square of the plan's errors in its row or, if larger, in the median row: one row
 Both are allowed six standard errors of the difference between two computations whose rows scatter as the plan's do.
 """
 
-from __future__ import annotations
-
 import torch
 
 OTHER_KERNEL = 1.15

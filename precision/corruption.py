@@ -6,8 +6,6 @@ a *persistent* one (the rank's answer differs from other ranks', or keeps changi
 gives the same answer bit for bit, so it comes from the model). docs/corruption.md has more.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The names that configs, manifests and events use for torch's floating-point dtypes."""
 
-from __future__ import annotations
-
 import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,8 +6,6 @@ saw inf first, so it is reported as "inf"; "nan" means nan and no inf.
 A tensor of zeros and -inf is an additive attention mask, not an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import islice

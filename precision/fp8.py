@@ -10,8 +10,6 @@ Scales are powers of two, the smallest with which the largest value still fits: 
 with a value that is not finite becomes nan throughout its row: the cast alone would turn inf into 448 and hide it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

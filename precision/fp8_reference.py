@@ -5,8 +5,6 @@ back are exact. The formats are those of Micikevicius et al. 2022, "FP8 Formats 
 what computes in FP8 and which values share a scale.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 import torch

@@ -9,8 +9,6 @@ is chosen, so a run that never becomes healthy ends after at most max_consecutiv
 steps. `judge` only reads and `note` writes, so judging twice gives the same answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum

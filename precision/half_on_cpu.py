@@ -1,7 +1,5 @@
 """BF16 and FP16 matrix products on a CPU that has no instructions for them: computed in FP32, rounded once."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

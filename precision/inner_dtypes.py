@@ -6,8 +6,6 @@ written out (exp, sum; pow, mean, rsqrt) rounds at every step, and the narrowest
 shows only its operands (`FUSED`). docs/numerics.md says what counts for each, and what leaves no operator to see.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ A policy only decides and counts; it needs neither torch nor DeepSpeed. `trainin
 DeepSpeed. Every rank runs the same policy on the same sequence of overflows, so all hold one scale.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from typing import Any, ClassVar, Literal
 

@@ -6,8 +6,6 @@ error, since it has no effect. A rule lowers a norm only if it names its `module
 would do so by accident. This module only decides; `precision.regions` applies the decision to a model.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterator

@@ -13,10 +13,8 @@ Activation checkpointing runs a block a second time in the backward pass. Only t
 provides the tensors for the gradient hooks, since with the reentrant implementation the first run has no graph.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -40,7 +38,7 @@ from precision.findings import (
 class _Call:
     module: nn.Module
     name: str
-    parent: _Call | None
+    parent: "_Call | None"
     replayed: bool
     """Run again in the backward pass by activation checkpointing."""
     micro_batch: int
@@ -87,7 +85,7 @@ class Inspector:
         """Up to MOST_FINDINGS findings, first cause first; consequences of an earlier finding are left out."""
         return list(self._found)
 
-    def __enter__(self) -> Inspector:
+    def __enter__(self) -> Self:
         for module in self._names:
             # Last on the inputs and first on the output: ZeRO-3's hooks have then gathered the parameters.
             self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))

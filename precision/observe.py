@@ -11,12 +11,10 @@ the step. FlexAttention is a compiled graph too, which torch does not enter unde
 mode, and its arguments are recorded.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -73,7 +71,7 @@ class Observation:
         total = sum(self.flops.values())
         return {name: count / total for name, count in sorted(self.flops.items())} if total else {}
 
-    def __enter__(self) -> Observation:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 before = module.register_forward_pre_hook(self._entering(name or ROOT), with_kwargs=True)

@@ -13,8 +13,6 @@ Both of torch's checkpointing implementations recompute by calling the modules a
 same region. `set` must therefore be called between two steps, never between a forward and its backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

@@ -8,8 +8,6 @@ norms, go into the window as logarithms. Until the window is half full there is 
 of values is often far too small. The window's owner pushes only values that were accepted.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from statistics import median

@@ -6,8 +6,6 @@ Transformers", section 2.4, "selective precision"; Zoph et al. 2022, "ST-MoE", s
 16 bits; products, softmax and choice are FP32. On the manifest path the manifest decides (`precision.manifest`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

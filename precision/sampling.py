@@ -5,8 +5,6 @@ which power of two they are) are answered from at most SAMPLE evenly spaced valu
 share is at most 0.4% of all values, and that of an update's norm about 1%.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The first of these layers computes them, and the others reuse them. The first pa
 the same tensor; from then on only these keep anything for the next one, and nothing is kept after the last.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

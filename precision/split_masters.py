@@ -7,8 +7,6 @@ per value; apex's `store_param_remainders` has no such bit, and rounds ties away
 Exact for every value except the bits of a NaN.
 """
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import pad
 

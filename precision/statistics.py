@@ -3,8 +3,6 @@
 Nothing here waits for the device: everything stays a tensor until `to_plain`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 

@@ -4,13 +4,11 @@ Each function looks for one kind of trouble and returns its description, with th
 the guard's reactions can help. precision/guard.py decides what is done.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
 from precision.corruption import Corruption
 from precision.findings import Finding
@@ -80,7 +78,7 @@ class Health:
         """An overflow of FP16 gradients that a smaller loss scale handles: skipped without being an incident."""
         return self.scales_dynamically and not self.scale_at_minimum and self.scale_overflowed
 
-    def with_causes(self, findings: Sequence[Finding]) -> Health:
+    def with_causes(self, findings: Sequence[Finding]) -> Self:
         """A copy with the causes that were found for values that are not finite."""
         overflowed = dict.fromkeys(finding.module for finding in findings if finding.overflowed)
         spoiled = dict.fromkeys(finding.module for finding in findings if finding.tensor == "parameter")

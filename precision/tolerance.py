@@ -6,8 +6,6 @@ variables of mean zero about confidence * sqrt(n) * u (Higham and Mary 2019, the
 the sum of the magnitudes, not to the sum: with cancellation the relative error of the result itself is unbounded.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
