@@ -13,14 +13,11 @@ import torch
 from torch import nn
 
 from data.batches.loader import Batch
-from precision.findings import Finding, check_parameters, describe
+from precision.findings import MOST_FINDINGS, Finding, check_parameters, describe
 from precision.nonfinite import Inspector
 from training.engine import Engine
 from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
-
-_MAX_PARAMETERS = 5
-"""Most parameters with non-finite reduced gradients to name if no rank found a cause."""
 
 
 def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> list[tuple[int, Finding]]:
@@ -49,7 +46,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     bad = [(name, described) for name, described in reduced if described is not None]
     return [
         (0, Finding(name, "gradient", *described, order, seen="the gradient reduced over all ranks"))
-        for order, (name, described) in enumerate(bad[:_MAX_PARAMETERS])
+        for order, (name, described) in enumerate(bad[:MOST_FINDINGS])
     ]
 
 
