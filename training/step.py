@@ -16,7 +16,6 @@ from precision.observe import Observation, verify
 from precision.step_health import Health
 from training.attribution import attribute
 from training.corruption.checks import Events
-from training.corruption.self_check import SelfCheck
 from training.early_warnings import EarlyWarning
 from training.engine.health import Outcome
 from training.engine.ledger import read_ledger
@@ -26,7 +25,6 @@ from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
 from training.record import record_causes, record_step, record_warnings
 from training.schedule import scheduled_rate
-from training.telemetry import Telemetry
 
 
 def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, Health]:
@@ -37,10 +35,12 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     waited = time.perf_counter() - started
 
     # Forward and backward of every micro-batch. If due, dtypes and gradients are observed.
-    watch, telemetry, checks = _due_watch(parts, progress), _due_telemetry(parts, progress), parts.checks
+    watch, checks, every = _due_watch(parts, progress), parts.checks, config.telemetry.every_steps
+    telemetry = parts.telemetry if every and (progress.step + 1) % every == 0 else None
     signing = checks.signing(progress.step + 1) if checks else nullcontext()
     watching = _watching(parts, watch, batch)  # inside telemetry, whose probe runs an FP32 pass of its own
-    compared = _due_self_check(parts, progress)
+    check = parts.self_check
+    compared = check if check and check.due(progress.step + 1, parts.first_step + 1) else None
     comparing = compared.watching(batch, progress.position) if compared else nullcontext()
     with telemetry.watching(batch) if telemetry else nullcontext(), signing, watching, comparing:
         outcome = engine.forward_backward(batch, step=batch.position + 1)
@@ -83,8 +83,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         compared.before_update()
     update = engine.step(health, rate, apply=apply)
     later: list[EarlyWarning] = []
-    if parts.self_check:
-        parts.self_check.follow(health, update, lr=rate, applied=progress.applied, factor=guard.lr_factor)
+    if check:
+        check.follow(health, update, lr=rate, applied=progress.applied, factor=guard.lr_factor)
     if compared and update.applied:
         factor = guard.lr_factor
         later = compared.after_update(health, scale=update.loss_scale, applied=progress.applied, factor=factor)
@@ -138,16 +138,6 @@ def _watching(parts: Parts, watch: Observation | None, batch: Batch) -> Abstract
     with watch:
         parts.engine.forward_beside(batch)
     return nullcontext()
-
-
-def _due_telemetry(parts: Parts, progress: Progress) -> Telemetry | None:
-    every = parts.resolved.config.telemetry.every_steps
-    return parts.telemetry if every and (progress.step + 1) % every == 0 else None
-
-
-def _due_self_check(parts: Parts, progress: Progress) -> SelfCheck | None:
-    check = parts.self_check
-    return check if check and check.due(progress.step + 1, parts.first_step + 1) else None
 
 
 def _verify_precision(parts: Parts, progress: Progress, watch: Observation) -> None:
