@@ -14,6 +14,7 @@ provides the tensors for the gradient hooks, since with the reentrant implementa
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -120,11 +121,8 @@ class Inspector:
         if not call.replayed:
             self._judge_input(call, args, kwargs)
         if torch.is_grad_enabled():
-            args = replace_tensors(args, lambda tensor: self._private_view(call, tensor))
-            kwargs = {
-                key: replace_tensors(value, lambda tensor: self._private_view(call, tensor))
-                for key, value in kwargs.items()
-            }
+            view = partial(self._private_view, call)
+            args, kwargs = replace_tensors(args, view), {key: replace_tensors(kwargs[key], view) for key in kwargs}
         return args, kwargs
 
     def _open(self, module: nn.Module) -> _Call:
