@@ -7,7 +7,7 @@ shows only its operands (`FUSED`). docs/numerics.md says what counts for each, a
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -183,10 +183,7 @@ class InnerDtypes:
             computed[what] = dict(counts)
         return {
             "computed": computed,
-            "lower": [
-                {"what": what, "computed": dtype, "promised": promise, "modules": names}
-                for (what, dtype, promise), names in sorted(lower.items())
-            ],
+            "lower": _entries(sorted(lower.items())),
             "unobserved": self._unobserved(compiled),
         }
 
@@ -294,11 +291,15 @@ def over_ranks(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for entry in report["lower"]:
             named = lower.setdefault((entry["what"], entry["computed"], entry["promised"]), {})
             named.update(dict.fromkeys(entry["modules"]))
-    entries = [
+    return {**reports[0], "lower": _entries(lower.items())}
+
+
+def _entries(lower: Iterable[tuple[tuple[str, str, str], Iterable[str]]]) -> list[dict[str, Any]]:
+    """The entries of a report on operations in a dtype lower than promised."""
+    return [
         {"what": what, "computed": dtype, "promised": promise, "modules": list(names)}
-        for (what, dtype, promise), names in lower.items()
+        for (what, dtype, promise), names in lower
     ]
-    return {**reports[0], "lower": entries}
 
 
 def _makes_table(module: torch.nn.Module) -> bool:
