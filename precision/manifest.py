@@ -118,12 +118,8 @@ def assign(manifest: Manifest, model: torch.nn.Module) -> dict[str, Assignment]:
     regions, routers = find_regions(model), router_regions(model)
     assigned: dict[str, Assignment] = {}
     for name, kind in regions.items():
-        if kind == "norm":
-            assigned[name] = Assignment("fp32", None, NORM_REASON)
-        elif name in routers:
-            assigned[name] = Assignment("fp32", None, ROUTER_REASON)
-        else:
-            assigned[name] = Assignment(manifest.default, None, "default")
+        wide = NORM_REASON if kind == "norm" else ROUTER_REASON if name in routers else None
+        assigned[name] = Assignment("fp32" if wide else manifest.default, None, wide or "default")
     matched: list[list[str]] = []
     for index, rule in enumerate(manifest.rules):
         names = [name for name, kind in regions.items() if _matches(rule, name, modules[name], kind)]
