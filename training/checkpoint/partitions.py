@@ -184,8 +184,7 @@ def _join_experts(slices: list[SavedTensor], second_copy: Read | None) -> SavedT
 
 def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
     state = read(folder / _model_file(rank))
-    saved = SavedModel(stage=0, ranks=1)
-    _set_buffers(saved, state)
+    saved = SavedModel(stage=0, ranks=1, buffers=_buffers(state))
     for name, weight in state["module"].items():
         if name not in saved.buffers:
             whole = Stored(weight.shape, [weight])
@@ -203,8 +202,8 @@ def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
 def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadFile, rank: int) -> SavedModel:
     """ZeRO-1 and 2: each rank's flat partition of a group, with the address of every parameter's part in it."""
     state = read(folder / _model_file(rank))
-    saved = SavedModel(stage=2, ranks=len(states), second_source="the weights in the model file, rounded alike")
-    _set_buffers(saved, state)
+    second = "the weights in the model file, rounded alike"
+    saved = SavedModel(stage=2, ranks=len(states), buffers=_buffers(state), second_source=second)
     module, shared = state["module"], state["shared_params"] or {}
     partitions = states[0].get("partition_count")
     for index, shapes in enumerate(state["param_shapes"]):
@@ -252,8 +251,7 @@ def _open_stage_3(
     upstream = upstream and groups is None
     reader = "DeepSpeed's zero_to_fp32"
     second = reader if upstream else f"none: {reader} reads no encrypted files, and no slices"
-    saved = SavedModel(stage=3, ranks=len(states), second_source=second)
-    _set_buffers(saved, models[0])
+    saved = SavedModel(stage=3, ranks=len(states), buffers=_buffers(models[0]), second_source=second)
     whole = cache(lambda: _zero_to_fp32(folder)) if upstream else None
     optimizers = [_flat_states(state["optimizer_state_dict"]) for state in states]
     for index, shapes in enumerate(models[0]["param_shapes"]):
@@ -318,8 +316,8 @@ def _read_by_deepspeed(whole: Callable[[], dict[str, Any]] | None, name: str) ->
     return (lambda: whole()[name].contiguous()) if whole is not None else None
 
 
-def _set_buffers(saved: SavedModel, state: dict[str, Any]) -> None:
-    saved.buffers = {name: state["module"][name] for name in state["buffer_names"] or ()}
+def _buffers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: state["module"][name] for name in state["buffer_names"] or ()}
 
 
 def _require_size(folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor]) -> None:
