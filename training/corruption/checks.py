@@ -38,9 +38,9 @@ class Checks:
         self._engine = engine
         self._hosts: list[str] = engine.world.gather_objects(socket.gethostname())
         self._copies = Copies(engine, every=guard.replica_checks) if guard.replica_checks else None
-        self._updates = None
-        if guard.update_checks:
-            self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
+        self._updates = UpdateCheck(engine, config.optimizer, values=guard.update_checks, seed=config.run.seed)
+        self.before_update, self.forget = self._updates.before_update, self._updates.forget
+        """Call right before a step is applied, and after a checkpoint was loaded."""
         self.reexecutes = guard.reexecute != "never"
         kind, _, steps = guard.reexecute.partition(" ")
         self._every = int(steps) if kind == "every" else 0
@@ -56,8 +56,7 @@ class Checks:
         """(4,) float64 for the step's gather, between its backward pass and its update. No device sync."""
         device = self._engine.world.device
         copies = self._copies.sums(step) if self._copies else torch.zeros(3, dtype=torch.float64, device=device)
-        wrong = self._updates.wrong() if self._updates else torch.zeros((), dtype=torch.float64, device=device)
-        return torch.cat([copies, wrong[None]])
+        return torch.cat([copies, self._updates.wrong()[None]])
 
     def examine(
         self,
@@ -115,20 +114,9 @@ class Checks:
             events.append(("reexecution", fields))
         return run.outcome, last, events
 
-    def before_update(self) -> None:
-        """Call right before a step is applied."""
-        if self._updates is not None:
-            self._updates.before_update()
-
     def after_update(self, health: Health, update: Update, *, applied: int) -> None:
         """Call right after a step was applied. applied: updates so far, this one included."""
-        if self._updates is not None:
-            self._updates.after_update(norm=health.grad_norm, scale=update.loss_scale, lr=update.lr, step=applied)
-
-    def forget(self) -> None:
-        """Call after a checkpoint was loaded."""
-        if self._updates is not None:
-            self._updates.forget()
+        self._updates.after_update(norm=health.grad_norm, scale=update.loss_scale, lr=update.lr, step=applied)
 
     def _due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
@@ -137,7 +125,7 @@ class Checks:
         """checks: `numbers` of each rank."""
         differ = any(row[:2] != checks[0][:2] or row[2] for row in checks)
         flips = self._copies.examine() if self._copies is not None and differ else []
-        if self._updates is not None and any(row[3] for row in checks):
+        if any(row[3] for row in checks):
             flips += self._updates.examine()
         return flips
 
