@@ -17,8 +17,6 @@ Product = Literal["output", "input gradient", "weight gradient"]
 
 
 class Format(NamedTuple):
-    """A format of 8 bits."""
-
     stored: int
     """[bits] Explicit mantissa bits."""
     smallest: int

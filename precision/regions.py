@@ -129,7 +129,6 @@ class Regions:
             self._compute, self.manifest = compute, manifest
 
     def close(self) -> None:
-        """Restore the forward of every module."""
         for module, before in reversed(self._patched):
             if before is None:
                 del module.forward

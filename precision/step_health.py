@@ -87,8 +87,6 @@ class Health:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something wrong with a step."""
-
     what: str
     """The problem, with the numbers."""
     look_at: str

@@ -129,7 +129,6 @@ class World:
         return cast(T, value)
 
     def wait_for_all(self) -> None:
-        """Barrier over all ranks."""
         dist.barrier(group=self.group)
 
     def numbers(self, values: Sequence[float]) -> torch.Tensor:

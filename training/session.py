@@ -260,7 +260,6 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
 
 
 def run_dir_of(resolved: Resolved) -> RunDir:
-    """The run's own folder."""
     run = resolved.config.run
     return RunDir(Path(run.dir).expanduser() / run.name)
 

@@ -19,8 +19,6 @@ class NotFinite(SaveFailed):
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that succeeded."""
-
     path: Path
     url: str | None
     """The URL in the object store, if there is one."""

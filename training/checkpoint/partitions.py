@@ -67,8 +67,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The optimizer's state of one parameter."""
-
     tensors: Mapping[str, Stored]
     """State tensors, FP32, of the parameter's size, by their names in the file."""
     updates: int

@@ -71,7 +71,6 @@ def read_lock(path: Path) -> Iterator[None]:
 
 
 def is_read_locked(path: Path) -> bool:
-    """Whether any process holds a `read_lock` of the checkpoint."""
     try:
         with (path / MANIFEST).open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

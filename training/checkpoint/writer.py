@@ -99,12 +99,10 @@ class Files(TorchCheckpointEngine):
         self._queued: list[Callable[[], None]] = []
 
     def save(self, state_dict: Any, path: str | Path) -> None:
-        """Write one file with torch.save."""
         state = host_copy(state_dict) if self._copied else state_dict
         self._queue(Path(path), lambda file: torch.save(state, file), state)
 
     def save_text(self, text: str, path: Path) -> None:
-        """Write one text file."""
         self._queue(path, lambda file: file.write(text.encode()), None)
 
     def write_all(self) -> None:

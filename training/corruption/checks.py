@@ -30,8 +30,6 @@ Events = list[tuple[str, dict[str, Any]]]
 
 
 class Checks:
-    """The checks that a run's config asks for."""
-
     def __init__(self, engine: Engine, resolved: Resolved) -> None:
         """A collective: the ranks exchange their hosts' names."""
         config, guard = resolved.config, resolved.config.guard

@@ -44,8 +44,6 @@ _FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_
 
 
 class Row(NamedTuple):
-    """One comparison."""
-
     check: str
     where: str
     error: float

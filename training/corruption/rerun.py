@@ -74,8 +74,6 @@ class LocalGradients:
 
 @dataclass(frozen=True)
 class Again:
-    """The result of a rerun."""
-
     outcome: Outcome
     """Outcome of the last run, whose gradients the engine holds."""
     last: Answer

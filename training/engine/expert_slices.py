@@ -38,7 +38,6 @@ class _Marker(MoE):
 
 
 def experts_name(group: ExpertGroup) -> str:
-    """DeepSpeed's name for the groups."""
     return f"ep_size_{group.size}"
 
 

@@ -18,8 +18,6 @@ class PrecisionError(UserError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the ledger."""
-
     what: str
     dtype: str
     bytes: int

@@ -16,7 +16,6 @@ def generators(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def restore_generators(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore states from `generators`."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

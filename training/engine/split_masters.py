@@ -33,7 +33,6 @@ class SplitMaster:
 
     @property
     def whole(self) -> bool:
-        """Whether the master is whole at the moment."""
         return self._remainder is None
 
     @property

@@ -76,7 +76,6 @@ class Teacher:
         return [getattr(parameter, "ds_tensor", parameter).data for parameter in self._forward.parameters()]
 
     def close(self) -> None:
-        """Release the weights."""
         if self._engine is not None:
             self._engine.destroy()
         self._forward = self._engine = None

@@ -62,7 +62,6 @@ class Profiling:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Context for the attempted step of that number."""
         if self._over or (self._profiler is None and step >= self._start + self._steps):
             yield
             return

@@ -33,8 +33,6 @@ Reward = tuple[float, tuple[str, ...] | None]
 
 
 class Rewards:
-    """The functions of `grpo.rewards`."""
-
     def __init__(self, section: GrpoSection) -> None:
         """Raises UserError for a function that cannot be loaded."""
         self._section = section

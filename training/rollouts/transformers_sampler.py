@@ -39,15 +39,11 @@ _NEVER_TWICE = -30.0  # [nats] an answer of smaller log-probability is drawn twi
 
 
 class Request(NamedTuple):
-    """One answer to be sampled."""
-
     prompt: np.ndarray  # (n,) int64
     key: str  # seed of this answer alone: its random numbers do not depend on what is sampled beside it
 
 
 class Answer(NamedTuple):
-    """A sampled answer."""
-
     ids: np.ndarray  # (n,) int64, with its end token if it ended; 1 <= n <= grpo.max_new_tokens
     log_probs: np.ndarray  # (n,) float32, by the softmax(logits / temperature) that it was drawn from
     ended: bool  # False if it was cut off at grpo.max_new_tokens

@@ -22,5 +22,4 @@ def objective(config: Config, model: PreTrainedModel) -> Preference:
 
 
 def make_batch(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of pairs."""
     return batches_of_pairs(lengths_of_corpus(corpus))

@@ -180,7 +180,6 @@ class Tracing:
             span.end(started + int(outcome.seconds * 1e9))
 
     def _report_loss(self) -> None:
-        """Report, once, that spans are lost."""
         trouble = None if self._reported else self._export.trouble()
         if trouble is None:
             return

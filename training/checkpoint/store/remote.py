@@ -30,7 +30,6 @@ class Remote:
         self.store, self.keep = store, replace(keep, newest=max(keep.newest, 2))
 
     def url_of(self, step: int) -> str:
-        """The URL of a checkpoint."""
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
