@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -60,7 +61,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     slices = world.tensor is not None or world.experts is not None
     partitioned = resolved.zero_stage == 3 and not slices and config.adapter.base == "compute"
     zero3 = fp32_partitions(resolved) if partitioned else None
-    gather = _gather_partitioned(world) if zero3 else no_gather
+    gather: Gather = partial(_gather_partitioned, world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
     options: dict[str, Any] = {"model_class": model_class, "adapter": config.adapter, "drawn": drawn}
     model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
@@ -153,10 +154,7 @@ def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
     engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
 
 
-def _gather_partitioned(world: World) -> Gather:
-    @contextmanager
-    def gather(parameters: Sequence[torch.nn.Parameter]) -> Iterator[bool]:
-        with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
-            yield world.is_main
-
-    return gather
+@contextmanager
+def _gather_partitioned(world: World, parameters: Sequence[torch.nn.Parameter]) -> Iterator[bool]:
+    with deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0):
+        yield world.is_main

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def engine(
     resolved = resolve(world, stage=stage, compute=compute, micro=micro, variant=variant, overrides=overrides)
     shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
     zero3 = fp32_partitions(resolved) if resolved.zero_stage == 3 else None
-    gather = _gather_partitioned(world) if zero3 else no_gather
+    gather = partial(_gather_partitioned, world) if zero3 else no_gather
     model = build_model(resolved.config.model, shape, seed=seed, gather=gather)
     model.register_buffer("seen", torch.full((3,), float(seed)))
     for name, parameter in model.named_parameters():
