@@ -32,13 +32,13 @@ def worst_case(terms: int, dtype: torch.dtype) -> float:
     return error / (1 - error) if error < 1 else math.inf
 
 
-def expected(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
+def expected(terms: int, dtype: torch.dtype) -> float:
     """exp(lambda sqrt(n) u + n u^2 / (1 - u)) - 1: what n independent roundings reach (Higham and Mary 2019, 2.4)."""
     u = unit_roundoff(dtype)
-    exponent = confidence * math.sqrt(terms) * u + terms * u * u / (1 - u)
+    exponent = CONFIDENCE * math.sqrt(terms) * u + terms * u * u / (1 - u)
     return math.expm1(exponent) if exponent < 700 else math.inf
 
 
-def tolerance(terms: int, dtype: torch.dtype, *, confidence: float = CONFIDENCE) -> float:
+def tolerance(terms: int, dtype: torch.dtype) -> float:
     """The tighter of both bounds, relative to the sum of the terms' magnitudes. terms: roundings, at least 1."""
-    return min(worst_case(terms, dtype), expected(terms, dtype, confidence=confidence))
+    return min(worst_case(terms, dtype), expected(terms, dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from precision.tolerance import CONFIDENCE, tolerance
+from precision.tolerance import tolerance
 
 
 def agrees(
@@ -14,7 +14,6 @@ def agrees(
     terms: int = 1,
     *,
     magnitude: torch.Tensor | float | None = None,
-    confidence: float = CONFIDENCE,
 ) -> bool:
     """Whether `values`, computed in `dtype` with `terms` roundings in a row, are rounding errors away from `reference`.
 
@@ -27,7 +26,7 @@ def agrees(
     scale = exact.abs() if magnitude is None else torch.as_tensor(magnitude, dtype=torch.float64, device=exact.device)
     info = torch.finfo(dtype)
     smallest_subnormal = info.smallest_normal * info.eps
-    bound = tolerance(terms, dtype, confidence=confidence) * scale + smallest_subnormal / 2
+    bound = tolerance(terms, dtype) * scale + smallest_subnormal / 2
     close = (got - exact).abs() <= bound
     same = (got == exact) | (got.isnan() & exact.isnan())
     return bool(torch.where(exact.isfinite(), close & got.isfinite(), same).all())
