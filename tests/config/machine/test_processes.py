@@ -15,7 +15,7 @@ from config.errors import UserError
 from config.machine import op_builds
 from config.machine.processes import as_written, launchers, runs, start_ticks
 from tests.support.jobs.launches import children
-from training.engine.optimizers.adamw import load_op
+from training.engine.optimizers.adamw import load_cpu_adam
 
 STARTS_A_RANK = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', sys.argv[1]]))"
 RANK = """
@@ -204,4 +204,4 @@ def test_without_a_compiler_the_line_names_the_setting_and_what_to_install(tmp_p
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
     with pytest.raises(UserError, match=r"zero_optimization\.offload_optimizer: .*cpu_adam .*apt-get install g\+\+"):
-        load_op("CPUAdamBuilder", "zero_optimization.offload_optimizer")
+        load_cpu_adam()

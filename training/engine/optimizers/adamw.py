@@ -18,26 +18,27 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
     if offload_to_host:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-        load_op("CPUAdamBuilder", "zero_optimization.offload_optimizer")
+        load_cpu_adam()
         return DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
     return torch.optim.AdamW(groups, fused=True, **options)
 
 
-def load_op(builder: str, needed_by: str) -> None:
-    """Build or load an op, by its class's name, before DeepSpeed does. needed_by: the setting. Raises UserError."""
+def load_cpu_adam() -> None:
+    """Build or load the op of DeepSpeed's CPU kernel before DeepSpeed does. Raises UserError."""
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", "").split(os.pathsep)
     if path[0] != programs:  # another environment's ninja would consider every op outdated and rebuild it
         os.environ["PATH"] = os.pathsep.join([programs, *path])
     op_builds.use_own_folder()
-    op = get_accelerator().create_op_builder(builder)
+    op = get_accelerator().create_op_builder("CPUAdamBuilder")
     try:
         with op_builds.exclusive_build(op.name, lambda line: print(line, flush=True)):
             op.load(verbose=False)
     except Exception as error:  # from the compiler, torch or the loader
         raise UserError(
-            f"{needed_by}: DeepSpeed's op {op.name} cannot be built in {op_builds.extensions_folder()} "
-            f"({one_line(error)}); install a C++ compiler (apt-get install g++) and ninja (pip install ninja), set "
-            "TORCH_EXTENSIONS_DIR to a folder that may be written, or train without offload"
+            f"zero_optimization.offload_optimizer: DeepSpeed's op {op.name} cannot be built in "
+            f"{op_builds.extensions_folder()} ({one_line(error)}); install a C++ compiler (apt-get install g++) and "
+            "ninja (pip install ninja), set TORCH_EXTENSIONS_DIR to a folder that may be written, or train without "
+            "offload"
         ) from error
 
 
