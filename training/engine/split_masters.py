@@ -28,25 +28,21 @@ class SplitMaster:
     def __init__(self, flat: torch.Tensor, weight: torch.Tensor) -> None:
         """flat: (n,) FP32, DeepSpeed's. weight: (n,) BF16, DeepSpeed's view of the values that modules compute with."""
         self._flat, self._weight = flat, weight
-        self._remainder: torch.Tensor | None = None
-        self._uppers: torch.Tensor | None = None
+        self.tensors: tuple[torch.Tensor, ...] = ()
+        """Tensors held in addition to the weight: the remainder and its upper ties; none while the master is whole."""
 
     @property
     def whole(self) -> bool:
-        return self._remainder is None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Tensors held in addition to the weight."""
-        return [held for held in (self._remainder, self._uppers) if held is not None]
+        return not self.tensors
 
     def values(self, start: int, length: int) -> torch.Tensor:
         """(length,) FP32: a view of a whole master, a copy of a split one."""
-        if self._remainder is None or self._uppers is None:
+        if self.whole:
             return self._flat.detach()[start : start + length]
+        remainder, uppers = self.tensors
         first = start // 8 * 8
         end = start + length
-        found = joined(self._weight[first:end], self._remainder[first:end], self._uppers[first // 8 : -(-end // 8)])
+        found = joined(self._weight[first:end], remainder[first:end], uppers[first // 8 : -(-end // 8)])
         return found[start - first :]
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -64,8 +60,8 @@ class SplitMaster:
             count += int(((weight[where] != rounded) & ~(weight[where].isnan() & rounded.isnan())).sum())
         if count:
             return count
-        self._remainder = torch.empty(len(weight), dtype=torch.int16, device=weight.device)
-        self._uppers = torch.empty(-(-len(weight) // 8), dtype=torch.uint8, device=weight.device)
+        remainder = torch.empty(len(weight), dtype=torch.int16, device=weight.device)
+        self.tensors = remainder, torch.empty(-(-len(weight) // 8), dtype=torch.uint8, device=weight.device)
         for where in self._slices():
             self._take(where, flat[where])
         self.hide()
@@ -75,7 +71,7 @@ class SplitMaster:
         """Give DeepSpeed's master its memory and values back; nothing is held in addition to it then."""
         if not self.whole:
             self._flat.data = self.values(0, len(self._weight))
-            self._remainder = self._uppers = None
+            self.tensors = ()
 
     def show_weight(self) -> None:
         """Point the master at the weight, for DeepSpeed's copy from one to the other."""
@@ -91,11 +87,9 @@ class SplitMaster:
             yield slice(start, min(start + size, len(self._weight)))
 
     def _take(self, where: slice, master: torch.Tensor) -> None:
-        assert self._remainder is not None and self._uppers is not None
+        remainder, uppers = self.tensors
         weight = self._weight[where].copy_(master)
-        remainder, uppers = remainder_of(master, weight)
-        self._remainder[where] = remainder
-        self._uppers[where.start // 8 : -(-where.stop // 8)] = uppers
+        remainder[where], uppers[where.start // 8 : -(-where.stop // 8)] = remainder_of(master, weight)
 
 
 class SplitAdamW(torch.optim.AdamW):
