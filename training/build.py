@@ -25,6 +25,8 @@ from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
+from training.checkpoint.store.remote import Remote
+from training.checkpoint.store.store import Store
 from training.corruption.checks import Checks
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
@@ -175,9 +177,6 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
-        from training.checkpoint.store.remote import Remote  # imports fsspec, which most runs do not need
-        from training.checkpoint.store.store import Store
-
         store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
         world.on_main(store.require_usable)
         remote, keep = Remote(store, keep), Retention(1)

@@ -4,13 +4,11 @@ A checkpoint is written to a hidden folder next to it, each file hashed while it
 published by one rename, so a kill at any moment leaves the previous one in place. Training continues meanwhile.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from config.errors import UserError, one_line
 from config.printable import tell
@@ -31,14 +29,12 @@ from training.checkpoint.reader import Opener
 from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, loss_in, read_lock
 from training.checkpoint.save import Save
+from training.checkpoint.store.remote import Remote
 from training.checkpoint.writer import Files
 from training.distributed import World
 from training.engine import Engine
 from training.engine.rng import load_generators
 from training.progress import Progress
-
-if TYPE_CHECKING:
-    from training.checkpoint.store.remote import Remote  # imports fsspec, which most runs do not need
 
 
 class Checkpoints:

@@ -1,25 +1,21 @@
 """One save in the background: write the files, agree with the other ranks, publish, read back, upload."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import Tensors, Written, check_hashes, problem_of
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed, on_main
 from training.checkpoint.retention import Retention
-
-if TYPE_CHECKING:
-    from training.checkpoint.store.remote import Remote
-    from training.checkpoint.writer import Files
-    from training.distributed import World
+from training.checkpoint.store.remote import Remote
+from training.checkpoint.writer import Files
+from training.distributed import World
 
 
 class Save:

@@ -13,8 +13,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import fsspec
-
 from config.errors import UserError
 from config.files import file_sha256
 from config.secrets import refuse_secrets
@@ -114,6 +112,8 @@ class StoreFiles:
             partial.unlink(missing_ok=True)
 
     def _connect(self) -> tuple[Any, str]:
+        import fsspec  # which most runs do not need
+
         try:
             system, root = fsspec.core.url_to_fs(self.url, **self._options)
         except ImportError as error:
