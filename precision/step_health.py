@@ -61,17 +61,13 @@ class Health:
     """Parameters that were not finite before the step."""
 
     @property
-    def loss_is_finite(self) -> bool:
-        return math.isfinite(self.loss)
-
-    @property
     def finite(self) -> bool:
-        return self.loss_is_finite and math.isfinite(self.grad_norm)
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     @property
     def scale_overflowed(self) -> bool:
         """Whether only gradients are not finite: the loss scale takes effect after the forward pass."""
-        return self.loss_is_finite and not (self.finite or self.overflowed or self.spoiled)
+        return math.isfinite(self.loss) and not (self.finite or self.overflowed or self.spoiled)
 
     @property
     def routine_overflow(self) -> bool:
