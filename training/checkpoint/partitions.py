@@ -5,8 +5,6 @@ DeepSpeed's own `zero_to_fp32` refuses ZeRO-0 and the BF16 optimizer of ZeRO-1, 
 memory-mapped unless they are encrypted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math
@@ -40,7 +38,7 @@ class Stored:
     shape: torch.Size
     parts: Sequence[torch.Tensor] = ()
     """Its values, one part after another; anything beyond `shape` is padding."""
-    slices: Sequence[Stored] = ()
+    slices: "Sequence[Stored]" = ()
     """Instead of parts: the slices of the ranks that share it, cut along `dimension`."""
     dimension: int = 0
 
