@@ -75,11 +75,11 @@ def evaluate(parts: Parts, progress: Progress) -> float:
     if parts.self_check and parts.self_check.due_evaluation():
         unlike = parts.self_check.after_evaluation(evaluation, parts.validation(), progress.step)
         parts.record.event("self_check", step=progress.step, tokens=progress.tokens, **parts.self_check.finish())
-        record_warnings(parts.record, progress, unlike)
+        record_warnings(parts, progress, unlike)
         parts.guard.warn((each.signal, each.reason) for each in unlike)
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
     sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
-    record_evaluation(parts.record, progress, evaluation, by_source, sample=sample)
+    record_evaluation(parts, progress, evaluation, by_source, sample=sample)
     return evaluation.loss
 
 
@@ -111,7 +111,7 @@ def record_saves(parts: Parts) -> SaveFailed | None:
         if isinstance(outcome, SaveFailed):
             parts.record.note(str(outcome), failed="checkpoint")
         else:
-            record_checkpoint(parts.record, outcome)
+            record_checkpoint(parts, outcome)
     return problem
 
 

@@ -52,5 +52,5 @@ def react(
         else:
             progress = roll_back(parts, progress, path, repeat=repeat)
             further = {"rolled_back_to": str(path), "position": progress.position}
-    record_incident(parts.record, parts.resolved, refused_at, judgement, modules, further)
+    record_incident(parts, refused_at, judgement, modules, further)
     return progress, judgement

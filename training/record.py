@@ -6,37 +6,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from config.resolved import Resolved
-from config.schema import Fault
 from data.batches.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
 from precision.step_health import Health
-from tracking.record import Record
 from training.checkpoint.outcome import Saved
 from training.early_warnings import EarlyWarning
-from training.engine import Engine
 from training.engine.health import Evaluation, Update
 from training.engine.tensors import momentum_norm
+from training.parts import Parts
 from training.progress import Progress
 from training.promotions import Causes
 
 
 def record_step(
-    record: Record,
-    engine: Engine,
-    progress: Progress,
-    batch: Batch,
-    health: Health,
-    update: Update,
-    *,
-    faults: Sequence[Fault],
-    seconds: float,
-    waited: float,
+    parts: Parts, progress: Progress, batch: Batch, health: Health, update: Update, *, seconds: float, waited: float
 ) -> None:
     """The `step` event, and a `scale` event, a collective, when the loss scale or its hysteresis changed. progress:
     after the step. seconds: the whole step's. waited: [s] for the batch."""
-    where = {"step": progress.step, "tokens": progress.tokens}
-    for fault in faults:
+    record, where = parts.record, {"step": progress.step, "tokens": progress.tokens}
+    for fault in parts.resolved.config.faults:
         if fault.step == batch.position + 1:
             record.event("fault", **where, kind=fault.kind, rank=fault.rank, module=fault.module)
     further: dict[str, Any] = {"metrics": health.metrics} if health.metrics else {}
@@ -71,33 +59,34 @@ def record_step(
             reason=change.reason,
             consecutive_overflows=change.consecutive_overflows,
             lr=update.lr,
-            momentum_norm=momentum_norm(engine),
+            momentum_norm=momentum_norm(parts.engine),
         )
 
 
-def record_warnings(record: Record, progress: Progress, warnings: Sequence[EarlyWarning]) -> None:
+def record_warnings(parts: Parts, progress: Progress, warnings: Sequence[EarlyWarning]) -> None:
     """One `warning` event each. progress: after the step."""
     for warning in warnings:
         fields = {**asdict(warning), "modules": list(warning.modules)}
-        record.event("warning", step=progress.step, tokens=progress.tokens, **fields)
+        parts.record.event("warning", step=progress.step, tokens=progress.tokens, **fields)
 
 
-def record_causes(record: Record, progress: Progress, causes: Causes, *, sequence: int = 1, tensor: int = 1) -> None:
-    """One `nonfinite` event for each cause, first causes first. sequence, tensor: ranks that share one."""
+def record_causes(parts: Parts, progress: Progress, causes: Causes) -> None:
+    """One `nonfinite` event for each cause, first causes first."""
+    sequence, tensor = parts.resolved.batch.sequence, parts.resolved.batch.tensor  # numbers of ranks that share one
     for rank, finding in causes:
         further = {"slice": rank % sequence + 1, "slices": sequence} if sequence > 1 else {}
         if tensor > 1:
             further |= {"tensor_slice": rank % tensor + 1, "tensor_slices": tensor}
         fields = {name: value for name, value in asdict(finding).items() if name != "order"}
-        record.event("nonfinite", step=progress.step, tokens=progress.tokens, rank=rank, **fields, **further)
+        parts.record.event("nonfinite", step=progress.step, tokens=progress.tokens, rank=rank, **fields, **further)
 
 
 def record_incident(
-    record: Record, resolved: Resolved, progress: Progress, judgement: Judgement, modules: list[str], further: Any
+    parts: Parts, progress: Progress, judgement: Judgement, modules: list[str], further: dict[str, Any]
 ) -> None:
     """The `incident` event. progress: after the refused step. further: fields of the reaction."""
-    run = resolved.config.run
-    record.event(
+    run = parts.resolved.config.run
+    parts.record.event(
         "incident",
         step=progress.step,
         tokens=progress.tokens,
@@ -110,7 +99,7 @@ def record_incident(
 
 
 def record_evaluation(
-    record: Record, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation], *, sample: str
+    parts: Parts, progress: Progress, whole: Evaluation, by_source: dict[str, Evaluation], *, sample: str
 ) -> None:
     """The `eval` event. whole: on the validation set; by_source: on each named part. sample: text sampled then."""
     further: dict[str, Any] = {"metrics": whole.metrics} if whole.metrics else {}
@@ -119,11 +108,11 @@ def record_evaluation(
     if by_source:
         further["by_source"] = {name: evaluation.loss for name, evaluation in by_source.items()}
     where = {"step": progress.step, "tokens": progress.tokens}
-    record.event("eval", **where, loss=whole.loss, perplexity=whole.perplexity, **further)
+    parts.record.event("eval", **where, loss=whole.loss, perplexity=whole.perplexity, **further)
 
 
-def record_checkpoint(record: Record, saved: Saved) -> None:
+def record_checkpoint(parts: Parts, saved: Saved) -> None:
     """The `checkpoint` event, of the step that was saved: events of later steps may precede it."""
     fields = asdict(saved) | {"path": saved.url or str(saved.path)}
     del fields["url"]
-    record.event("checkpoint", **fields)
+    parts.record.event("checkpoint", **fields)

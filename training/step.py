@@ -95,10 +95,8 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
     guard.note(health, judgement, applied=update.applied, update_ratio=update.update_ratio if warm else None)
 
     # Record it, and react to what was wrong with it.
-    times = {"seconds": time.perf_counter() - started, "waited": waited}
-    record_step(record, engine, progress, batch, health, update, faults=config.faults, **times)
-    plan = parts.resolved.batch
-    record_causes(record, progress, causes, sequence=plan.sequence, tensor=plan.tensor)
+    record_step(parts, progress, batch, health, update, seconds=time.perf_counter() - started, waited=waited)
+    record_causes(parts, progress, causes)
     for event, fields in events:
         record.event(event, step=progress.step, tokens=progress.tokens, **fields)
     warnings += parts.warnings.after_step(health, applied=update.applied, warm=warm)
@@ -111,7 +109,7 @@ def train_step(parts: Parts, progress: Progress) -> tuple[Progress, Judgement, H
         warnings += parts.warnings.after_telemetry(progress.step, fields, warm=warm)
     if compared:
         record.event("self_check", step=progress.step, tokens=progress.tokens, **compared.finish())
-    record_warnings(record, progress, [*warnings, *unlike, *later])
+    record_warnings(parts, progress, [*warnings, *unlike, *later])
     guard.warn((each.signal, each.reason) for each in [*warnings, *later] if each.signal != "gradient_jump")
     if update.applied and progress.applied == 1:
         read_ledger(engine, reduce=config.precision.reduce)  # the optimizer's states exist now: check their dtypes
