@@ -12,7 +12,7 @@ with a value that is not finite becomes nan throughout its row: the cast alone w
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -140,7 +140,7 @@ def kernel_problem(
     ]
     inputs, weight, gradient = given[0].to(ambient).requires_grad_(), given[1].requires_grad_(), given[2].to(ambient)
     try:
-        output = _Linear.apply(inputs, weight, section, True, None, None)
+        output = _Linear.apply(inputs, weight, _How(ambient, section, True), None)
         output.backward(gradient)
         found: dict[Product, Any] = {
             "output": output.detach(),
@@ -175,46 +175,45 @@ def linear_fp8(
         if kernel not in kept:
             kept[kernel] = _narrow(values.detach().flatten(0, -2), FORMATS["e4m3"], section.scaling, kernel)
         narrow = kept[kernel]
-    output = _Linear.apply(values, weight, section, kernel, count, narrow)
+    output = _Linear.apply(values, weight, _How(ambient, section, kernel, count), narrow)
     return output if bias is None else output + bias.to(ambient)
+
+
+class _How(NamedTuple):
+    """How a layer's products are computed."""
+
+    ambient: torch.dtype
+    section: Fp8Section
+    kernel: bool
+    counter: Count | None = None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        inputs: torch.Tensor,
-        weight: torch.Tensor,
-        section: Fp8Section,
-        kernel: bool,
-        count: Count | None,
-        narrow: Narrow | None,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, how: _How, narrow: Narrow | None) -> torch.Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.section, ctx.kernel, ctx.count = section, kernel, count
+        ctx.how = how
         rows, e4m3 = inputs.flatten(0, -2), FORMATS["e4m3"]
-        operands = ("input", rows, e4m3), ("weight", weight, e4m3)
-        output = _product(*operands, inputs.dtype, section, kernel, count, narrow)
+        output = _product(("input", rows, e4m3), ("weight", weight, e4m3), how, narrow)
         return output.view(*inputs.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
-        section, e4m3, of_gradient = ctx.section, FORMATS["e4m3"], FORMATS[ctx.section.gradient]
-        how = (inputs.dtype, section, ctx.kernel, ctx.count)
+        e4m3, of_gradient = FORMATS["e4m3"], FORMATS[ctx.how.section.gradient]
         rows, of_inputs, of_weight = gradient.flatten(0, -2), None, None
         if ctx.needs_input_grad[0]:
             operands = ("gradient", rows, of_gradient), ("weight", weight.t(), e4m3)
-            of_inputs = _product(*operands, *how).view_as(inputs)
+            of_inputs = _product(*operands, ctx.how).view_as(inputs)
         if ctx.needs_input_grad[1]:
             columns = inputs.flatten(0, -2).t()
-            if section.weight_gradient == "fp8":
-                of_weight = _product(("gradient", rows.t(), of_gradient), ("input", columns, e4m3), *how)
+            if ctx.how.section.weight_gradient == "fp8":
+                of_weight = _product(("gradient", rows.t(), of_gradient), ("input", columns, e4m3), ctx.how)
             else:
                 of_weight = rows.t() @ columns.t()
             of_weight = of_weight.to(weight.dtype)
-        return of_inputs, of_weight, None, None, None, None
+        return of_inputs, of_weight, None, None
 
 
 _Operand = tuple[str, torch.Tensor, torch.dtype]
@@ -229,18 +228,11 @@ def _narrow(values: torch.Tensor, dtype: torch.dtype, scaling: str, kernel: bool
     return quantise(values.contiguous(), None if scaling == "tensor" else -1, dtype)
 
 
-def _product(
-    left: _Operand,
-    right: _Operand,
-    ambient: torch.dtype,
-    section: Fp8Section,
-    kernel: bool,
-    count: Count | None,
-    left_narrow: Narrow | None = None,
-) -> torch.Tensor:
+def _product(left: _Operand, right: _Operand, how: _How, left_narrow: Narrow | None = None) -> torch.Tensor:
     """left right^T in `ambient`, from (rows, summed) and (columns, summed), each rounded over its last dimension.
     left_narrow: the left operand, if it is already rounded."""
     global _multiplying
+    ambient, section, kernel, count = how
     kernel = kernel and (left[1].device.type == "cpu" or left[1].shape[-1] % _ALIGNED == 0)
     rows, row_scales = left_narrow or _narrow(*left[1:], section.scaling, kernel)
     columns, column_scales = _narrow(*right[1:], section.scaling, kernel)
