@@ -37,15 +37,7 @@ from precision.step_health import Health
 from training.distributed import World, allow_fp16_on_cpu
 from training.engine.expert_slices import forget_groups, shared_experts
 from training.engine.gradients import ReducedGradients
-from training.engine.health import (
-    NORM_ROUNDING,
-    Columns,
-    Evaluation,
-    Outcome,
-    RanksDisagree,
-    Update,
-    difference,
-)
+from training.engine.health import NORM_ROUNDING, Columns, Evaluation, Outcome, RanksDisagree, Update, difference
 from training.engine.kernels import choose_softmax
 from training.engine.loss import LossPath, label_tokens_of_all
 from training.engine.masters import Start, local_masters, update_ratio
@@ -118,9 +110,7 @@ class Engine:
         self._attention = attention
         self.router = router_balance(model, resolved.config.model)
         softmax, notes = choose_softmax(resolved, world)
-        self.loss_path = LossPath(
-            self.deepspeed, self.objective, resolved, world.device, self.router, world.tensor, softmax
-        )
+        self.loss_path = LossPath(self.deepspeed, self.objective, resolved, world, self.router, softmax)
         problem = self.loss_path.unchunked_reason
         self.notes = [f"the loss computes all logits at once: {problem}"] if problem is not None else []
         """Decisions made while building, for the record."""

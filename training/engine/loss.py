@@ -16,7 +16,7 @@ from modeling.document_masking import rows_of
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Forward, Objective, Scored
 from modeling.router_balance import RouterBalance
-from training.distributed import TensorGroup, World
+from training.distributed import World
 from training.engine.tensor_slices import shared_vocabulary
 
 
@@ -36,15 +36,14 @@ class LossPath:
         engine: Any,
         objective: Objective,
         resolved: Resolved,
-        device: torch.device,
-        router: RouterBalance | None = None,
-        tensor: TensorGroup | None = None,
-        softmax: Callable[..., torch.Tensor] | None = None,
+        world: World,
+        router: RouterBalance | None,
+        softmax: Callable[..., torch.Tensor] | None,
     ) -> None:
         """A collective if the loss is chunked: it runs two tokens through the model. router: watches its routers.
-        tensor: the ranks that this one shares matrices with. softmax: the kernel of a chunk; None: torch's operators.
-        Raises UserError if the config asks for a chunked loss and the model does not support one."""
-        self._engine, self._objective, self._device = engine, objective, device
+        softmax: the kernel of a chunk; None: torch's operators. Raises UserError if the config asks for a chunked loss
+        and the model does not support one."""
+        self._engine, self._objective, self._device = engine, objective, world.device
         self._labels = objective if isinstance(objective, LabelPrediction) else None
         self._forward = engine if router is None else router.watching(engine)
         self._head: ChunkedHead | None = None
@@ -54,12 +53,12 @@ class LossPath:
         if self._labels is None:  # only the cross-entropy at every label may be computed in chunks
             return
         tokens = resolved.batch.micro_size * slice_length(resolved.config.data.label_length, resolved.batch.sequence)
-        vocabulary, on_cpu = model.config.get_text_config().vocab_size, device.type == "cpu"
+        vocabulary, on_cpu = model.config.get_text_config().vocab_size, world.device.type == "cpu"
         chunk = loss_chunk(section, tokens=tokens, vocabulary=vocabulary, on_cpu=on_cpu)
         if not chunk:
             return
         try:
-            shared = shared_vocabulary(model, tensor)
+            shared = shared_vocabulary(model, world.tensor)
             self._head = ChunkedHead(model, chunk_tokens=chunk, shared=shared, softmax=softmax)
             self._head.detect_logit_transform(self._forward_two_tokens)
         except ValueError as problem:
