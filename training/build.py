@@ -136,17 +136,10 @@ def checks_wanted(guard: GuardSection) -> bool:
 
 
 def assemble(
-    resolved: Resolved,
-    engine: Engine,
-    batches: Batches,
-    *,
-    record: Record,
-    checkpoints: Checkpoints,
-    state: dict[str, Any] | None = None,
-    **further: Any,
+    resolved: Resolved, engine: Engine, batches: Batches, *, state: dict[str, Any] | None = None, **further: Any
 ) -> tuple[Parts, Progress]:
     """The parts of a run, and its progress. state: from a checkpoint that was loaded into the engine; None for a new
-    run. further: other fields of Parts."""
+    run. further: other fields of Parts, `record` and `checkpoints` among them."""
     progress = Progress(**state["progress"]) if state else START
     section, regions = resolved.config.optimizer, engine.regions
     warnings = EarlyWarnings(
@@ -161,8 +154,6 @@ def assemble(
         batches=batches,
         guard=Guard(resolved.config.guard),
         promotions=Promotions(),
-        checkpoints=checkpoints,
-        record=record,
         warnings=warnings,
         first_step=progress.step,
         **further,
