@@ -20,19 +20,12 @@ from training.tracing.follow import follow
 
 if TYPE_CHECKING:
     from config.resolved import Resolved
-    from training.checkpoint.checkpoints import Checkpoints
     from training.distributed import World
     from training.progress import Progress
 
 
 def open_tracing(
-    resolved: Resolved,
-    world: World,
-    *,
-    engine: Any,
-    batches: Any,
-    checkpoints: Checkpoints,
-    note: Callable[[str], None],
+    resolved: Resolved, world: World, *, engine: Any, batches: Any, checkpoints: Any, note: Callable[[str], None]
 ) -> Tracing:
     """The configured tracing, on every rank. note: called with one line when spans are lost. A collective."""
     run = resolved.config.run.name
