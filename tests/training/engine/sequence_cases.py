@@ -27,15 +27,7 @@ from tests.support.models.plain_steps import (
     trained,
 )
 from tests.support.models.small_models import distance
-from tests.support.models.small_run import (
-    GLOBAL,
-    VOCABULARY,
-    engine_of,
-    faults_of,
-    masters_of,
-    plain_model,
-    resolve,
-)
+from tests.support.models.small_run import GLOBAL, VOCABULARY, engine_of, faults_of, masters_of, plain_model, resolve
 from tools.export_hf.outputs import OutputErrors
 from tools.parity.reference import Reference
 from training.distributed import World
