@@ -22,13 +22,11 @@ The largest factor in 240 layers was 2.24."""
 _CODE = 64 * 2.0**-24
 """[fraction] Tolerated error of code in FP32: 64 of its roundoffs, for kernels that sum in another order. The same code
 makes the same bits."""
-_SURE = 6.0
-"""Standard errors beyond which chance is no explanation."""
+_SURE = 6.0  # standard errors beyond which chance is no explanation
 _BIAS, _BIAS_FP32 = 0.2, 2.0
 """[u] Tolerated bias. Products of 8-bit numbers near a power of two are not rounded symmetrically: BF16's own bias is
 0.1 u in a norm. In FP32 it is statistics that are rounded, one for a whole row."""
-_FLOOR, _FLOOR_FP32 = 0.2, 4.0
-"""[u] Tolerated size where the plan has no error."""
+_FLOOR, _FLOOR_FP32 = 0.2, 4.0  # [u] Tolerated size where the plan has no error
 
 
 def distance(

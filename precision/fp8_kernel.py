@@ -16,8 +16,7 @@ from precision.fp8 import FORMATS, quantise
 
 _FIELDS = {torch.float8_e4m3fn: (3, 7, 8), torch.float8_e5m2: (2, 15, 15)}
 """Stored bits of the mantissa, bias of the exponent, and exponent of the largest number, whose mantissa is 1.75."""
-_TILE = 2048
-"""[values] Number held by a program at a time."""
+_TILE = 2048  # [values] Number held by a program at a time
 
 
 @triton.jit

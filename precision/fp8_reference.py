@@ -26,8 +26,7 @@ class Format(NamedTuple):
 
 FORMATS = {"e4m3": Format(3, -6, 448.0), "e5m2": Format(2, -14, 57344.0)}
 _BLOCK = 32
-_SCALES = (-126, 127)
-"""Smallest and largest exponent of a scale: those of normal FP32 numbers."""
+_SCALES = (-126, 127)  # smallest and largest exponent of a scale: those of normal FP32 numbers
 
 
 def rounded(values: torch.Tensor, name: Name, scaling: str) -> torch.Tensor:

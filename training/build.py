@@ -42,8 +42,7 @@ from training.session import Session, run_dir_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
 
-_TRACING = "training.tracing.spans"
-"""Loaded by runs that send spans."""
+_TRACING = "training.tracing.spans"  # loaded by runs that send spans
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:

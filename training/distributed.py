@@ -28,8 +28,7 @@ T = TypeVar("T")
 ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of `mallopt`, from malloc.h."""
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of `mallopt`, from malloc.h
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from training.corruption.gradient_sums import is_norm
 from training.corruption.plain import drops, plain, weights_of
 from training.engine import Engine
 
-_ROWS = 16
-"""Rows kept of a module's input and output."""
+_ROWS = 16  # rows kept of a module's input and output
 
 
 class Between:

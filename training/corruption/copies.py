@@ -17,8 +17,7 @@ from training.engine.tensors import local_weight, own_shards, shape_of, shard_of
 
 _CHUNKS = 1 << 16, 1 << 22
 """[values] Smallest and largest chunk: few kernel launches, and no step that has to sum a whole large matrix."""
-_MOST = 8
-"""Differing chunks that are reported; any others are repaired all the same."""
+_MOST = 8  # differing chunks that are reported; any others are repaired all the same
 _WHOLE = 1 << 64
 _CHANGES = ("dynamic", "longrope")
 """Kinds of rotary tables that depend on the length of a rank's last input."""

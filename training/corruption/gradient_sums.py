@@ -20,8 +20,7 @@ from training.corruption.plain import plain
 from training.engine import Engine
 from training.engine.tensors import local_gradient, shape_of, shard_of
 
-_SIGNS = 8
-"""Pairs of random signs u and v for each parameter."""
+_SIGNS = 8  # pairs of random signs u and v for each parameter
 
 
 @dataclass

@@ -33,12 +33,9 @@ from training.corruption.plain import in_dtype, is_random, own_code, plain, weig
 from training.engine import Engine
 from training.engine.health import Outcome
 
-_TOKENS = 64
-"""Number of compared rows of a module's output, and of labels of the loss."""
-_BLOCKS = 2
-"""Number of blocks recomputed in a step; blocks take turns."""
-_LOGITS = 1 << 24
-"""Number of logits recomputed at a time."""
+_TOKENS = 64  # number of compared rows of a module's output, and of labels of the loss
+_BLOCKS = 2  # number of blocks recomputed in a step; blocks take turns
+_LOGITS = 1 << 24  # number of logits recomputed at a time
 _FACTORS = ("logits_scaling", "logit_scale", "lm_head_multiplier", "logits_soft_cap")
 """Keys of a model's config by which it changes its logits, other than the soft cap of Gemma's family."""
 

@@ -43,12 +43,9 @@ from training.engine.tensors import local_gradient, own_shards, trainable_parame
 SIGNAL = "self_check"
 _EARLY = (3, 24, 240)
 """Steps of a session compared besides its first: among them a multiple of each of 2 to 6, and of 8."""
-_AHEAD = 8
-"""Number of leading tokens whose logits later tokens must not change."""
-_VALUES = 32
-"""Number of values of each parameter whose update is compared."""
-_EVALUATED = 4
-"""Number of batches of an evaluation that are evaluated again."""
+_AHEAD = 8  # number of leading tokens whose logits later tokens must not change
+_VALUES = 32  # number of values of each parameter whose update is compared
+_EVALUATED = 4  # number of batches of an evaluation that are evaluated again
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm, for FP32 sums in two orders; 8.8e-8 in a correct run."""
 _WORDS = {

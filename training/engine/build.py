@@ -34,8 +34,7 @@ from training.engine.sharded_pieces import attach_pieces
 from training.engine.teacher import Teacher
 from training.engine.weights import hold_fp32, start_masters
 
-_FAULTS = "training.engine.faults"
-"""Loaded by runs that have some."""
+_FAULTS = "training.engine.faults"  # loaded by runs that have some
 
 
 def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: World, drawn: bool = True) -> Engine:

@@ -17,8 +17,7 @@ from training.distributed import SliceGroup, TensorGroup, World
 from training.engine.flips import bit_sum, bit_sums, halves
 from training.engine.health import RanksDisagree
 
-_STEPS = 16
-"""[steps] Period in which every value of a replica is checked once."""
+_STEPS = 16  # [steps] Period in which every value of a replica is checked once
 
 
 def attach_slices(model: nn.Module, group: TensorGroup | None) -> None:

@@ -20,8 +20,7 @@ from config.errors import UserError
 from config.files import write_atomically
 from config.machine.processes import DEEPSPEED_NODE, free_port, launchers
 
-_JOB = "mantissa/job"
-"""Key in the store of the job's name."""
+_JOB = "mantissa/job"  # key in the store of the job's name
 
 
 def open_store(*, rank: int, world_size: int, timeout: timedelta, job: str) -> dist.Store:
