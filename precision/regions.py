@@ -108,9 +108,7 @@ class Regions:
         """The manifest's dtypes, with a checkpoint's changes applied; raises UserError before any change."""
         for name, compute in state.items():
             self._check(name, compute)
-        wanted = {name: str(given.compute) for name, given in self.assignments.items()} | state
-        for name, compute in wanted.items():
-            self.set(name, compute)
+        self._compute = {name: given.compute for name, given in self.assignments.items()} | state
 
     def ambient(self) -> torch.autocast:
         """Context in which parts outside every region run in the manifest's default dtype; for calls of parts of the
