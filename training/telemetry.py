@@ -71,8 +71,9 @@ class Telemetry:
         self._agreement: dict[str, Agreement] = {}
         self._masters: dict[int, tuple[tensors.Shard, torch.Tensor]] = {}
         self._samples: dict[int, torch.Tensor] = {}
-        self._meter: ActivationMeter | None = None
-        self._attention, self._channels = AttentionMeter(self._engine.model, active=False), ChannelMeter({})
+        model = self._engine.model
+        self._meter = ActivationMeter(model, [*model.modules()])  # which watches nothing
+        self._attention, self._channels = AttentionMeter(model, active=False), ChannelMeter({})
         self._flushed = FlushMeter((), self._engine.world.device)
 
     @contextmanager
@@ -190,8 +191,7 @@ class Telemetry:
             self._measure_update()
             if "adam" in self._figures:
                 self._measure_averages(clip)
-        names = list(self._meter.names) if self._meter is not None else []
-        maxima = self._meter.maxima if self._meter is not None else {}
+        names, maxima = self._meter.names, self._meter.maxima
         unseen = torch.full((), -1.0, device=self._engine.world.device)
         seen = torch.stack([unseen, *(maxima.get(name, unseen) for name in names)])[1:].double()
         flushed = self._flushed.counts
