@@ -25,7 +25,7 @@ from training.checkpoint.manifest import (
     shares_of,
 )
 from training.checkpoint.outcome import Saved, SaveFailed, on_main
-from training.checkpoint.reader import Opener
+from training.checkpoint.reader import PLAIN, Opener
 from training.checkpoint.reshard import restore
 from training.checkpoint.retention import Retention, loss_in, read_lock
 from training.checkpoint.save import Save
@@ -50,11 +50,11 @@ class Checkpoints:
         run_name: str = "",
         background: bool = True,
         verify_after_save: bool = False,
-        opener: Opener | None = None,
+        opener: Opener = PLAIN,
         remote: Remote | None = None,
     ) -> None:
         """identity: settings that a checkpoint must share with the run that loads it, as plain types by name. run_name:
-        sealed into every manifest, for messages. opener: None opens plain files."""
+        sealed into every manifest, for messages."""
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
         self._opener, self._remote = opener, remote
@@ -79,7 +79,7 @@ class Checkpoints:
         weights."""
         self._collect_outcome()
         progress = Progress(**state["progress"])
-        started, key = time.perf_counter(), self._opener.key if self._opener else None
+        started, key = time.perf_counter(), self._opener.key
         self.reached("begin")
         final = self.folder / f"step-{progress.step}"
         partial = commit.partial_of(final)
@@ -180,7 +180,7 @@ class Checkpoints:
         rank, step = self.world.zero_rank, state["progress"]["step"]
         source = rank * int(state["identity"].get("parallel.tensor", 1))
         with read_lock(path):
-            change, opener = contents.layout_difference(state["identity"], self.identity), self._opener or Opener()
+            change, opener = contents.layout_difference(state["identity"], self.identity), self._opener
             line = restore(engine, path, recorded=state.get("checksums"), change=change, opener=opener)
             generators = path / f"rng-rank-{source}.pt"
             saved = opener.read(generators) if generators.exists() else None
