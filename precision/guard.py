@@ -15,19 +15,9 @@ from enum import Enum
 from typing import Any
 
 from config.schema import GuardSection
+from precision import step_health
 from precision.robust_window import RobustWindow
-from precision.step_health import (
-    Health,
-    Trouble,
-    corrupted,
-    early_warning,
-    log_norm,
-    not_finite,
-    other_policy,
-    spike,
-    too_many_skips,
-    wrong_update,
-)
+from precision.step_health import Health, Trouble
 
 _BUDGETED = ("skip", "cut_lr", "correct", "promote", "rollback")
 _MOST_DOUBLINGS = 6
@@ -97,9 +87,9 @@ class Guard:
         if trouble is None and streak < limit:
             return Judgement(Verdict.STEP)
         if trouble is None:
-            trouble = too_many_skips(skips, limit, None)
+            trouble = step_health.too_many_skips(skips, limit, None)
         elif "skip" in trouble.helps and streak + 1 >= limit:
-            trouble = too_many_skips(skips + 1, limit, trouble)
+            trouble = step_health.too_many_skips(skips + 1, limit, trouble)
         elif trouble.routine:
             return Judgement(Verdict.SKIP, trouble.tell(), routine=True)
         return self._react(trouble, {"promote": can_promote, "rollback": can_roll_back})
@@ -108,11 +98,11 @@ class Guard:
         """The reason to repeat a step, to tell a machine fault from a numeric event; None if there is none."""
         if health.disagreement:
             return health.disagreement
-        found = not_finite(health)
+        found = step_health.not_finite(health)
         if found is not None:
             return None if found.routine else found.what
         sigmas = self._section.spike_sigmas or _SUSPICIOUS_SIGMAS
-        found = spike(health, self._losses, self._log_norms, sigmas)
+        found = step_health.spike(health, self._losses, self._log_norms, sigmas)
         return found.what if found is not None else None
 
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
@@ -123,7 +113,7 @@ class Guard:
             raise ValueError(f"step {health.step} was applied although the verdict was {verdict.value}")
         if applied:
             self._losses.push(health.loss)
-            self._log_norms.push(log_norm(health.grad_norm))
+            self._log_norms.push(step_health.log_norm(health.grad_norm))
             self._cuts = [left - 1 for left in self._cuts if left > 1]
             self._probation = {step: max(left - 1, 0) for step, left in self._probation.items()}
             self._answered_skips = 0
@@ -181,12 +171,12 @@ class Guard:
     def _trouble(self, health: Health) -> Trouble | None:
         section = self._section
         return (
-            corrupted(health)
-            or not_finite(health)
-            or other_policy(health.metrics)
-            or spike(health, self._losses, self._log_norms, section.spike_sigmas)
-            or wrong_update(self.update_ratio, section.min_update_ratio, section.max_update_ratio)
-            or early_warning(self._warned)
+            step_health.corrupted(health)
+            or step_health.not_finite(health)
+            or step_health.other_policy(health.metrics)
+            or step_health.spike(health, self._losses, self._log_norms, section.spike_sigmas)
+            or step_health.wrong_update(self.update_ratio, section.min_update_ratio, section.max_update_ratio)
+            or step_health.early_warning(self._warned)
         )
 
     def _react(self, trouble: Trouble, possible: Mapping[str, bool]) -> Judgement:
