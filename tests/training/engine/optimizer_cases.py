@@ -9,19 +9,10 @@ from config.optimizers import OPTIMIZERS
 from tests.support.models.small_run import GLOBAL, batch_of, engine_of, resolve
 from tools.parity.slices import whole_state
 from training.distributed import World
+from training.engine import tensors
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers import muon
 from training.engine.optimizers.rule import UpdateInputs
-from training.engine.tensors import (
-    checksums_of,
-    momentum_norm,
-    shape_of,
-    shard_of,
-    states_of,
-    trainable_parameters,
-    whole_gradient,
-    whole_master,
-)
 
 RATES = (0.004, 0.01, 0.01, 0.006)
 SKIPPED = 3
@@ -45,7 +36,7 @@ def sharded_steps(
     section, applied, clips, unchanged, error = resolved.config.optimizer, [], [], True, 0.0
     discarded = () if resolved.config.faults else (SKIPPED,)
     with engine_of(world, resolved) as engine:
-        parameters = trainable_parameters(engine)
+        parameters = tensors.trainable_parameters(engine)
         updates = 0
         for step, rate in enumerate(RATES, start=1):
             health = engine.health(engine.forward_backward(batch_of(world, micro, seed=step), step=step))
@@ -53,18 +44,18 @@ def sharded_steps(
             clip = min(1.0, limit / health.grad_norm)
             before = {
                 key: (
-                    whole_master(engine, parameter),
-                    whole_gradient(engine, parameter) * clip,
-                    [whole_state(engine, parameter, state) for state in states_of(engine, parameter)],
+                    tensors.whole_master(engine, parameter),
+                    tensors.whole_gradient(engine, parameter) * clip,
+                    [whole_state(engine, parameter, state) for state in tensors.states_of(engine, parameter)],
                 )
                 for key, parameter in parameters.items()
             }
-            sums = checksums_of(engine)
+            sums = tensors.checksums_of(engine)
             update = engine.step(health, rate, apply=step not in discarded)
             applied.append(update.applied)
             clips.append(clip)
             if not update.applied:
-                unchanged &= checksums_of(engine) == sums
+                unchanged &= tensors.checksums_of(engine) == sums
                 continue
             updates += 1
             for key, parameter in parameters.items():
@@ -81,7 +72,7 @@ def sharded_steps(
                     matrix=group["matrix"],
                 )
                 expected = IMPLEMENTATIONS[name].update(given)
-                apart = (whole_master(engine, parameter).double() - master.double() - expected).abs()
+                apart = (tensors.whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
                 error = max(error, float(apart.max() / expected.abs().max().clamp(min=1e-30)))
         momentum = OPTIMIZERS[name].momentum
@@ -90,7 +81,7 @@ def sharded_steps(
             whole_state(engine, parameter, momentum).double().square().sum() for parameter in parameters.values()
         ]
         norm = math.sqrt(sum(map(float, squares)))
-        found = momentum_norm(engine)
+        found = tensors.momentum_norm(engine)
     return {
         "applied": applied,
         "clip": clips,
@@ -111,8 +102,8 @@ def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict
 
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=2, overrides=settings)) as engine:
         shards = [
-            (shape_of(parameter), shard_of(engine, parameter))
-            for parameter in trainable_parameters(engine).values()
+            (tensors.shape_of(parameter), tensors.shard_of(engine, parameter))
+            for parameter in tensors.trainable_parameters(engine).values()
             if engine.group_of[id(parameter)]["matrix"]
         ]
         health = engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
