@@ -153,8 +153,8 @@ class EarlyWarnings:
             return []
         jump = self._memory.jump(self._clipped(health.grad_norm), self._beta2)
         about = "gradient_jump", {"": jump}, f", {self._memory.age:.3g} updates old"
-        self.jumps = list(self._breaches(*about))
-        return list(self._judge(*about))
+        self.jumps = self._breaches(*about)
+        return self._judge(*about)
 
     def after_step(self, health: Health, *, applied: bool, warm: bool) -> list[EarlyWarning]:
         """Judge balanced routers and sampled answers. applied: whether the weights changed. warm: whether the warm-up
@@ -234,35 +234,32 @@ class EarlyWarnings:
             if growth is not None and growth.value < _LARGEST:
                 yield module, max(0.0, growth.reaches(_LARGEST) - step)
 
-    def _judge(self, signal: str, values: Mapping[str, float], further: str = "") -> Iterator[EarlyWarning]:
+    def _judge(self, signal: str, values: Mapping[str, float], further: str = "") -> list[EarlyWarning]:
         """A warning if a figure has just left its bound. values: by module."""
-        found = list(self._breaches(signal, values, further))
-        if not found:
-            if signal in self._active and (values or signal == "overflow_steps"):
-                self._active[signal] += 1
-                if self._active[signal] >= REARM:
-                    del self._active[signal]
-            return
-        spoken, self._active[signal] = signal in self._active, 0
-        if not spoken:
-            yield from found
+        found, spoken = self._breaches(signal, values, further), signal in self._active
+        if found:
+            self._active[signal] = 0
+        elif spoken and (values or signal == "overflow_steps"):
+            self._active[signal] += 1
+            if self._active[signal] >= REARM:
+                del self._active[signal]
+        return [] if spoken else found
 
-    def _breaches(self, signal: str, values: Mapping[str, float], further: str) -> Iterator[EarlyWarning]:
+    def _breaches(self, signal: str, values: Mapping[str, float], further: str) -> list[EarlyWarning]:
         """The warning about figures that are out of their bound, told before or not."""
-        bound = getattr(self._section, signal)
+        bound, sign = getattr(self._section, signal), -1 if signal in _AT_LEAST else 1
         if bound is None:
-            return
-        sign = -1 if signal in _AT_LEAST else 1
+            return []
         broken = {module: value for module, value in values.items() if sign * (value - bound) > 0}
         if not broken:
-            return
+            return []
         order = sorted(broken, key=lambda module: sign * broken[module], reverse=True)
         worst = order[0]
         where = f"{worst}: " if worst else ""
         healthy = f"{'at least' if signal in _AT_LEAST else 'at most'} {bound:g} is healthy, warnings.{signal}"
         more = f"; and {len(order) - 1} more module{'s' * (len(order) > 2)}" if len(order) > 1 else ""
         reason = f"{where}{_NAMES[signal]} {broken[worst]:.3g}{further} ({healthy}){more}; {_ADVICE[signal]}"
-        yield EarlyWarning(signal, worst, float(f"{broken[worst]:.6g}"), float(bound), tuple(order), reason)
+        return [EarlyWarning(signal, worst, float(f"{broken[worst]:.6g}"), float(bound), tuple(order), reason)]
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next judgements depend on, as plain types."""
