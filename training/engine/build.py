@@ -147,8 +147,7 @@ def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
     world, forward = engine.world, _one_micro_batch(engine, resolved)
 
     def largest(values: Sequence[int]) -> list[int]:
-        rows = world.gather(torch.tensor(values, dtype=torch.float64, device=world.device))
-        return [int(value) for value in rows.amax(dim=0).tolist()]
+        return [int(value) for value in world.maximum(world.numbers(values)).tolist()]
 
     engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
 
