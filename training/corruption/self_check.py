@@ -45,7 +45,7 @@ _EARLY = (3, 24, 240)
 """Steps of a session compared besides its first: among them a multiple of each of 2 to 6, and of 8."""
 _AHEAD = 8  # number of leading tokens whose logits later tokens must not change
 _VALUES = 32  # number of values of each parameter whose update is compared
-_EVALUATED = 4  # number of batches of an evaluation that are evaluated again
+_EVALUATED = 2  # number of batches of an evaluation that are evaluated again
 _NORM = 1e-4
 """[fraction] Tolerated error of the gradient norm, for FP32 sums in two orders; 8.8e-8 in a correct run."""
 _WORDS = {
