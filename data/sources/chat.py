@@ -73,11 +73,14 @@ class Chat:
         """(n,) int64: the prompt to sample an answer from, for a conversation or `example.prompt`. Raises BadRow."""
         self._require_template(example)
         if not self.renders(example):
-            ids, _ = self._encode(example.prompt, [], control_tokens=False)
-            return np.concatenate([np.array(self._leading, dtype=np.int64), ids])
-        messages = example.messages or []
+            return self._text_ids(example.prompt, control_tokens=False)
         self._refuse_control_tokens(example)
-        return self._encode(self._whole(example, messages, generate=True), [], control_tokens=True)[0]
+        return self._text_ids(self._whole(example, example.messages or [], generate=True), control_tokens=True)
+
+    def _text_ids(self, text: str, *, control_tokens: bool) -> np.ndarray:
+        """Ids of a whole text. control_tokens: a template wrote it, which also put the tokens that begin a text."""
+        leading = np.array([] if control_tokens else self._leading, dtype=np.int64)
+        return np.concatenate([leading, self._encode(text, [], control_tokens=control_tokens)[0]])
 
     def end_of_turn(self) -> int | None:
         """The control token that ends an answer in the template; None without one."""

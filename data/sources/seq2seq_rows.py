@@ -37,21 +37,13 @@ class SourceAndTarget(Chat):
             source, target, control = *self._of_turns(example, messages), True
         else:
             source, target, control = example.prompt, example.completion, False
-        asked = self._with_specials(source, control_tokens=control and self.template is not None)
-        answer = self._with_specials(target, control_tokens=False)
+        asked = self._text_ids(source, control_tokens=control and self.template is not None)
+        answer = self._text_ids(target, control_tokens=False)
         if not len(asked):
             raise BadRow("prompt", "is empty, and the tokenizer adds no token that an encoder could read")
         if not len(answer) or answer[-1] != self._tokenizer.eos_token_id:
             answer = np.append(answer, self._tokenizer.eos_token_id)
         return Tokens(np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked))
-
-    def prompt(self, example: Example) -> np.ndarray:
-        """(n,) int64: the source of a row whose answer is to be generated. Raises BadRow."""
-        self._require_template(example)
-        if not self.renders(example):
-            return self._with_specials(example.prompt, control_tokens=False)
-        self._refuse_control_tokens(example)
-        return self._with_specials(self._whole(example, example.messages or [], generate=True), control_tokens=True)
 
     def fitted(self, row: Tokens, data: DataSection, counts: Counter[str]) -> list[Tokens]:
         """The row, both sides cut to their maximum lengths (a target loses its end), or nothing; updates `counts`."""
@@ -91,7 +83,7 @@ class SourceAndTarget(Chat):
             raise BadRow("messages", f"{problem}; set data.chat_template")
         return messages[0]["content"], last["content"]
 
-    def _with_specials(self, text: str, *, control_tokens: bool) -> np.ndarray:
+    def _text_ids(self, text: str, *, control_tokens: bool) -> np.ndarray:
         """Ids of a text with the special tokens that the tokenizer adds. control_tokens: the text may spell some."""
         self._encoder.encode_special_tokens = not control_tokens
         return np.array(self._encoder.encode(text).ids, dtype=np.int64)
