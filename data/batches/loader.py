@@ -19,7 +19,7 @@ import torch
 from config.errors import UserError
 from data.corpora.documents import Documents, cumulative_lengths, document_positions
 from data.corpora.mixture import Mixture
-from data.corpora.row_shards import RowShards
+from data.corpora.row_shards import RowShards, Split
 from data.corpora.sampler import STRETCH, grouped, sample_ids, split_for_rank
 from data.corpora.shards import TokenShards
 
@@ -101,7 +101,7 @@ class Batch:
             yield moved, labels.to(device, non_blocking=True)
 
 
-MakeBatch = Callable[[TokenShards | RowShards, int, np.ndarray, np.ndarray], Batch]
+MakeBatch = Callable[[Split, int, np.ndarray, np.ndarray], Batch]
 """A batch of a split from its position, the sample ids of the whole global batch, and this rank's ids.
 
 These are (accumulation, micro). It must depend on these arguments only, random draws included.
@@ -113,7 +113,7 @@ class Batches:
 
     def __init__(
         self,
-        shards: TokenShards | RowShards,
+        shards: Split,
         *,
         sequence_length: int,
         seed: int,
@@ -209,7 +209,7 @@ class Batches:
 
 
 def validation_batches(
-    shards: TokenShards | RowShards,
+    shards: Split,
     *,
     sequence_length: int,
     global_size: int,
@@ -240,7 +240,7 @@ def sample_ids_sha256(ids: np.ndarray) -> str:
 def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
     """Batches whose labels are the next tokens or, for rows, the trained ones among them."""
 
-    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def make(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         samples = mine.reshape(-1)
         facts: dict[str, Any] = {}
         if isinstance(shards, RowShards):
@@ -260,7 +260,7 @@ def next_tokens(sequence_length: int, documents: Documents | None) -> MakeBatch:
 def counting_rows(make: MakeBatch) -> MakeBatch:
     """`make`, with `label_tokens` counting rows that have a label rather than the labels."""
 
-    def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def made(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
         batch, rows = make(shards, position, ids, mine), shards.trained_rows
         counts = np.zeros_like(mine)

@@ -19,7 +19,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from config.schema import Config
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of
 from data.corpora.corpus import Corpus
-from data.corpora.row_shards import RowShards
+from data.corpora.row_shards import Split
 from data.corpora.sampler import uniforms
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer, mask_token, vocabulary_size
@@ -124,7 +124,7 @@ def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
 
 
 def masked_batches(
-    masking: Masking, *, sequence_length: int, seed: int, train: TokenShards | RowShards, edges: tuple[int, int] | None
+    masking: Masking, *, sequence_length: int, seed: int, train: Split, edges: tuple[int, int] | None
 ) -> MakeBatch:
     """Batches of windows of documents packed end to end; labels are the hidden tokens.
 
@@ -133,7 +133,7 @@ def masked_batches(
     validation is the same each time.
     """
 
-    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def make(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, TokenShards)
         samples = mine.reshape(-1)
         real = samples != NO_SAMPLE

@@ -11,8 +11,7 @@ import numpy as np
 
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, batch_of, of_all_ranks
 from data.corpora.corpus import Corpus
-from data.corpora.row_shards import RowShards
-from data.corpora.shards import TokenShards
+from data.corpora.row_shards import RowShards, Split
 
 REFERENCE = "reference"
 """Column of (pairs, lengths, 2) float32: log-probabilities of both answers [nats] at each of the lengths, under the
@@ -40,7 +39,7 @@ def batches_of_pairs(lengths: tuple[int, ...]) -> MakeBatch:
     padding, so that a batch counts pairs. `reference`: (accumulation, micro, 2) float32, if the shards have it.
     """
 
-    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def make(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
         samples = mine.reshape(-1)
         own = samples[samples != NO_SAMPLE]

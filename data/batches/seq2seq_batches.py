@@ -10,8 +10,7 @@ import numpy as np
 
 from config.schema import DataSection
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks, padded_length
-from data.corpora.row_shards import RowShards
-from data.corpora.shards import TokenShards
+from data.corpora.row_shards import RowShards, Split
 from data.sources.seq2seq_rows import sides
 
 
@@ -19,7 +18,7 @@ def seq2seq_batches(data: DataSection, *, start: int, pad: int) -> MakeBatch:
     """Batches of sources and targets, both padded at the end to this rank's longest. The decoder is causal, so that
     side needs no mask. start, pad: [id]."""
 
-    def make(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def make(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, RowShards)
         rows = [_row(shards, int(sample)) for sample in mine.reshape(-1)]
         longest = padded_length([len(source) for source, _ in rows], data.sequence_length)

@@ -13,14 +13,13 @@ from torch.nn.functional import pad
 
 from config.batch import WHOLE_POSITIONS, slice_length
 from data.batches.loader import IGNORED_LABEL, Batch, MakeBatch, on_host
-from data.corpora.row_shards import RowShards
-from data.corpora.shards import TokenShards
+from data.corpora.row_shards import Split
 
 
 def sliced(make: MakeBatch, *, rank: int, ranks: int) -> MakeBatch:
     """The same batches, with the `rank`-th of `ranks` slices of each sequence."""
 
-    def made(shards: TokenShards | RowShards, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
+    def made(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         return slice_of(make(shards, position, ids, mine), rank=rank, ranks=ranks)
 
     return made

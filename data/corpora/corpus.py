@@ -24,7 +24,7 @@ from config.json_text import json_sha256
 from config.schema import DataSection
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
-from data.corpora.row_shards import RowShards, open_tensors
+from data.corpora.row_shards import RowShards, Split, open_tensors
 from data.corpora.shards import TokenShards, damaged, open_shard
 
 INDEX = "index.json"
@@ -43,8 +43,8 @@ class Corpus:
     """[ids] Embedding rows a model needs."""
     end_of_document: int
     """[id] Token after every document."""
-    train: TokenShards | RowShards
-    validation: TokenShards | RowShards
+    train: Split
+    validation: Split
     """May be empty."""
     train_documents: int
     validation_documents: int
@@ -58,7 +58,7 @@ class Corpus:
     """Numbers of dropped, truncated and skipped rows and the like, by name. Empty for documents."""
     mixture: Mixture | None = None
     """The mixture of several sources; None for one source."""
-    validation_by_source: dict[str, TokenShards | RowShards] = field(default_factory=dict)
+    validation_by_source: dict[str, Split] = field(default_factory=dict)
     """Validation sets by the name of their source or set, if there are several."""
     targets: Path | None = None
     """Folder of a teacher's cached answers to every sequence (training/tasks/cached_teacher.py)."""
@@ -130,7 +130,7 @@ def _of_documents(index: dict[str, Any]) -> list[str]:
     return notes
 
 
-def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> TokenShards | RowShards:
+def _open_split(folder: Path, index: dict[str, Any], split: str, *, verify: bool) -> Split:
     entries = index[split]["shards"]
     if "sequences" not in index[split]:
         return TokenShards([open_shard(folder / entry["file"], entry, verify=verify) for entry in entries])

@@ -13,7 +13,7 @@ from config.task import OWN
 from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
 from data.corpora.labelled_shards import LabelledShards
 from data.corpora.mixture import Mixture
-from data.corpora.row_shards import RowShards
+from data.corpora.row_shards import RowShards, Split
 from data.corpora.shards import TokenShards
 
 
@@ -127,7 +127,7 @@ def _with_one_numbering(parts: list[Corpus]) -> list[Corpus]:
     ]
 
 
-def _renumbered(split: TokenShards | RowShards, own: Sequence[str], labels: Sequence[str]) -> TokenShards | RowShards:
+def _renumbered(split: Split, own: Sequence[str], labels: Sequence[str]) -> Split:
     """The same rows with their labels renumbered from the place in `own` to that in `labels`."""
     if not labels:
         return split
@@ -135,7 +135,7 @@ def _renumbered(split: TokenShards | RowShards, own: Sequence[str], labels: Sequ
     return split.renumbered(np.array([labels.index(name) for name in own]))
 
 
-def _joined(parts: Sequence[TokenShards | RowShards]) -> TokenShards | RowShards:
+def _joined(parts: Sequence[Split]) -> Split:
     rows = [part for part in parts if isinstance(part, RowShards)]
     if rows:
         return type(rows[0]).joined(rows)

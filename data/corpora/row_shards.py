@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from config.files import file_sha256, flush
-from data.corpora.shards import damaged, header_of
+from data.corpora.shards import TokenShards, damaged, header_of
 
 _DTYPES = {"U8": "uint8", "U16": "uint16", "U32": "uint32", "I32": "int32", "I64": "int64", "F64": "float64"}
 
@@ -144,3 +144,7 @@ class RowShards:
         owner = int(np.searchsorted(self._first, number, side="right")) - 1
         shard, index = self._shards[owner], number - int(self._first[owner])
         return shard, index, slice(int(shard["ends"][index - 1]) if index else 0, int(shard["ends"][index]))
+
+
+Split = TokenShards | RowShards
+"""Training or validation data: documents cut into windows, or rows arranged into sequences."""

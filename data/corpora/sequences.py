@@ -7,15 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from data.corpora.row_shards import RowShards
-from data.corpora.shards import TokenShards
+from data.corpora.row_shards import RowShards, Split
 
 IGNORED = -100
 """Label of a token that is not predicted."""
 
 
 def sequences(
-    shards: TokenShards | RowShards, sample: int, window: Callable[[int], np.ndarray], *, end: int | None
+    shards: Split, sample: int, window: Callable[[int], np.ndarray], *, end: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Inputs and labels, (n,) int64 each, of every part of a sample within which tokens attend to each other. window:
     (length + 1,) tokens of a sample of documents. end: the token that ends one; None: they are not kept apart."""
