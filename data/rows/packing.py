@@ -35,6 +35,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     return rows, np.cumsum([len(sequence) for sequence in filled], dtype=np.int64)
 
 
-def by_number(rows: int, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def by_number(lengths: np.ndarray, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """`best_fit`'s result for sequences of `each` rows in their given order."""
+    rows = len(lengths)
     return np.arange(rows, dtype=np.int64), np.arange(each, rows + 1, each, dtype=np.int64)

@@ -105,11 +105,10 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     tokenizer = make_encoder_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
     preparation = Preparation(data, source, folder, tokenizer)
     encode = LabelledEncoder(tokenizer, data)
-    preparation.write(map(encode, batches_of(data, source)), lambda lengths: by_number(len(lengths)), report)
+    preparation.write(map(encode, batches_of(data, source)), by_number, report)
     preparation.require_rows(f"{data.sequence_length} tokens")
     names = list(encode.numbers)
-    notes = _notes(data, preparation, folder, names)
-    preparation.publish(fingerprint, counts=preparation.counts(), labels=names, notes=notes)
+    preparation.publish(fingerprint, _notes(data, preparation, folder, names), labels=names)
 
 
 def _texts_of(data: DataSection, row: dict[str, Any]) -> list[str]:
@@ -141,4 +140,4 @@ def _notes(data: DataSection, preparation: Preparation, folder: Path, names: lis
         if len(of_validation):
             best = (of_validation == most[0][0]).mean()
             said += f"; always {names[most[0][0]]} would be right for {best:.1%} of those held out"
-    return [kept, said, *preparation.found.bad_notes()]
+    return [kept, said]

@@ -110,9 +110,9 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     report("making the tokenizer for")
     preparation = Preparation(data, source, folder, _tokenizer(data, source))
     encode = PromptEncoder(data, make_encoder(replace(data, target_length=None), str(folder / TOKENIZER)).chat)
-    preparation.write(map(encode, batches_of(data, source)), lambda lengths: by_number(len(lengths)), report)
+    preparation.write(map(encode, batches_of(data, source)), by_number, report)
     preparation.require_rows(f"{data.sequence_length - data.label_length} tokens")
     counts = preparation.counts()
     note = f"data: {preparation.train.rows:,} prompts to train on, {preparation.validation.rows:,} held out"
     note += f"{lost(counts)}; the longest has {counts['longest']:,} tokens"
-    preparation.publish(fingerprint, counts=counts, notes=[note, *preparation.found.bad_notes()])
+    preparation.publish(fingerprint, [note])

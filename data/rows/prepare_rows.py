@@ -232,15 +232,14 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
         too_long = f"a source of {data.sequence_length} or a target of {data.target_length} tokens"
     preparation.require_rows(too_long)
     own = make_encoder(data, str(folder / TOKENIZER)).chat if rendered else None
-    notes = _notes(data, preparation, own, recognised=said == "auto")
-    preparation.publish(fingerprint, counts=preparation.counts(), notes=notes)
+    preparation.publish(fingerprint, _notes(data, preparation, own, recognised=said == "auto"))
 
 
 def _sequences(data: DataSection, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sequences according to data.packing; a pair is a sequence of two rows."""
     if data.packing != "none":
         return best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
-    return by_number(len(lengths), 2 if data.format == "preference" else 1)
+    return by_number(lengths, 2 if data.format == "preference" else 1)
 
 
 def _encoded(data: DataSection, source: Source, tokenizer: Path, kept: Path) -> Iterator[EncodedRows]:
@@ -277,4 +276,4 @@ def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, re
     share = f"data: {counts['trained'] / max(counts['tokens'], 1):.1%} of {counts['tokens']:,} tokens are labels"
     full = (train.tokens - train.rows) / max(train.sequences * data.sequence_length, 1)
     share += f"; sequences of {data.sequence_length:,} are {full:.1%} full" if data.packing != "none" else ""
-    return [form, kept, share, *preparation.found.bad_notes()]
+    return [form, kept, share]

@@ -93,10 +93,6 @@ class EncodedRows:
         counts, longest, bad = json.loads(arrays["facts"].tobytes())
         return cls(rows, arrays["held_out"].tolist(), Counter(counts), Counter(longest), bad)
 
-    def bad_notes(self) -> list[str]:
-        """A line on the rows that were skipped, if any were."""
-        return [f"data: rows skipped: {self.bad_rows()}"] if self.bad else []
-
     def bad_rows(self) -> str:
         """The most frequent reasons for bad rows, each with its count and first places."""
         ordered = sorted(self.bad.items(), key=lambda item: -item[1][0])
@@ -255,8 +251,9 @@ class Preparation:
             f"{too_long}, {counts['skipped']} skipped{why}. {what_to_do}"
         )
 
-    def publish(self, fingerprint: str, **further: Any) -> None:
-        """Write the index, last of all. further: more entries."""
+    def publish(self, fingerprint: str, notes: list[str], **further: Any) -> None:
+        """Write the index, last of all. notes: lines on what was decided and counted. further: more entries."""
+        skipped = [f"data: rows skipped: {self.found.bad_rows()}"] if self.found.bad else []
         content = {
             "fingerprint": fingerprint,
             "source": self._source.label,
@@ -266,8 +263,11 @@ class Preparation:
             "tokenizer_sha256": tokenizer_sha256(self._folder / TOKENIZER),
             "sequence_length": self._data.sequence_length,
             "skipped": {reason: found[0] for reason, found in self.found.bad.items()},
+            "counts": self.counts(),
+            **further,
+            "notes": [*notes, *skipped],
         }
-        write_index(self._folder, content | further | self._splits)
+        write_index(self._folder, content | self._splits)
 
 
 def empty(source: Source) -> str:
