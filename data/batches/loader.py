@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -141,33 +141,25 @@ class Batches:
         # Raises here, not at the first step, if the sizes do not divide.
         split_for_rank(np.empty(global_size), micro_size=micro_size, rank=rank, world_size=world_size)
         self._drawn = lru_cache(2 * STRETCH)(self._sample_ids)
-        self._position = 0
+        self.position = 0  # [global batches] consumed so far
         self.record: dict[str, Any] = {}  # of how batches were made, in checkpoints beside the position
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._ahead = self._read_ahead(0)
-
-    @property
-    def position(self) -> int:
-        """[global batches] Consumed so far."""
-        return self._position
+        self._ahead = self._reader.submit(self._read, 0)
 
     def next_step(self) -> Batch:
         """The batch at `position`, which is then incremented."""
         batch = self._ahead.result()
-        self._position += 1
-        self._ahead = self._read_ahead(self._position)
+        self.position += 1
+        self._ahead = self._reader.submit(self._read, self.position)
         return batch
 
     def restore(self, position: int) -> None:
         """Go to any position, [global batches] consumed, and discard what was read ahead."""
-        self._position = position
-        self._ahead = self._read_ahead(position)
+        self.position = position
+        self._ahead = self._reader.submit(self._read, position)
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
-
-    def _read_ahead(self, position: int) -> Future[Batch]:
-        return self._reader.submit(self._read, position)
 
     def _read(self, position: int) -> Batch:
         if isinstance(self._shards, RowShards) and self._padded:  # rows of similar length together

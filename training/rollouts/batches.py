@@ -98,7 +98,7 @@ class RolloutBatches(Batches):
         if found.samples.tolist() != prompts.sample_ids.tolist():
             raise PrecisionError("the answers are to other prompts than this step's; nothing was learned")
         self._objective.facts = self._remedies.note(found.facts)
-        return self._batch(prompts, found, position=self._position - 1)
+        return self._batch(prompts, found, position=self.position - 1)
 
     def evaluated(self, prompts: Iterable[Batch], shards: RowShards) -> Iterator[Batch]:
         """Batches of answers to held-out prompts by the current weights, with the same random numbers each time."""
@@ -135,7 +135,7 @@ class RolloutBatches(Batches):
             self._say(f"the {what} of answers changed since the last checkpoint")
         self.record = now
         kept = self._kept(step)
-        any_weights = self._position - 1 >= step or not self._publishes  # from the second update on, and for tools
+        any_weights = self.position - 1 >= step or not self._publishes  # from the second update on, and for tools
         if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
             same = (kept.version, kept.sources) == (version, self._sources)
             if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
