@@ -18,19 +18,16 @@ CHUNK_VALUES = 1 << 24
 """Number of logits widened at a time."""
 
 
-def token_log_probs(
-    logits: torch.Tensor, targets: torch.Tensor, *, ignored: int, temperature: float = 1.0
-) -> torch.Tensor:
-    """log softmax(logits / temperature)[targets] in nats, (...) FP32, or FP64 where the logits are; 0 where ignored."""
-    return _TokenLogProbs.apply(logits, targets, ignored, temperature)
+def token_log_probs(logits: torch.Tensor, targets: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """log softmax(logits / temperature)[targets] in nats, (...) FP32, or FP64 where the logits are; 0 where IGNORED."""
+    return _TokenLogProbs.apply(logits, targets, temperature)
 
 
 def answer_log_probs(forward: Forward, inputs: dict[str, Any], temperature: float = 1.0) -> torch.Tensor:
     """Log-probabilities of the input `targets`, in FP32 and its shape, by `token_log_probs`."""
     ids, targets = inputs["input_ids"].flatten(0, -2), inputs["targets"].flatten(0, -2)
     logits = forward(input_ids=ids, use_cache=False).logits
-    found = token_log_probs(logits, targets, ignored=IGNORED, temperature=temperature)
-    return found.view(inputs["targets"].shape)
+    return token_log_probs(logits, targets, temperature=temperature).view(inputs["targets"].shape)
 
 
 @torch.no_grad()
@@ -43,10 +40,8 @@ def entropies(logits: torch.Tensor, *, temperature: float) -> torch.Tensor:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, ignored: int, temperature: float
-    ) -> torch.Tensor:
-        flat, counted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1) != ignored
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
+        flat, counted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1) != IGNORED
         index = targets.reshape(-1).where(counted, 0)
         wide = torch.promote_types(logits.dtype, torch.float32)
         sums = torch.cat([(chunk.to(wide) / temperature).logsumexp(-1) for chunk in flat.split(_rows(flat))])
@@ -56,7 +51,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return found.where(counted, 0).view(targets.shape)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits, index, counted, sums = ctx.saved_tensors
         factor = gradients[0].reshape(-1).where(counted, 0)[:, None]
         temperature = ctx.temperature
@@ -67,7 +62,7 @@ class _TokenLogProbs(torch.autograd.Function):
             part = slice(start, start + rows)
             chunk = (flat[part].to(sums.dtype) / temperature - sums[part, None]).exp_().mul_(-factor[part])
             result[part] = chunk.scatter_add_(1, index[part, None], factor[part]) / temperature
-        return result.view(logits.shape), None, None, None
+        return result.view(logits.shape), None, None
 
 
 def _rows(flat: torch.Tensor) -> int:

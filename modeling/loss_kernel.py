@@ -71,20 +71,14 @@ def softmax_gradient(  # type: ignore[no-untyped-def]  # Triton evaluates annota
 
 
 def fused_softmax(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    factors: torch.Tensor,
-    *,
-    scale: float,
-    cap: float | None,
-    ignored: int = IGNORED,
+    logits: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor, *, scale: float, cap: float | None
 ) -> torch.Tensor:
     """(tokens,) FP32 losses of a chunk. Overwrites `logits` with their gradient, times `factors`. logits: (tokens,
     vocabulary), FP32 or narrower, before scale and cap. labels: (tokens,) int64. factors: (tokens,)."""
     losses = torch.empty(len(labels), dtype=torch.float32, device=logits.device)
     given: list[Any] = [logits, labels, factors, factors.stride(0), losses]
     given += [logits.shape[1], logits.stride(0), scale, cap or 1.0]
-    softmax_gradient[(len(labels),)](*given, CAPPED=cap is not None, IGNORED=ignored, BLOCK=_BLOCK, num_warps=8)
+    softmax_gradient[(len(labels),)](*given, CAPPED=cap is not None, IGNORED=IGNORED, BLOCK=_BLOCK, num_warps=8)
     return losses
 
 
@@ -98,7 +92,7 @@ def kernel_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     (gradient,) = torch.autograd.grad(exact.sum(), wide)
     exact = exact.detach()
     try:
-        losses = fused_softmax(logits, labels, torch.ones(8, device=device), scale=1.0, cap=None, ignored=-1)
+        losses = fused_softmax(logits, labels, torch.ones(8, device=device), scale=1.0, cap=None)
     except Exception as problem:  # whatever Triton and its compiler may raise
         return f"it cannot run: {one_line(problem, 200)}"
     error = float((losses - exact).norm() / exact.norm())

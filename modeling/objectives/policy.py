@@ -82,7 +82,7 @@ class PolicyGradient:
         """inputs: input_ids and those named above. labels: (micro, length) int64, IGNORED outside the answer."""
         section, mask = self.section, labels != IGNORED
         logits = forward(input_ids=inputs["input_ids"], use_cache=False).logits
-        now = token_log_probs(logits, labels, ignored=IGNORED, temperature=section.temperature)
+        now = token_log_probs(logits, labels, temperature=section.temperature)
         lengths = mask.sum(1)
         real, reward = lengths > 0, torch.where(lengths > 0, inputs[REWARD], 0.0)  # not a row of padding
         if OLD not in inputs:

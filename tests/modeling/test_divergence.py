@@ -165,7 +165,7 @@ def test_they_equal_fp64(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, of
     targets = torch.randint(0, 11, (2, 9))
     targets[0, :4] = -100
     weights = torch.randn(2, 9)
-    found = token_log_probs(logits, targets, ignored=-100)
+    found = token_log_probs(logits, targets)
     assert found.dtype == torch.float32
     (found * weights).sum().backward()
     exact = logits.detach().double().requires_grad_()
@@ -325,7 +325,7 @@ def test_temperature_is_in_log_probs_gradients_and_entropy() -> None:
     logits = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([1, -100, 3, 6])
     exact = (logits / 0.6).log_softmax(-1)
-    found = token_log_probs(logits, targets, ignored=-100, temperature=0.6)
+    found = token_log_probs(logits, targets, temperature=0.6)
     picked = exact.gather(1, targets.clamp(min=0)[:, None])[:, 0] * (targets != -100)
     torch.testing.assert_close(found, picked)
     mine, theirs = (
