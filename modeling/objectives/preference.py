@@ -48,7 +48,10 @@ class Preference:
 
     def score(self, forward: Forward, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
         """inputs: those of `data.batches.preference_batches`. labels: (micro,) int64, IGNORED for a pair of padding."""
-        of_reference = self._reference(forward, inputs)
+        of_reference = None
+        if self._adapter_off is not None:
+            with torch.no_grad(), self._adapter_off():
+                of_reference = answer_log_probs(forward, inputs)
         of_tokens = answer_log_probs(forward, inputs)
         policy, real = of_tokens.sum(-1), labels != IGNORED
         reference = inputs["reference"] if of_reference is None else of_reference.sum(-1)
@@ -88,12 +91,6 @@ class Preference:
             for side, total, number in zip(("chosen", "rejected"), sums[first : first + 2], tokens, strict=False):
                 found[f"{estimator}/{side}"] = total / number
         return found | ({"nll/chosen": nll} if self._section.sft_weight else {})
-
-    def _reference(self, forward: Forward, inputs: dict[str, Any]) -> torch.Tensor | None:
-        if self._adapter_off is None:
-            return None
-        with torch.no_grad(), self._adapter_off():
-            return answer_log_probs(forward, inputs)
 
     def _loss(self, margin: torch.Tensor) -> torch.Tensor:
         section = self._section
