@@ -7,9 +7,10 @@ Falcon, Bloom), or have no attention to mask (Mamba). So the model is tested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PretrainedConfig, masking_utils
@@ -24,17 +25,12 @@ FP32 and BF16 on a CPU (Llama, Qwen3, Gemma 2, Mixtral, GPT-2, GPT-NeoX, Phi-3, 
 _LENGTHS = (6, 10)
 
 
-@contextmanager
-def rows_of(inputs: Mapping[str, Any]) -> Iterator[None]:
+def rows_of(inputs: Mapping[str, Any]) -> AbstractContextManager[Any]:
     """Context manager for a forward pass of `inputs`: rows are packed only if `inputs` has `position_ids`. transformers
     would find out by reading from the device in every pass, which makes the host wait."""
-    own = masking_utils.find_packed_sequence_indices
-    if "position_ids" not in inputs:
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = own
+    if "position_ids" in inputs:
+        return nullcontext()
+    return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 @torch.no_grad()
