@@ -8,7 +8,6 @@ rank's slice of transformers' three-dimensional tensors as if there were no othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from config.errors import UserError
-from modeling.tensor_parallel import CUT, Cut, Ranks
+from modeling.tensor_parallel import CUT, Cut, Ranks, refuse_model
 
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
 """Model types whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
@@ -50,14 +48,14 @@ def require_shareable_experts(shape: PretrainedConfig, ranks: int) -> None:
         reason = f"it is verified for {', '.join(sorted(MEASURED))}"
     elif count is None or count % ranks:
         reason = f"its {count} experts do not divide among {ranks} ranks"
-    if reason is not None:
-        raise UserError(f"parallel.expert = {ranks}: not supported for model {kind}: {reason}; set it to 1")
+    refuse_model("expert", ranks, shape, reason)
 
 
 def share_experts(model: nn.Module, group: Ranks, name: str) -> int:
     """Keep this rank's experts of each layer, in place; returns the number of layers. name: DeepSpeed's group name."""
     layers = 0
-    for module in _layers_of_experts(model):
+    module: Any
+    for module in filter(_has_experts, model.modules()):
         count, own = int(module.num_experts), int(module.num_experts) // group.size
         how = Cut(0, (own,) * group.size)
         for key, whole in list(module.named_parameters(recurse=False)):
@@ -76,11 +74,9 @@ def share_experts(model: nn.Module, group: Ranks, name: str) -> int:
     return layers
 
 
-def _layers_of_experts(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if type(module).__name__.endswith("Experts") and any(parameter.dim() == 3 for parameter in own):
-            yield module
+def _has_experts(module: Any) -> bool:
+    own = module.parameters(recurse=False)
+    return type(module).__name__.endswith("Experts") and any(parameter.dim() == 3 for parameter in own)
 
 
 def _dispatched(

@@ -26,7 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.batch import WHOLE_POSITIONS
 from config.errors import UserError, one_line
-from modeling.tensor_parallel import Ranks
+from modeling.tensor_parallel import Ranks, refuse_model
 
 LARGEST_IN_FP32 = 1e-3
 """[fraction of the largest logit] Difference put down to rounding in `require_equal_logits`."""
@@ -44,15 +44,12 @@ class SequenceAttention:
     def __init__(self, model: PreTrainedModel, group: Ranks, *, apart: bool) -> None:
         """apart: documents that share a sequence do not see each other. Raises UserError, with the reason."""
         shape = model.config.get_text_config()
-        reason = unshared_reason(shape, str(model.config._attn_implementation), group.size)
-        if reason is not None:
-            raise UserError(
-                f"parallel.sequence = {group.size}: not supported for model {shape.model_type}: {reason}; set it to 1"
-            )
+        self._own = str(model.config._attn_implementation)
+        refuse_model("sequence", group.size, shape, unshared_reason(shape, self._own, group.size))
         self._group, self._apart = group, apart
         self._windows = _windows(shape)
         self._configs = {id(item): item for item in (model.config, shape)}.values()
-        self._own, self._name = str(model.config._attn_implementation), f"sequence_parallel_{next(_numbers)}"
+        self._name = f"sequence_parallel_{next(_numbers)}"
         self._positions: torch.Tensor | None = None
         self._masks: dict[int | None, torch.Tensor | None] = {}
         ALL_ATTENTION_FUNCTIONS[self._name] = self._attend

@@ -64,14 +64,16 @@ def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
     return None
 
 
+def refuse_model(key: str, ranks: int, shape: PretrainedConfig, reason: str | None) -> None:
+    """Raises UserError if there is a reason why a model does not support a key of `parallel`. shape: its config."""
+    if reason is not None:
+        kind = shape.get_text_config().model_type
+        raise UserError(f"parallel.{key} = {ranks}: not supported for model {kind}: {reason}; set it to 1")
+
+
 def require_shareable(shape: PretrainedConfig, ranks: int) -> None:
     """Raises UserError, with the reason, for a model whose matrices cannot be shared among this many ranks."""
-    reason = unshared_reason(shape, ranks)
-    if reason is not None:
-        raise UserError(
-            f"parallel.tensor = {ranks}: not supported for model {shape.get_text_config().model_type}: {reason}; set it"
-            " to 1"
-        )
+    refuse_model("tensor", ranks, shape, unshared_reason(shape, ranks))
 
 
 _INNER_KEYS = ("intermediate_size", "ffn_dim", "n_inner")
