@@ -127,10 +127,11 @@ def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.devi
     made: dict[type, type] = {}
     modules: list[tuple[nn.Module, type, str]] = []
     for module in model.modules():
-        found = _replacement(module, model.config.get_text_config(), dtype)
+        own = type(module)
+        make = next((make for ending, make in _REPLACEMENTS.items() if own.__name__.endswith(ending)), None)
+        found = make and make(module, model.config.get_text_config(), dtype)
         if found is None:
             continue
-        own = type(module)
         if own not in made:
             _compare_with_torch(found, own.__name__, dtype, device)
             made[own] = type(own.__name__, (own,), {"forward": found.forward, "__module__": own.__module__})
@@ -138,21 +139,10 @@ def plan_liger(model: PreTrainedModel, *, dtype: torch.dtype, device: torch.devi
     return Plan(tuple(modules))
 
 
-def _replacement(module: nn.Module, config: Any, dtype: torch.dtype) -> _Replacement | None:
-    kind = type(module).__name__
-    if kind.endswith("RMSNorm"):
-        return _norm(module, ARCHITECTURES[config.model_type], dtype)
-    if kind.endswith("MLP"):
-        return _gated(module, config, dtype)
-    if kind.endswith("Attention"):
-        return _rotation(module, config, dtype)
-    return None
-
-
-def _norm(module: Any, norm: Norm, dtype: torch.dtype) -> _Replacement:
+def _norm(module: Any, config: Any, dtype: torch.dtype) -> _Replacement:
     from liger_kernel.ops import LigerRMSNormFunction
 
-    own = type(module).forward
+    own, norm = type(module).forward, ARCHITECTURES[config.model_type]
     name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -240,6 +230,14 @@ def _rotation(module: Any, config: Any, dtype: torch.dtype) -> _Replacement | No
     heads = (config.num_attention_heads, config.num_key_value_heads)
     query, key = ((1, _ROWS, count, module.head_dim) for count in heads)
     return _Replacement("rotary embedding", forward, at_positions(rotate), at_positions(rotate_by_kernel), (query, key))
+
+
+_REPLACEMENTS: dict[str, Callable[[Any, Any, torch.dtype], _Replacement | None]] = {
+    "RMSNorm": _norm,
+    "MLP": _gated,
+    "Attention": _rotation,
+}
+"""The end of a class's name to what makes the replacement of its modules."""
 
 
 def _compare_with_torch(found: _Replacement, where: str, dtype: torch.dtype, device: torch.device) -> None:
