@@ -178,12 +178,11 @@ def build_model(
         _require_flex_attention_on_cpu()
     with _refused(section):
         if section.name_or_path is not None:
-            quantised = adapter is not None and adapter.base != "compute"
-            if adapter is not None and quantised:
-                options |= loading_options(adapter, auto, config, options)
+            if adapter is None or adapter.base == "compute":
+                return _loaded(auto, section, config, options, seed=seed, gather=gather)
+            options |= loading_options(adapter, auto, config, options)
             model = _loaded(auto, section, config, options, seed=seed, gather=gather)
-            if quantised:
-                freeze_quantised(model)
+            freeze_quantised(model)
             return model
         with no_init_weights():
             model = auto.from_config(config, dtype=torch.float32, **options)

@@ -17,9 +17,7 @@ from config.schema import AdapterSection
 
 
 def loading_options(section: AdapterSection, auto: Any, config: PretrainedConfig, options: dict) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for a quantised base; empty for others. auto: the class that loads it."""
-    if section.base == "compute":
-        return {}
+    """Arguments of `from_pretrained` for a quantised base. auto: the class that loads it."""
     with torch.device("meta"):
         model = auto.from_config(config, **options)
     head = model.get_output_embeddings()
