@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from config.errors import UserError
+from config.schema import BatchSection, ParallelSection
 
 
 @dataclass(frozen=True)
@@ -37,37 +38,27 @@ class BatchPlan:
         return self.world_size // self.sharing
 
 
-def plan_batch(
-    global_size: int,
-    micro_size: int,
-    world_size: int,
-    *,
-    where: str,
-    sequence: int = 1,
-    tensor: int = 1,
-    expert: int = 1,
-) -> BatchPlan:
-    """Divide the batch among `world_size` ranks, of which `sequence` share each sequence, or `tensor` each matrix.
+def plan_batch(batch: BatchSection, parallel: ParallelSection, world_size: int, *, where: str) -> BatchPlan:
+    """Divide the batch among `world_size` ranks.
 
-    expert: ranks that share experts, which must divide their number and has no other effect. where: the file that
-    errors name. Raises UserError, which says which numbers would work.
+    The ranks that share experts have to divide their number, which has no other effect. where: the file that errors
+    name. Raises UserError, which says which numbers would work.
     """
-    sharing = sequence * tensor
-    key = "parallel.sequence" if tensor == 1 else "parallel.tensor"
-    for name, ranks in ((key, sharing), ("parallel.expert", expert)):
+    global_size, micro_size, sharing = batch.global_size, batch.micro_size, parallel.sequence * parallel.tensor
+    key = "parallel.sequence" if parallel.tensor == 1 else "parallel.tensor"
+    processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+    for name, ranks in ((key, sharing), ("parallel.expert", parallel.expert)):
         if world_size % ranks:
             numbers = _listed(divisors(world_size))
-            raise UserError(
-                f"{where}: {name} = {ranks} does not divide {world_size} "
-                f"process{'es' if world_size > 1 else ''}; set it to one of {numbers}, or run on a multiple of it"
-            )
+            fix = f"set it to one of {numbers}, or run on a multiple of it"
+            raise UserError(f"{where}: {name} = {ranks} does not divide {processes}; {fix}")
     data_ranks = world_size // sharing
     accumulation, left_over = divmod(global_size, micro_size * data_ranks)
     if not left_over:
-        return BatchPlan(global_size, micro_size, accumulation, world_size, sequence, tensor, expert)
+        return BatchPlan(global_size, micro_size, accumulation, world_size, **asdict(parallel))
     problem = (
         f"{where}: batch.global_size = {global_size} cannot be cut into micro-batches of "
-        f"batch.micro_size = {micro_size} on {world_size} process{'es' if world_size > 1 else ''}"
+        f"batch.micro_size = {micro_size} on {processes}"
     )
     if sharing > 1:
         problem += f", {sharing} to a {key.partition('.')[2]} ({key})"

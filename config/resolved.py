@@ -74,8 +74,7 @@ def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> 
     json_path = find_deepspeed_json(config.deepspeed.config, path, first=given is not None, origin=origin)
     document = read_document(json_path)
     where = _where(path, options.overrides, "batch", "parallel")
-    section, parallel = config.batch, dataclasses.asdict(config.parallel)
-    batch = plan_batch(section.global_size, section.micro_size, env.world_size, where=where, **parallel)
+    batch = plan_batch(config.batch, config.parallel, env.world_size, where=where)
     resolved_json = resolve_json(config, json_path, document, world_size=env.world_size)
     for index, fault in enumerate(config.faults):
         if fault.rank >= env.world_size:

@@ -7,7 +7,6 @@ in both must be the same. Combinations and settings that config/deepspeed/combin
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -85,8 +84,7 @@ def resolve_unverified(config: Config, path: Path, document: dict[str, Any], *, 
     """`resolve_json` without refusing combinations, which the precision matrix measures too."""
     resolved = copy.deepcopy(document)
     compute, stage = compute_dtype(config, path, document), zero_stage(document)
-    sizes, parallel = config.batch, dataclasses.asdict(config.parallel)
-    batch = plan_batch(sizes.global_size, sizes.micro_size, world_size, where=str(path), **parallel)
+    batch = plan_batch(config.batch, config.parallel, world_size, where=str(path))
     for section in ("bf16", "fp16"):
         if section in resolved and section != compute:
             del resolved[section]
