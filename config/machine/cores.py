@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from config.machine.binding import Binding, usable_cpus
-from config.machine.processes import machine
+from config.machine.processes import machine, read
 
 Core = frozenset[int]
 """The CPUs of one core: its hardware threads."""
@@ -82,8 +82,8 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
     core consists of its allowed hardware threads. If /sys cannot be read there is one node, 0, and one core per CPU."""
     nodes: dict[int, frozenset[int]] = {}
     for folder in (root / "devices/system/node").glob("node[0-9]*"):
-        with suppress(OSError, ValueError):
-            nodes[int(folder.name.removeprefix("node"))] = parse_cpus(_text(folder / "cpulist"))
+        with suppress(ValueError):
+            nodes[int(folder.name.removeprefix("node"))] = parse_cpus(read(folder / "cpulist"))
     if not allowed <= frozenset[int]().union(*nodes.values()):
         nodes = {0: frozenset(allowed)}
     cores: dict[int, list[Core]] = {}
@@ -98,8 +98,8 @@ def read_cores(allowed: Set[int], root: Path = _SYS) -> dict[int, list[Core]]:
 
 def gpu_node(address: str, root: Path = _SYS) -> int:
     """The NUMA node of the device at a PCI address such as `0000:dc:00.0`, or UNKNOWN."""
-    with suppress(OSError, ValueError):
-        return int(_text(root / "bus/pci/devices" / address / "numa_node"))
+    with suppress(ValueError):
+        return int(read(root / "bus/pci/devices" / address / "numa_node"))
     return UNKNOWN
 
 
@@ -200,10 +200,11 @@ def _homes(nodes: dict[int, list[Core]], ranks: int) -> list[tuple[int, ...]]:
 
 def _socket(node: int, root: Path) -> str:
     """Id of a node's socket; the node itself where that is unknown."""
-    with suppress(OSError, ValueError):
-        first = min(parse_cpus(_text(root / f"devices/system/node/node{node}/cpulist")))
-        return _text(root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").strip()
-    return f"node {node}"
+    socket = ""
+    with suppress(ValueError):
+        first = min(parse_cpus(read(root / f"devices/system/node/node{node}/cpulist")))
+        socket = read(root / f"devices/system/cpu/cpu{first}/topology/physical_package_id").strip()
+    return socket or f"node {node}"
 
 
 def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
@@ -215,12 +216,8 @@ def _split(items: Sequence[T], parts: int) -> list[Sequence[T]]:
 
 def _threads_of_core(cpu: int, root: Path) -> frozenset[int]:
     for name in ("core_cpus_list", "thread_siblings_list"):  # the second name is that before Linux 5.3
-        with suppress(OSError, ValueError):
-            found = parse_cpus(_text(root / f"devices/system/cpu/cpu{cpu}/topology/{name}"))
+        with suppress(ValueError):
+            found = parse_cpus(read(root / f"devices/system/cpu/cpu{cpu}/topology/{name}"))
             if cpu in found:
                 return found
     return frozenset((cpu,))
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")

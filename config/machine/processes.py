@@ -75,7 +75,7 @@ def pid_namespace() -> str:
         return ""
 
 
-def read(path: str) -> str:
+def read(path: str | Path) -> str:
     """A file's text; empty when it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
