@@ -10,6 +10,7 @@ everything after an answer that ends in the first token of the text: github.com/
 from __future__ import annotations
 
 import json
+import os.path
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -197,7 +198,7 @@ class Chat:
         upto = text if index + 1 == len(messages) else self._render(example, messages[: index + 1])
         for part, what in ((before, "the turns before it"), (upto, "the turns up to it")):
             if not text.startswith(part):
-                at = next((i for i, (a, b) in enumerate(zip(part, text, strict=False)) if a != b), len(text))
+                at = len(os.path.commonprefix([part, text]))
                 problem = (
                     f"cannot be located: the chat template renders {what} differently once others follow "
                     f"({part[at : at + 30]!r} became {text[at : at + 30]!r}); set data.train_on=last_assistant, or "

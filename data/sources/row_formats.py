@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os.path
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -205,8 +206,7 @@ def _shared_question(row: Mapping[str, Any], first: str, second: str) -> str:
     other = next((name for name in _QUESTIONS if isinstance(row.get(name), str)), None)
     if other is not None:
         raise BadRow("prompt", f"is missing, and {other} would not be read; rename it to prompt, or remove it")
-    pairs = enumerate(zip(first, second, strict=False))
-    shared = first[: next((n for n, (a, b) in pairs if a != b), min(len(first), len(second)))]
+    shared = os.path.commonprefix([first, second])
     while shared and not shared[-1].isspace():  # back to the start of a word
         shared = shared[:-1]
     shared = shared.rstrip()
