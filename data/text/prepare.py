@@ -49,7 +49,6 @@ from data.text.holdout import hold_out_tail
 from data.text.preparation_progress import Display, ProgressFile, read_progress
 from data.text.token_ids import copied
 from data.text.tokenizer import (
-    load_tokenizer,
     make_masking_tokenizer,
     make_tokenizer,
     tokenizer_identity,
@@ -186,11 +185,13 @@ def _fill(
     places: dict[str, str] = {}
     leading: list[int] = []
     if source.ids_field is None:
+        bytewise = data.tokenizer == "bytes"
         # tokenizing bytes again is faster than reading kept results
-        kept = None if data.tokenizer == "bytes" else kept_folder(folder.with_name(fingerprint))
+        kept = None if bytewise else kept_folder(folder.with_name(fingerprint))
         leading = [] if make is make_masking_tokenizer else leading_tokens(tokenizer.backend_tokenizer)
         begin = leading if data.begin_of_document == "auto" else []
-        work = _work(data, folder / TOKENIZER, begin)
+        tokenizer_json = (folder / TOKENIZER / "tokenizer.json").read_text(encoding="utf-8")
+        work = _work(tokenizer_json, end_of_document, dtype, data.validation_fraction, bytewise, *begin)
         batches = results(work, _batches(source.documents(skipped, places)), data.workers, kept)
     else:
         batches = copied(data, source, skipped, size=vocab_size, end_of_document=end_of_document, dtype=dtype)
@@ -234,14 +235,9 @@ def _fill(
     )
 
 
-def _work(data: DataSection, tokenizer_folder: Path, begin: list[int]) -> Work:
-    tokenizer = load_tokenizer(tokenizer_folder)
-    tokenizer_json = (tokenizer_folder / "tokenizer.json").read_text(encoding="utf-8")
-    dtype = token_dtype(vocabulary_size(tokenizer))
-    bytewise = data.tokenizer == "bytes"
-    arguments = (tokenizer_json, tokenizer.eos_token_id, dtype, data.validation_fraction, bytewise, *begin)
-    parts = [_RESULTS_VERSION, FORMAT_VERSION, tokenizers.__version__, *arguments]
-    identity = json_sha256(parts)
+def _work(*arguments: Any) -> Work:
+    """arguments: those of `DocumentEncoder`."""
+    identity = json_sha256([_RESULTS_VERSION, FORMAT_VERSION, tokenizers.__version__, *arguments])
     return Work(DocumentEncoder, arguments, identity)
 
 
