@@ -6,8 +6,9 @@ name; their order among a model's outputs is decided when training starts.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class LabelledEncoder(BatchEncoder):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> None:
         super().__init__(data)
-        self.numbers: dict[str, int] = {}
+        self.numbers = defaultdict[str, int](count().__next__)
         self._encoder: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._encoder.no_padding()
         self._encoder.no_truncation()
@@ -85,18 +86,15 @@ class LabelledEncoder(BatchEncoder):
         if isinstance(row.target, float):
             return np.array(row.target, dtype=np.float64)
         if isinstance(row.target, str):
-            return np.array(self._number(row.target), dtype=np.int32)
+            return np.array(self.numbers[row.target], dtype=np.int32)
         targets = np.full(len(found.ids), IGNORED_LABEL, dtype=np.int32)
         offsets = np.array(found.offsets, dtype=np.int64).reshape(-1, 2)
         for (start, end), name in zip(row.words, row.target, strict=True):
             # special tokens have no characters; a byte-level token may begin with the space before its word
             inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
             if len(inside) and targets[inside[0]] == IGNORED_LABEL:
-                targets[inside[0]] = self._number(name)
+                targets[inside[0]] = self.numbers[name]
         return targets if (targets != IGNORED_LABEL).any() else None
-
-    def _number(self, name: str) -> int:
-        return self.numbers.setdefault(name, len(self.numbers))
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
