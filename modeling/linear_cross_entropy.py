@@ -130,7 +130,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(labels), chunk_tokens):
                 rows = slice(start, start + chunk_tokens)
                 states = hidden[rows].to(compute)
-                logits = _logits(states, narrow, offset)
+                logits = functional.linear(states, narrow, offset)
                 if fused is not None:
                     losses[rows] = fused(logits, labels[rows], factors[rows], scale=head.scale, cap=head.cap)
                 else:
@@ -164,10 +164,6 @@ class _ChunkedLoss(torch.autograd.Function):
         pairs = zip(made, ctx.dtypes, strict=True)
         gradients = [None if item is None else item.mul_(ratio).to(dtype) for item, dtype in pairs]
         return (*gradients, *[None] * 8)
-
-
-def _logits(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return states @ weight.t() if bias is None else torch.addmm(bias, states, weight.t())
 
 
 def _softmax_loss(
