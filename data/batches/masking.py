@@ -111,27 +111,15 @@ def _word_edges(tokenizer: PreTrainedTokenizerFast, vocabulary: dict[str, int], 
 
 
 def masking_of(config: Config, corpus: Corpus) -> MakeBatch:
-    """Batches of a config: windows between the tokenizer's begin and end tokens, if it has them."""
-    tokenizer = load_tokenizer(corpus.tokenizer_folder)
-    first, last = tokenizer.cls_token_id, tokenizer.sep_token_id
-    return masked_batches(
-        Masking.of(tokenizer, probability=config.mlm.probability, whole_word=config.mlm.whole_word),
-        sequence_length=config.data.sequence_length,
-        seed=config.run.seed,
-        train=corpus.train,
-        edges=None if first is None or last is None else (first, last),
-    )
+    """Batches of windows of documents packed end to end, whose labels are the hidden tokens.
 
-
-def masked_batches(
-    masking: Masking, *, sequence_length: int, seed: int, train: Split, edges: tuple[int, int] | None
-) -> MakeBatch:
-    """Batches of windows of documents packed end to end; labels are the hidden tokens.
-
-    edges: [ids] put before and after a window, instead of its last two tokens; None: nothing. The hidden tokens of a
-    training window are a function of (seed, sample, position); of other windows of (seed, sample) only, so that
-    validation is the same each time.
+    A window begins and ends with the tokenizer's tokens for that, if it has both, instead of its last two tokens. The
+    hidden tokens of a training window are a function of (seed, sample, position); of other windows of (seed, sample)
+    only, so that validation is the same each time.
     """
+    tokenizer, sequence_length = load_tokenizer(corpus.tokenizer_folder), config.data.sequence_length
+    edges = tokenizer.cls_token_id, tokenizer.sep_token_id
+    masking = Masking.of(tokenizer, probability=config.mlm.probability, whole_word=config.mlm.whole_word)
 
     def make(shards: Split, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, TokenShards)
@@ -139,13 +127,13 @@ def masked_batches(
         real = samples != NO_SAMPLE
         windows = np.zeros((mine.size, sequence_length), dtype=np.int64)
         windows[real] = shards.read(samples[real], sequence_length)[:, :-1]
-        if edges is not None:
+        if None not in edges:
             windows[:, 1:-1] = windows[:, :-2].copy()
             windows[:, 0], windows[:, -1] = edges
         labels = np.full_like(windows, IGNORED_LABEL)
-        when = position if shards is train else "fixed"
+        when = position if shards is corpus.train else "fixed"
         for row in np.flatnonzero(real):
-            windows[row], labels[row] = masking(windows[row], f"{seed}/{samples[row]}/{when}")
+            windows[row], labels[row] = masking(windows[row], f"{config.run.seed}/{samples[row]}/{when}")
         return batch_of(position, ids, mine, windows, labels, {"attention_mask": np.ones_like(windows)})
 
     return make
