@@ -10,13 +10,12 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec
 
 from config.errors import UserError
 from config.printable import shown
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 """Mantissa's own folder."""
