@@ -33,7 +33,7 @@ SMALLEST_BPE = 257
 def tokenizer_identity(spec: str) -> str:
     """The tokenizer's part of a corpus's fingerprint: its name, or the contents of a local folder's files."""
     folder = Path(spec).expanduser()
-    if _bpe_vocabulary(spec) is not None or spec == "bytes" or not folder.is_dir():
+    if is_made(spec) or not folder.is_dir():
         return spec
     digest = hashlib.sha256()
     slow = () if (folder / "tokenizer.json").is_file() else (".model", "vocab.txt")  # only then are they read
