@@ -18,8 +18,7 @@ def new_name(module: str) -> str | None:
 
 
 def refuse_old_name() -> None:
-    """Exit with code 2 if the command line starts a tool by its old name. Called by packages that Python imports before
-    the module that `python -m` names."""
+    """Exit with code 2 if `python -m` names a tool by its old name. Called by packages that Python imports first."""
     command = sys.orig_argv if sys.argv[:1] == ["-m"] else []
     old = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     if new := new_name(old):

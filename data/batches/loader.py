@@ -59,8 +59,7 @@ class Batch:
     """[tokens] Labels over all ranks, by source; None with one source, or if a rank knows only its own labels (see
     `counts_by_source`)."""
     sources: torch.Tensor | None = None
-    """(accumulation, micro) int64: the source of each sample of this rank, as an index into source_names; None with one
-    source."""
+    """(accumulation, micro) int64: each sample's source as an index into source_names; None with one source."""
     counts_by_source: tuple[float, ...] = ()
     """label_tokens by source, in the order of source_names."""
     counts: np.ndarray | None = None

@@ -42,8 +42,7 @@ def prepare_prompts(data: DataSection, *, progress: bool) -> Corpus:
 
 
 def read_prompt(row: dict[str, Any], data: DataSection) -> Example:
-    """The row without an answer: its column `prompt` (text or messages), or its turns without the final answer. Raises
-    BadRow."""
+    """The row without an answer: its column `prompt`, or its turns without the final answer. Raises BadRow."""
     prompt = row.get("prompt")
     if isinstance(prompt, str):
         if not prompt:

@@ -23,8 +23,7 @@ READ_ERRORS = (
 
 
 def opened(data: DataSection) -> tuple[datasets.IterableDataset, str | None]:
-    """The rows of data.path, and the revision opened for a dataset of the hub. Raises READ_ERRORS, also while rows are
-    read."""
+    """The rows of data.path, and the revision of a hub dataset. Raises READ_ERRORS, also while rows are read."""
     folder = Path(str(data.path)).expanduser()
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         found = datasets.load_from_disk(str(folder))

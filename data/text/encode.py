@@ -38,8 +38,7 @@ class DocumentEncoder:
         bytewise: bool = False,
         *begin: int,
     ) -> None:
-        """bytewise: the tokenizer is that of `bytes`, which is applied by table lookup. begin: [ids] put before every
-        document."""
+        """bytewise: the tokenizer is that of `bytes`, a table of bytes. begin: [ids] put before every document."""
         # Parallelism comes from the processes; threads in each of them would only compete for the cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self._tokenizer = Tokenizer.from_str(tokenizer_json)
