@@ -12,7 +12,7 @@ The folder, all of it published at once by a rename:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,24 +155,19 @@ def _read_index(folder: Path) -> dict[str, Any]:
 
 
 def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tuple[str, ...]:
-    """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data. Raises UserError."""
+    """Labels in the order of a model's outputs. given: classify.labels; empty: those of the data, by value if all are
+    numbers, else alphabetical. Raises UserError."""
     if len(corpus.labels) < 2:
         key = "tags_field" if data.format == "tagged" else "label_field"
         raise UserError(
             f"data.{key}={getattr(data, key)}: all rows have the same label, which teaches nothing. Name another field."
         )
-    missing = [name for name in sorted_labels(corpus.labels) if name not in given]
+    numbers = all(name.removeprefix("-").isdecimal() for name in corpus.labels)
+    found = tuple(sorted(corpus.labels, key=int if numbers else str))
+    missing = [name for name in found if name not in given]
     if given and missing:
         raise UserError(f"classify.labels: lacks {missing[0]!r}, which rows of {corpus.source} have; name it too")
-    return given or sorted_labels(corpus.labels)
-
-
-def sorted_labels(names: Iterable[str]) -> tuple[str, ...]:
-    """Labels in a model's default order: by value if all are numbers, else alphabetical."""
-    found = set(names)
-    if all(name.removeprefix("-").isdecimal() for name in found):
-        return tuple(sorted(found, key=int))
-    return tuple(sorted(found))
+    return given or found
 
 
 def lost(counts: Mapping[str, Any]) -> str:
