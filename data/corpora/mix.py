@@ -42,11 +42,8 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         f"data: {name}: {share:.1%} of the samples, {count:,} sequences of its own"
         for name, share, count in zip(names, mixture.shares(), samples, strict=True)
     ]
-    of_parts = (
-        f"data: {name}: {line.removeprefix('data: ')}"
-        for name, part in zip(names, parts, strict=True)
-        for line in part.notes
-    )
+    named = dict(zip(names, parts, strict=True))
+    of_parts = (f"data: {name}: {line.removeprefix('data: ')}" for name, part in named.items() for line in part.notes)
     return replace(
         parts[0],
         fingerprint=fingerprint_of_parts([[part.fingerprint for part in parts], weights]),
@@ -55,10 +52,10 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
         train_documents=sum(part.train_documents for part in parts),
         validation_documents=sum(part.validation_documents for part in parts),
         source=f"data.sources={', '.join(names)}",
-        counts={name: part.counts for name, part in zip(names, parts, strict=True) if part.counts},
+        counts={name: part.counts for name, part in named.items() if part.counts},
         mixture=mixture,
         validation_by_source={
-            name: part.validation for name, part in zip(names, parts, strict=True) if part.validation.sequences(length)
+            name: part.validation for name, part in named.items() if part.validation.sequences(length)
         },
         notes=(*of_parts, *notes),
     )
