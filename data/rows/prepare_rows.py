@@ -259,10 +259,9 @@ def _notes(data: DataSection, preparation: Preparation, chat: Chat | None, *, re
     form = f"data: {counts['rows']:,} rows of format {data.format} ({how})"
     if chat is not None:
         which = "of data.chat_template" if data.chat_template else "of the tokenizer"
-        located = ", answers located by its generation markers"
-        located = "" if data.train_on == "all" or data.target_length is not None else located
-        located = located if chat.has_markers or not located else ", answers located by rendering turn by turn"
-        form += f"; chat template {which}{located}"
+        form += f"; chat template {which}"
+        if data.train_on != "all" and data.target_length is None:
+            form += f", answers located by {'its generation markers' if chat.has_markers else 'rendering turn by turn'}"
     train, held_out = preparation.train, preparation.validation
     kept = f"data: {train.rows:,} rows in {train.sequences:,} sequences to train on, {held_out.rows:,} rows held out"
     if data.format == "preference":
