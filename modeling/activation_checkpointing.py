@@ -17,7 +17,7 @@ import functools
 import types
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,8 +27,6 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.errors import UserError
-
-Mode = Literal["none", "full", "selective", "attention", "ops", "budget"]
 
 KEPT_OPERATORS = frozenset(
     f"aten::{name}"
@@ -43,7 +41,7 @@ KEPT_OPERATORS = frozenset(
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
-def apply_activation_checkpointing(model: PreTrainedModel, mode: Mode, *, reentrant: bool, every: int = 2) -> int:
+def apply_activation_checkpointing(model: PreTrainedModel, mode: str, *, reentrant: bool, every: int = 2) -> int:
     """Enable activation checkpointing; returns how many blocks are recomputed, at least in part. Raises UserError.
 
     selective: every `every`-th block, counted from the first. budget: every block, until
