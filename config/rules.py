@@ -317,10 +317,8 @@ def _task(config: Config) -> Iterator[Problem]:
         return
     pairs = "preference" in (format for _, format in _formats(data))
     if config.task != "dpo" and pairs:
-        yield (
-            "data.format",
-            f"= preference has pairs of answers, which task = {config.task} does not read; set task=dpo",
-        )
+        problem = f"which task = {config.task} does not read; set task=dpo"
+        yield "data.format", f"= preference has pairs of answers, {problem}"
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
     if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
@@ -625,8 +623,7 @@ def _precision(config: Config) -> Iterator[Problem]:
         return
     keep = "or remove precision.masters"
     if precision.compute in ("fp32", "fp16"):
-        problem = f"= split {needs_bf16(precision.compute)}; set precision.compute to bf16, {keep}"
-        yield "precision.masters", problem
+        yield "precision.masters", f"= split {needs_bf16(precision.compute)}; set precision.compute to bf16, {keep}"
     for index, fault in enumerate(config.faults):
         if fault.kind == "flipped_bit" and fault.place == "master":
             problem = "= master changes an FP32 master, and precision.masters = split keeps none in memory"
