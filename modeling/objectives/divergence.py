@@ -84,14 +84,9 @@ class Distillation:
         logits = forward(**inputs, use_cache=False).logits.flatten(0, 1)
         size = max(1, CHUNK_VALUES // logits.shape[-1])
         targets = zip(*(values.split(size) for values in known), strict=True)
-        losses, sums, parts = [], [], []
-        for ours, theirs, named in zip(logits.split(size), targets, labels.flatten().split(size), strict=True):
-            loss, of_chunk, of_labels = checkpoint(
-                self._of_chunk, ours, named, *theirs, use_reentrant=False, preserve_rng_state=False
-            )
-            losses.append(loss)
-            sums.append(of_chunk)
-            parts.append(of_labels)
+        chunks = zip(logits.split(size), targets, labels.flatten().split(size), strict=True)
+        scored = partial(checkpoint, self._of_chunk, use_reentrant=False, preserve_rng_state=False)
+        losses, sums, parts = zip(*(scored(ours, named, *theirs) for ours, theirs, named in chunks), strict=True)
         return Scored(torch.stack(losses).sum(), torch.stack(sums).sum(dim=0), torch.cat(parts))
 
     def metrics(self, sums: Sequence[float], count: float) -> dict[str, float]:
