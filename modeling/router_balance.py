@@ -49,9 +49,7 @@ def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalan
 
 def untrained_balance(model: PreTrainedModel, section: ModelSection) -> list[str]:
     """A note if the model has a balancing loss but the config does not ask for one."""
-    if section.balance_loss:
-        return []
-    own = _own_balance(model.config.get_text_config())
+    own = None if section.balance_loss else _own_balance(model.config.get_text_config())
     if own is None:
         return []
     reason = _unbalanced_reason(model)
