@@ -142,10 +142,7 @@ def describe_exit(code: int) -> str:
 
 def peak_resident_bytes(process: str) -> int:
     """Peak resident set of a process by id, or of this one for "self"; 0 if it has ended."""
-    try:
-        _, _, peak = Path(f"/proc/{process}/status").read_text(encoding="utf-8").partition("VmHWM:")
-    except OSError:
-        return 0
+    _, _, peak = read(f"/proc/{process}/status").partition("VmHWM:")
     return int(peak.split(maxsplit=1)[0]) * 1024 if peak else 0
 
 
