@@ -271,8 +271,8 @@ WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "temperature in the loss alone": (
         *(policy, "token_log_probs"),
         lambda right: (
-            lambda logits, labels, *, ignored, temperature: right(
-                logits, labels, ignored=ignored, temperature=temperature * (0.9 if logits.requires_grad else 1)
+            lambda logits, labels, *, temperature: right(
+                logits, labels, temperature=temperature * (0.9 if logits.requires_grad else 1)
             )
         ),
     ),
