@@ -822,8 +822,9 @@ class ParitySection:
     controls: int = limit(0, at_least=0, null=0)
     """[runs] FP32 runs at a learning rate 2^-8 larger, 2^-8 smaller, 2^-7 larger and so on. They diverge from the twin
     by chaos alone, so up to twice their root mean square distance passes."""
-    points: int = limit(3, at_least=1)
-    """[points] Points at which single steps are compared: the start, then a random one of each other part."""
+    points: int | None = limit(None, at_least=1)
+    """[points] Points at which single steps are compared: the start, then a random one of each other part. null: 3, or
+    2 in a run of fewer than 30 steps, which would otherwise take less time than its comparison."""
     draw: int = limit(0, at_least=0)
     """[number] Seed of the random points; another seed compares other steps."""
     oracle_steps: int = limit(2, at_least=0, null=0)

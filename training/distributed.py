@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from config.errors import UserError
 from config.machine.binding import apply_binding
@@ -28,6 +29,7 @@ T = TypeVar("T")
 ALLOCATORS = "expandable_segments:True,pinned_max_round_threshold_mb:64"
 """Read by torch when CUDA starts: less fragmentation of device memory, and pinned copies for saves that are not rounded
 up to a power of two (4.96 GB would take 8.6)."""
+_TOGETHER = 1 << 24  # [bytes] of tensors that are summed in one collective
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # parameters of `mallopt`, from malloc.h
 
 
@@ -172,6 +174,13 @@ class World:
         """In-place sum over ranks."""
         dist.all_reduce(values, group=self.group)
         return values
+
+    def sum_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        """In-place sums over ranks of many tensors together: a collective on CPUs takes 1.8 ms however small it is."""
+        for some in _take_tensors(tensors, _TOGETHER):
+            flat = _flatten_dense_tensors(some)
+            for tensor, total in zip(some, _unflatten_dense_tensors(self.sum(flat), some), strict=True):
+                tensor.copy_(total)
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Maximum over ranks; nan where any rank has one, unlike in some backends. values: float64."""

@@ -54,6 +54,9 @@ WALK = 2
 """Applied steps compared at the first point and the last, one at those between: the first step shows wrong computation,
 the second a wrong state after the first."""
 
+FEW_STEPS = 30
+"""Length of a run below which two points are compared by default."""
+
 APART = ("-m", "tools.parity.alternatives")
 """`train.py` starting from slightly different weights."""
 
@@ -90,7 +93,8 @@ class Plan:
         Random, so that another `parity.draw` can hit a defect that spares these steps. WALK steps remain after each.
         """
         config = self.resolved.config
-        last, count = max(1, config.run.steps - WALK + 1), min(config.parity.points, config.run.steps)
+        last = max(1, config.run.steps - WALK + 1)
+        count = min(config.parity.points or (2 if config.run.steps < FEW_STEPS else 3), config.run.steps)
         ends = [max(1, last * part // count) for part in range(1, count + 1)]
         dice = random.Random(f"{config.parity.draw} {config.run.seed}")
         drawn = [dice.randrange(start, max(end, start + 1)) for start, end in pairwise(ends)]

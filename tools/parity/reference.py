@@ -86,7 +86,8 @@ class Reference:
         found = {}
         for name, parameter in self._trained():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name], parameter.grad = self._world.sum(gradient.detach()), None  # the caller's alone, to free
+            found[name], parameter.grad = gradient.detach(), None  # the caller's alone, to free
+        self._world.sum_all([*found.values()])
         return loss, found
 
     def gradients_in(
@@ -103,7 +104,8 @@ class Reference:
             for name, parameter in self._trained():
                 stack.enter_context(parameter.register_post_accumulate_grad_hook(partial(_move, sums[name])))
             self._pass(batch, loss_scale=loss_scale)
-        return {name: self._world.sum(gradient) / loss_scale for name, gradient in sums.items()}
+        self._world.sum_all([*sums.values()])
+        return {name: gradient.div_(loss_scale) for name, gradient in sums.items()}
 
     def _trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         return (item for item in self.model.named_parameters() if item[1].requires_grad)
