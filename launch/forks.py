@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -37,7 +37,8 @@ class Forks:
     To be made before anything is computed: threads of OpenMP do not survive a fork.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, set_threads: Callable[[int], object]) -> None:
+        """set_threads: `torch.set_num_threads`, since nothing in launch/ imports torch."""
         gc.collect()
         gc.freeze()  # imports stay, so no rank need look at them again
         self._jobs, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -45,7 +46,7 @@ class Forks:
         sys.stderr.flush()
         if os.fork() == 0:
             self._jobs.close()
-            _serve(theirs, ranks)
+            _serve(theirs, ranks, set_threads)
         theirs.close()
 
     def start(self, program: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedJob:
@@ -84,7 +85,7 @@ class ForkedJob:
             os.kill(self.pid, number)
 
 
-def _serve(jobs: socket.socket, ranks: int) -> NoReturn:
+def _serve(jobs: socket.socket, ranks: int, set_threads: Callable[[int], object]) -> NoReturn:
     """Fork a launcher for each job until the other end is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started the job ends it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps launchers
@@ -95,12 +96,15 @@ def _serve(jobs: socket.socket, ranks: int) -> NoReturn:
         if os.fork() == 0:
             jobs.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _launch(socket.socket(fileno=descriptors[0]), *descriptors[1:], ranks=ranks)
+            end, output, description = descriptors
+            _launch(socket.socket(fileno=end), output, description, ranks, set_threads)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _launch(end: socket.socket, output: int, description: int, *, ranks: int) -> NoReturn:
+def _launch(
+    end: socket.socket, output: int, description: int, ranks: int, set_threads: Callable[[int], object]
+) -> NoReturn:
     """Fork the ranks, end all when one fails or nobody waits for them any more, and report the exit code."""
     end.sendall(os.getpid().to_bytes(4, "little"))
     with os.fdopen(description, "rb") as file:
@@ -113,7 +117,8 @@ def _launch(end: socket.socket, output: int, description: int, *, ranks: int) ->
         pid = os.fork()
         if pid == 0:
             end.close()
-            _run(program, {"OMP_NUM_THREADS": "1", **environment, **own} if ranks > 1 else environment, output)
+            environment = {"OMP_NUM_THREADS": "1", **environment, **own} if ranks > 1 else environment
+            _run(program, environment, output, set_threads)
         running.add(pid)
     code, killed_at = 0, math.inf
     while running:
@@ -137,18 +142,19 @@ def _signal(pids: Iterable[int], number: int) -> None:
         os.kill(pid, number)
 
 
-def _run(program: Sequence[str], environment: Mapping[str, str], output: int) -> NoReturn:
+def _run(
+    program: Sequence[str], environment: Mapping[str, str], output: int, set_threads: Callable[[int], object]
+) -> NoReturn:
     """Become the interpreter that runs a script, or a module after -m."""
-    import torch  # which the first process has, but programs that only start jobs have not
-
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, encoding="utf-8", closefd=False) for number in (1, 2))
     os.environ.clear()
     os.environ.update(environment)
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    if "OMP_NUM_THREADS" in environment:  # which OpenMP read when it was imported
+        set_threads(int(environment["OMP_NUM_THREADS"]))
     code: object = 1
     try:
         module = program[0] == "-m"

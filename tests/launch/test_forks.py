@@ -27,11 +27,13 @@ if "hang" in sys.argv:
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
+import torch
+
 import launch.job as job
 from launch.forks import Forks
 
 folder = Path(sys.argv[1])
-forks = Forks(2)
+forks = Forks(2, torch.set_num_threads)
 os.environ["OWN"] = "set later"
 script = str(folder / "ranks.py")
 print(job.launch([script, "a b"], processes=2, log=folder / "good.log", forks=forks))

@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.deepspeed.document import write_in_fp32
@@ -140,7 +142,7 @@ def forks_for(processes: int | None, launcher: str) -> Forks | None:
     ours = "training.build", "training.finish", "training.loop", "training.session", "tools.parity.steps"
     for module in (*ours, "matplotlib.figure", "matplotlib.backends.backend_agg"):
         importlib.import_module(module)
-    return Forks(processes or default_processes())
+    return Forks(processes or default_processes(), torch.set_num_threads)
 
 
 def plan(

@@ -342,8 +342,8 @@ def test_sums_and_weights_are_compared_once_the_loss_scale_has_come_down(pair):
 def test_the_second_step_of_a_point_is_compared_without_its_modules(pair):
     for first, second in pair.run(step_cases.walked, stage=2, compute="bf16", length=2):
         assert first["signature"]["parts"] and not second["signature"]["parts"]
-        for step in (first, second):
-            assert step["parameters"].keys() == step["update_error"].keys() and step["plain_error"]
+        assert first["plain_error"].keys() == first["parameters"].keys() == second["parameters"].keys()
+        assert first["update_error"].keys() == second["update_error"].keys() == first["parameters"].keys()
 
 
 ROUTED = (

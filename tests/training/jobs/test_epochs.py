@@ -104,7 +104,7 @@ def test_tools_that_plan_with_steps_learn_them_from_the_data(tmp_path: Path, cap
     )
     given = ["data.validation_fraction=0", "batch.global_size=8", "precision.compute=fp32", "data.packing=none"]
     parity = plan(str(path), given, folder=tmp_path / "parity", processes=1)
-    assert (parity.resolved.config.run.steps, len(parity.points)) == (22, 3)
+    assert (parity.resolved.config.run.steps, len(parity.points)) == (22, 2)
     canary = read_plan(str(path), given, processes=1, launch=(), check_launch=())
     assert (canary.steps, canary.resolved.config.run.steps) == (11, 22)
     assert "run.steps=22" in canary.whole_command([], "never")
