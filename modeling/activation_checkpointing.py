@@ -20,11 +20,12 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.errors import UserError
 
@@ -64,6 +65,7 @@ def apply_activation_checkpointing(model: PreTrainedModel, mode: str, *, reentra
     options: dict[str, Any] = {"use_reentrant": reentrant}
     if mode == "ops":
         options["context_fn"] = _keeping
+        _call_flex_attention_without_modes()
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # transformers before 5.20 or so
@@ -114,6 +116,20 @@ def _recomputed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if caching or not (self.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _call_flex_attention_without_modes() -> None:
+    """Keep FlexAttention a compiled graph, which torch does not enter while a mode like `_Keep` sees operators."""
+    function = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    if hasattr(function, "__wrapped__"):
+        return
+
+    @functools.wraps(function)
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["flex_attention"] = attend
 
 
 def _keeping() -> tuple[_Keep, _Reuse]:
