@@ -112,7 +112,8 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how) -> None:
+def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir, server, how, capsys) -> None:
+    run_dir.config.write_text(yaml_text.dump(CONFIG["run"]))
     sink = WandbSink(run_dir, CONFIG, mode="offline")
     with session(run_dir.path, sink) as run:
         run.steps(150)
@@ -122,6 +123,8 @@ def test_a_helper_that_was_ended_leaves_no_hole_and_no_double_after_sync(run_dir
         end_children(sink._process.pid, how)
         run.steps(150)
         run.end("done")
+    if "python -m tracking.wandb.sync" in capsys.readouterr().err:  # on a busy machine it is too late to start again
+        assert wandb_sync.main([str(run_dir.path)]) == 0
     _sync(run_dir)
     assert _axis(server) == [(step, step) for step in range(1, 301)]
 
