@@ -377,8 +377,14 @@ def inner_dtypes(run: Run) -> list[dict[str, Any]]:
 
 
 def _launch(chosen: Plan, program: Sequence[str], log: Path, report: Callable[[], object]) -> None:
-    where: dict[str, Any] = {"processes": chosen.processes, "launcher": chosen.launcher, "forks": chosen.forks}
-    launch(program, log=log, report=report, **where)
+    launch(
+        program,
+        processes=chosen.processes,
+        log=log,
+        launcher=chosen.launcher,
+        forks=chosen.forks,
+        report=report,
+    )
 
 
 def _log(chosen: Plan, name: str) -> Path:

@@ -114,8 +114,8 @@ class StepParity:
     ) -> dict[str, Any]:
         """Take one real step and measure it.
 
-        modules: compare module by module, too, which takes most of the time, and with plain torch whatever is within
-        its bounds. applied: updates so far. lr: None: the
+        modules: compare module by module, which takes most of the time, and all gradients with plain torch, not only
+        those out of bounds. applied: updates so far. lr: None: the
         schedule's rate after them. apply: False measures the step and discards its gradients, as the guard does with
         one that it refuses. dropped: a model with dropout takes the step with dropout as the generators draw it, after
         the passes without dropout that are compared with FP32; update, gradient norm and `loss_with_dropout` are then
