@@ -124,9 +124,9 @@ def by_kind(cells: Sequence[Cell], results: Results) -> str:
     return section(
         "Who found what",
         """A run that is not judged has the checks of every run alone ([self-check.md](self-check.md)); with a defect of
-its state it is resumed halfway. The gate compares one random step, where it takes three by default, and recomputes
-evaluations, and of a mistake that its FP32 twin shares steps of the twin. The oracle (`--oracle`) recomputes first
-steps of the run. Shares have 95% intervals (Wilson).""",
+its state it is resumed halfway. The gate compares one random step, where it takes two or three points by default, and
+recomputes evaluations, and of a mistake that its FP32 twin shares steps of the twin. The oracle (`--oracle`) recomputes
+first steps of the run. Shares have 95% intervals (Wilson).""",
         Table(("kind", "runs", "plain run", "gate", "oracle", "gate or oracle", "any"), rows),
     )
 
