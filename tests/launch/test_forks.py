@@ -49,12 +49,12 @@ job.launch([script, "hang"], processes=2, log=folder / "hanging.log", forks=fork
 """
 
 
-def _running(folder: Path) -> list[int]:
-    """Processes that have one of the folder's logs open as their output."""
+def _running(place: Path) -> list[int]:
+    """Processes that have this log, or one in this folder, open as their output."""
     found = []
     for path in Path("/proc").glob("[0-9]*/fd/1"):
         with suppress(OSError):
-            if path.readlink().is_relative_to(folder):
+            if path.readlink().is_relative_to(place):
                 found.append(int(path.parts[2]))
     return found
 
@@ -77,9 +77,9 @@ def test_ranks_are_forked_and_none_outlives_its_job(tmp_path: Path, number: sign
         assert "usage:" in (tmp_path / "module.log").read_text()
         assert "No such file" in (tmp_path / "missing.log").read_text()
         deadline = time.monotonic() + 30
-        while len(_running(tmp_path)) < 2 and time.monotonic() < deadline:
+        while len(_running(tmp_path / "hanging.log")) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(_running(tmp_path)) == 2
+        assert len(_running(tmp_path / "hanging.log")) == 2
         program.send_signal(number)
         program.wait(30)
         while _running(tmp_path) and time.monotonic() < deadline:
