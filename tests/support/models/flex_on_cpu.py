@@ -13,10 +13,13 @@ import torch
 import torch.nn.attention.flex_attention as of_torch
 import transformers.integrations.flex_attention as of_transformers
 
+from modeling.compiling import quote_library_folders
+
 
 @contextmanager
 def flex_on_cpu() -> Iterator[None]:
     """`attn_implementation="flex_attention"` trains on a CPU in here."""
+    quote_library_folders()  # transformers has masks of blocks compiled, by g++ here
     compiled = torch.compile(of_torch.flex_attention, backend="aot_eager")
 
     def wrapped(training: bool) -> Callable[[], Any]:
