@@ -103,7 +103,8 @@ def _rank(scenario: str, rank: int, port: int, log: str, elsewhere: bool, timeou
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    lost_rank.GRACE_SECONDS, lost_rank.BEAT_SECONDS = 2.0, 0.5
+    lost_rank.GRACE_SECONDS = 2.0
+    lost_rank.BEAT_SECONDS = 2.0 if scenario == "failed_both" else 0.5  # a busy machine's ranks fail seconds apart
     lost_rank.SILENCE_SECONDS = 1.0 if scenario in ("stopped", "fine") else 30.0  # a busy machine is silent for seconds
     if elsewhere:  # as if every rank had a machine of its own: nothing but the store tells of the others
         here = Member.here(rank)
