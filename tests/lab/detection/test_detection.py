@@ -201,8 +201,6 @@ def test_the_healthy_set_ups_are_of_every_architecture_and_depth() -> None:
     assert drawn(20, seed=1) == drawn(20, seed=1) != drawn(20, seed=2)
     shown = wide_alarms({cells[0].name: said(), cells[1].name: said("gradient_error")})
     assert "1 of 2 healthy set-ups raised an alarm: 50.0%, 95% interval 9.5% to 90.5%" in shown
-    assert "changed for 1 of them, which are no evidence" in shown, "the second is one that checks were changed for"
-    assert "Of the others 0 of 1 healthy set-ups raised an alarm: 0.0%, 95% interval 0.0% to 79.3%" in shown
 
 
 def said(*found_by: str, modules: tuple[str, ...] = (), ranks: tuple[int, ...] = ()) -> dict[str, Any]:
