@@ -99,7 +99,7 @@ docs: setup  ## Build the documentation as a site that loads nothing from the ne
 	@echo "to read it: $(BIN)/python -m http.server -d runs/docs"
 
 test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, contestants, the rest of matrices
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 test-machines: setup  ## The demo on strange machines: paths, users, full disks, variables (some need root; skips with the reason)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m machines $(ARGS)

@@ -1,10 +1,11 @@
 """Run every suite of tests one after another, or a short check of the installed versions, and record what passed.
 
-    python -m lab.suites [--out docs/tested.md] [--only TARGET] [--again]
+    python -m lab.suites [--out docs/tested.md] [--only SUITE] [--again]
     python -m lab.suites --compatibility [--out docs/compatibility.md]
 
-A suite is a target of make. Results are kept in FOLDER by commit, so that hours of tests can be interrupted. Exit code
-0: nothing failed; 1: something did.
+A suite is a target of make, and of long ones a part. Results are kept in FOLDER by commit, so that hours of tests can
+be interrupted; the page keeps a suite's row until the suite has run again. Exit code 0: nothing failed; 1: something
+did.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from config.cli import CRASH, DONE, REPOSITORY, Arguments, entry_point
 from config.errors import UserError
@@ -27,7 +29,13 @@ from tracking.pages import markdown
 
 SUITES = {
     "test": "every test without a marker",
-    "test-long": "long jobs, the rest of the matrices",
+    "test-long ARGS=tests/training/engine": "the rest of the engine's matrices",
+    "test-long ARGS=tests/training/tasks": "losses of tasks against plain torch",
+    "test-long ARGS=tests/training --ignore=tests/training/engine --ignore=tests/training/tasks": "every architecture",
+    "test-long ARGS=tests/tools": "the gate on planted defects, the audit, replays",
+    "test-long ARGS=tests/lab": "the precision matrix, contestants of the benchmark",
+    "test-long ARGS=tests/launch": "the planner on real ranks, killed sweeps",
+    "test-long ARGS=--ignore=tests/training --ignore=tests/tools --ignore=tests/lab --ignore=tests/launch": "others",
     "test-cluster": "two machines made of network namespaces, a Slurm of two nodes",
     "test-machines": "whole jobs on strange and broken machines",
     "chaos": "saves killed at every phase",
@@ -36,7 +44,7 @@ SUITES = {
     "test-trl": "TRL's trainers beside Mantissa",
     "test-rl": "rollouts by vLLM",
 }
-"""make target to a description of its tests, in execution order."""
+"""Target and variable of make to a description of its tests, in execution order."""
 CELLS = [f"BF16, ZeRO-{stage}, accumulation 4, clipping on, checkpointing full" for stage in range(4)]
 VERSIONS = ("python", "torch", "transformers", "deepspeed")
 
@@ -51,6 +59,7 @@ class Result:
     seconds: float = 0.0
     failures: list[str] = field(default_factory=list)
     """Names of failed tests; the exit code of a command that printed no summary."""
+    day: str = field(default_factory=lambda: str(date.today()))
 
     @property
     def words(self) -> str:
@@ -95,34 +104,40 @@ def run_suites(folder: Path, page: Path, only: str | None, *, again: bool) -> in
     kept.mkdir(parents=True, exist_ok=True)
     page.parent.mkdir(parents=True, exist_ok=True)
     results = {}
-    for target in SUITES:
-        path = kept / f"{target}.json"
-        if only in (None, target) and (again or not path.exists()):
-            print(f"make {target}; tail -f {kept / target}.log", flush=True)
-            path.write_text(json.dumps(asdict(run(["make", target], kept / f"{target}.log"))), encoding="utf-8")
+    for suite in SUITES:
+        path = kept / f"{re.sub(r'[^a-z]+', '-', suite.lower())}.json"
+        if only in (None, suite) and (again or not path.exists()):
+            log = path.with_suffix(".log")
+            print(f"{_command(suite)}; tail -f {log}", flush=True)
+            path.write_text(json.dumps(asdict(run(["make", *suite.split(" ", 1)], log))), encoding="utf-8")
         if path.exists():
-            results[target] = Result(**json.loads(path.read_text(encoding="utf-8")))
-            page.write_text(tested_page(results, facts), encoding="utf-8")
+            results[suite] = Result(**json.loads(path.read_text(encoding="utf-8")))
+            page.write_text(tested_page(page, suite, results[suite], facts), encoding="utf-8")
     return CRASH if any(result.failed for result in results.values()) else DONE
 
 
-def tested_page(results: dict[str, Result], facts: dict) -> str:
-    """The page of all suites: what passed, failed and was skipped, and the names of failed tests."""
-    versions = ", ".join(f"{name} {facts['versions'][name]}" for name in VERSIONS)
-    table = markdown.Table(["suite", "what it tests", "result", "time"])
-    for target, what in SUITES.items():
-        result = results.get(target)
-        ended = [result.words, f"{result.seconds / 60:.0f} min"] if result else ["not run", ""]
-        table.add(f"`make {target}`", what, *ended)
-    failed = [f"`{name}`" for result in results.values() for name in result.failures]
-    cores = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
+def _command(suite: str) -> str:
+    target, _, variable = suite.partition(" ")
+    return f"make {target}" + (f' ARGS="{variable.removeprefix("ARGS=")}"' if variable else "")
+
+
+def tested_page(page: Path, suite: str, result: Result, facts: dict[str, Any]) -> str:
+    """The page with this result of a suite: what passed, failed and was skipped, and the names of failed tests."""
+    written = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+    rows = [line.strip("| ").split(" | ") for line in written if line.startswith("| `make ")]
+    machine = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
+    failed = f" ({', '.join(map(markdown.text, result.failures))})" if result.failures else ""
+    ended = (result.words + failed, f"{result.seconds / 60:.0f} min", facts["git"]["commit"][:12], result.day, machine)
+    known: dict[str, Sequence[object]] = {row[0]: row[2:] for row in rows} | {f"`{_command(suite)}`": ended}
+    table = markdown.Table(["suite", "what it tests", "result", "time", "commit", "date", "machine"])
+    for each, what in SUITES.items():
+        command = f"`{_command(each)}`"
+        table.add(command, what, *known.get(command, ("not run", "-", "-", "-", "-")))
     return markdown.page(
         "# What was tested",
-        "Every suite of tests, one after another, by `make test-all`. Do not edit this page.",
-        f"Commit {facts['git']['commit'][:12]}, {date.today()}; {cores}; {versions}.",
+        "The newest result of every suite of tests and the commit that it tested, whose requirements.txt pins the "
+        "versions. `make test-all` runs all of them. Do not edit this page.",
         table,
-        "Failed:" if failed else "",
-        failed,
     )
 
 
