@@ -20,8 +20,11 @@ class BadRow(ValueError):
 
     def __init__(self, where: str, problem: str, *, of_config: bool = False) -> None:
         """of_config: the config, not the row, is wrong; `problem` says what to set there."""
-        super().__init__(f"{where}: {problem}" if where else problem)
+        super().__init__(where, problem)  # as given: worker processes get it pickled
         self.of_config = of_config
+
+    def __str__(self) -> str:
+        return ": ".join(filter(None, self.args))
 
 
 Found = tuple[str, dict[str, Any] | BadRow]

@@ -438,7 +438,7 @@ def test_results_come_back_as_they_were(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rows_from_workers_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [f'{{"prompt": "p {n}", "completion": "{"c " * (n % 40 + 1)}"}}' for n in range(200)]
-    lines[77] = '{"prompt": 3}'
+    lines[77:79] = '{"prompt": 3}', '{"prompt": "not JSON'
     (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
     given = {"source": "jsonl", "path": str(tmp_path / "rows.jsonl"), "tokenizer": "bpe:300", "on_bad_row": "skip"}
     given |= {"sequence_length": 64, "validation_fraction": 0.2, "workers": 2, "cache_dir": str(tmp_path / "here")}

@@ -1,5 +1,6 @@
 """Rows of every format become examples, in the shapes of public chat templates, or are named; they are packed whole."""
 
+import pickle
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,12 @@ BAD = [
 def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], format: str, problem: str) -> None:
     with pytest.raises(BadRow, match=f"^{problem}"):
         read_example(row, format, "text")
+
+
+def test_a_row_that_does_not_fit_can_be_sent_to_a_process() -> None:
+    for given in (BadRow("prompt", "is empty"), BadRow("", "is not JSON", of_config=True)):
+        sent = pickle.loads(pickle.dumps(given))
+        assert (type(sent), str(sent), sent.of_config) == (BadRow, str(given), given.of_config)
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
