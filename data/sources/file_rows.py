@@ -57,8 +57,9 @@ def json_rows(path: str) -> Iterator[Found]:
     with reading(path), decompressed(path) as stream:
         if is_list:
             raw = stream.read()
+            escaped = _SURROGATE.search(raw) is not None  # once: for each row it would be quadratic
             for number, row in enumerate(json.loads(raw.decode(_ENCODING)), 1):
-                yield f"{path}: item {number}", _as_row(row, raw)
+                yield f"{path}: item {number}", _as_row(row, escaped)
             return
         for number, line in enumerate(pieces(stream, b"\n"), 1):
             if line.removeprefix(codecs.BOM_UTF8).strip():
@@ -75,7 +76,7 @@ def _opening(stream: BinaryIO) -> bytes:
 
 def _parsed(line: bytes) -> dict[str, Any] | BadRow:
     try:
-        return _as_row(json.loads(line.decode(_ENCODING)), line)
+        return _as_row(json.loads(line.decode(_ENCODING)), _SURROGATE.search(line) is not None)
     except UnicodeDecodeError as error:
         return BadRow("", f"is not UTF-8 ({one_line(error, 120)}); save the file as UTF-8")
     except (ValueError, RecursionError) as error:
@@ -84,11 +85,11 @@ def _parsed(line: bytes) -> dict[str, Any] | BadRow:
         return BadRow("", f"is not JSON ({one_line(error, 120)}){one}")
 
 
-def _as_row(value: Any, raw: bytes) -> dict[str, Any] | BadRow:
-    """raw: the bytes `value` was parsed from; without a surrogate escape in them, `value` has no lone surrogate."""
+def _as_row(value: Any, escaped: bool) -> dict[str, Any] | BadRow:
+    """escaped: the bytes that `value` was parsed from hold the escape of a surrogate, as every lone one is."""
     if not isinstance(value, dict):
         return BadRow("", f"is {json.dumps(value)[:40]}, not an object with fields")
-    if _SURROGATE.search(raw) is not None:
+    if escaped:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -113,9 +113,9 @@ def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], format: st
 
 
 def test_a_row_that_does_not_fit_can_be_sent_to_a_process() -> None:
-    for given in (BadRow("prompt", "is empty"), BadRow("", "is not JSON", of_config=True)):
-        sent = pickle.loads(pickle.dumps(given))
-        assert (type(sent), str(sent), sent.of_config) == (BadRow, str(given), given.of_config)
+    for bad in (BadRow("prompt", "is empty"), BadRow("", "is not JSON", of_config=True)):
+        sent = pickle.loads(pickle.dumps(bad))
+        assert (type(sent), str(sent), sent.of_config) == (BadRow, str(bad), bad.of_config)
 
 
 @given(st.lists(st.integers(1, 50), max_size=200))
