@@ -215,11 +215,11 @@ def _verified(config: Config) -> Iterator[Problem]:
         if attrgetter(key)(config) != attrgetter(key)(Config()):
             for problem, others in problems.items():
                 yield from _beside(config, key, others, problem)
-    if config.model.compile and config.keeps_documents_apart:
-        other = "data.document_masking = true" if config.data.document_masking else "data.packing = best_fit"
-        yield "model.compile", f"= true is not verified with {other}; remove one of them"
-    if config.model.compile and config.task in ("dpo", "classify", "seq2seq"):
-        yield "model.compile", f"= true is not verified with task = {config.task}; remove it"
+    if config.model.compile and config.data.document_masking:
+        yield "model.compile", "= true is not verified with data.document_masking = true; remove one of them"
+    if config.model.compile and (config.learns_rows or config.task == "classify"):
+        problem = f"= true is not verified with rows, which task = {config.task} learns; remove it"
+        yield "model.compile", problem  # each length compiles anew, and the ninth ends the run
     model, ranks, length = config.model, config.parallel.sequence, config.data.sequence_length
     if ranks > length:
         yield "parallel.sequence", f"= {ranks} exceeds the tokens of data.sequence_length = {length}; lower it"
@@ -384,7 +384,6 @@ def _grpo(config: Config) -> Iterator[Problem]:
         "parallel.expert": (1,),
         "precision.path": ("cast",),
         "adapter.base": ("compute",),
-        "model.compile": (False,),
         "model.loss": ("auto", "full"),
         "data.sources": ((),),
         "data.source": ("auto", "jsonl", "parquet", "hub"),

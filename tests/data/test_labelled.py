@@ -146,7 +146,7 @@ BAD: list[tuple[str, str, str]] = [
     (GOOD, "data.document_masking=true", "data.document_masking = true is not read by task = classify"),
     (GOOD, "mlm.probability=0.3", "mlm.probability = 0.3 is only read by task = mlm; remove it, or set task=mlm"),
     (GOOD, "task=mlm classify.kind=token", "classify.kind = 'token' is only read by task = classify"),
-    (GOOD, "model.compile=true", "model.compile = true is not verified with task = classify"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with rows, which task = classify"),
 ]
 
 

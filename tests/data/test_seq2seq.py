@@ -178,7 +178,7 @@ BAD: list[tuple[Any, str, str]] = [
     (GOOD, "data.document_masking=true", "data.document_masking = true: rows are not packed by task = seq2seq"),
     (GOOD, "data.format=text", "data.format = text has no source and target, which task = seq2seq needs; give"),
     (GOOD, "task=sft data.target_length=9", "data.target_length = 9 is only read by task = seq2seq, grpo and opd;"),
-    (GOOD, "model.compile=true", "model.compile = true is not verified with task = seq2seq; remove it"),
+    (GOOD, "model.compile=true", "model.compile = true is not verified with rows, which task = seq2seq learns"),
     (GOOD, "adapter.kind=lora", "adapter.kind = lora needs a model to adapt; set model.name_or_path"),
 ]
 
