@@ -82,7 +82,7 @@ def model_config(
     else:
         config = _new_config(section, model_class, {"vocab_size": vocab_size, **(given or {})}, sequence_length)
     text = config.get_text_config()
-    if text.vocab_size < vocab_size:
+    if section.name_or_path is None and text.vocab_size < vocab_size:
         raise UserError(
             f"model vocab_size = {text.vocab_size}: smaller than the tokenizer's {vocab_size} tokens; "
             f"raise model.config.vocab_size or choose a smaller data.tokenizer"

@@ -85,6 +85,11 @@ class RowShards:
     def tokens(self) -> int:
         return int(self._lengths.sum(dtype=np.int64))
 
+    @property
+    def largest_id(self) -> int:
+        """[id] The largest token, found by reading all of them; -1 for none."""
+        return max((int(shard["tokens"].max(initial=0)) for shard in self._shards), default=-1)
+
     def sequences(self, sequence_length: int) -> int:
         """Number of sequences. Raises ValueError for any length other than the one they were made for."""
         if sequence_length != self._length:

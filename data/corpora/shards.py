@@ -123,6 +123,11 @@ class TokenShards:
         """Tokens in all, ends of documents included."""
         return sum(shard.tokens for shard in self.shards)
 
+    @property
+    def largest_id(self) -> int:
+        """[id] The largest token, found by reading all of them; -1 for none."""
+        return max((int(shard.array.max()) for shard in self.shards), default=-1)
+
     def sequences(self, sequence_length: int) -> int:
         """Number of windows of `sequence_length` tokens plus the next one."""
         return int(self._window_ends(sequence_length)[-1])

@@ -56,7 +56,7 @@ from data.corpora.corpus import Corpus
 from lab.benchmark.harness import ALL_HOLD, FAILED, SHARES, seconds_of, write_json
 from lab.benchmark.report import TOLERANCE
 from modeling.activation_checkpointing import apply_activation_checkpointing
-from modeling.build import build_model, count_parameters, model_config
+from modeling.build import build_model, count_parameters
 from precision.guard import Verdict
 from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
@@ -71,6 +71,7 @@ from training.schedule import scheduled_rate
 from training.session import Session, batch_shape, session
 from training.sinks import open_record
 from training.step import train_step
+from training.tasks.shape import shape_of_model
 from training.telemetry import FIGURES, Figure, Telemetry
 from training.tracing.follow import follow
 
@@ -130,7 +131,7 @@ class PlainLoop:
 
     def __init__(self, resolved: Resolved, corpus: Corpus, world: World) -> None:
         config = resolved.config
-        shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        shape = shape_of_model(config, corpus)
         model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True)).train()
         mode: Any = config.model.activation_checkpointing
         reentrant, every = config.model.checkpointing_reentrant, config.model.checkpointing_every

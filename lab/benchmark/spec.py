@@ -121,16 +121,17 @@ def prepare_work(resolved: Resolved, folder: Path, *, warm_up: int) -> Spec:
 
     from lab.benchmark.rows import write_rows
     from modeling.adapter import add_adapter
-    from modeling.build import attention_of, build_model, count_parameters, model_config
+    from modeling.build import attention_of, build_model, count_parameters
     from modeling.tensor_parallel import require_shareable
     from training.schedule import scheduled_rate
+    from training.tasks.shape import shape_of_model
     from training.tasks.task import prepare
 
     config = resolved.config
     corpus = prepare(config, progress=True)
     length, steps = config.data.sequence_length, config.run.steps
     pretrains = config.task == "pretrain"
-    shape = model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=length)
+    shape = shape_of_model(config, corpus)
     if resolved.batch.tensor > 1:
         require_shareable(shape, resolved.batch.tensor)
     model = build_model(config.model, shape, seed=config.run.seed, gather=lambda _: nullcontext(True))

@@ -37,6 +37,7 @@ from lab.envelope.page import write_results
 from lab.envelope.search import CONTROL, Setting
 from lab.envelope.trials import Missing, Study, explore_finished, work
 from launch.job import add_processes_option, default_processes, error_line_of, launch
+from training.tasks.shape import shape_of_model
 from training.tasks.task import prepare
 
 NOTHING_STABLE = 3
@@ -174,12 +175,10 @@ def model_of_depth(config: Config, depth: int) -> dict[str, Any]:
 
 def check_data_and_model(study: Study) -> None:
     """Prepare the corpus, and raise UserError if data and model do not fit each other."""
-    from modeling.build import model_config
-
     for setting in {setting.depth: setting for setting in study.settings}.values():
         config = study.resolve(setting, study.rates[0]).config
         corpus = prepare(config, progress=True)
-        model_config(config.model, vocab_size=corpus.vocab_size, sequence_length=config.data.sequence_length)
+        shape_of_model(config, corpus)
 
 
 def write_documents(path: Path, folder: Path, precisions: set[str]) -> dict[str, Path]:

@@ -66,13 +66,33 @@ def settle_orthogonalization(config: Config, *, on_gpu: bool) -> Config:
 
 def shape_of_model(config: Config, corpus: Corpus) -> PretrainedConfig:
     """The config of the model to train. config: after `settle_labels`. Raises UserError like `model_config`."""
-    return model_config(
+    shape = model_config(
         config.model,
         vocab_size=corpus.vocab_size,
         sequence_length=config.data.longest,
         model_class=model_class_of(config),
         given=given_by_task(config, load_tokenizer(corpus.tokenizer_folder)) if config.task in _DECIDE else None,
     )
+    if shape.get_text_config().vocab_size < corpus.vocab_size:
+        _require_embeddings(config, corpus, shape.get_text_config().vocab_size)
+    return shape
+
+
+def _require_embeddings(config: Config, corpus: Corpus, rows: int) -> None:
+    """Raises UserError if batches may hold a token that a saved model lacks. Its tokenizer may know tokens that it
+    lacks: that of Gemma 3 has one for images, which the models of text have no embedding of. rows: of the embedding."""
+    tokenizer: Any = load_tokenizer(corpus.tokenizer_folder)
+    largest = max(corpus.train.largest_id, corpus.validation.largest_id)
+    if config.task == "mlm":  # hidden tokens are replaced by any other
+        largest = corpus.vocab_size - 1
+    elif config.task in _DECIDE:
+        largest = max(largest, tokenizer.pad_token_id or 0)
+    if largest >= rows:
+        token = tokenizer.convert_ids_to_tokens(largest)
+        raise UserError(
+            f"model.name_or_path = {config.model.name_or_path}: has no embedding of the token {token!r} (id {largest}) "
+            f"of data.tokenizer = {config.data.tokenizer}; set data.tokenizer=model, or take it out of the data"
+        )
 
 
 def empty_model_of(config: Config, vocabulary: int) -> Any:

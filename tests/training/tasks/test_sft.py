@@ -7,11 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from precision.dtypes import DTYPES
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
+from tests.support.refusals import refused
+from tests.support.rows.chats import VOCABULARY, write_folder
+from tests.support.rows.jsonl import write_jsonl
 from tests.training.tasks import sft_cases as cases
+from tools.export_hf.export import build_skeleton
+from training.tasks.shape import shape_of_model
+from training.tasks.task import prepare
 
 
 @pytest.mark.one_in(2)
@@ -131,3 +138,21 @@ def test_it_counts_what_rounding_hides(pair, folder, stage, compute, overrides) 
 def test_there_is_none_where_the_masters_compute(pair: ProcessGroup, folder: Path) -> None:
     found = pair.run(cases.lost_updates, folder=folder, stage=2, compute="fp32", rate=1e-5)[0]
     assert found["said"] == {}
+
+
+def test_only_rows_with_a_token_that_the_model_lacks_are_refused(solo: ProcessGroup, tmp_path: Path) -> None:
+    """As the tokenizer of Gemma 3's text models knows an image's token, which their embedding ends before."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(write_folder(tmp_path) / "base")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path / "base")
+    [found] = solo.run(cases.steps, folder=tmp_path)
+    assert len(found["steps"]) == cases.STEPS
+    skeleton, _ = build_skeleton(cases.resolve(tmp_path).config, tokenizer, dtype=torch.float32)
+    assert skeleton.config.vocab_size == VOCABULARY == len(tokenizer) - 1
+    (tmp_path / "image.jinja").write_text(f"<image>{tokenizer.chat_template}")
+    write_jsonl(tmp_path / "ids.jsonl", [{"ids": [*range(100), VOCABULARY]}] * 9)
+    documents = (f"data.path={tmp_path}/ids.jsonl", "data.input_ids_field=ids", "data.source=jsonl")
+    for overrides in ((f"data.chat_template={tmp_path}/image.jinja",), ("task=pretrain", *documents)):
+        config = cases.resolve(tmp_path, overrides=overrides).config
+        said = refused(shape_of_model, config, prepare(config, progress=False))
+        assert f"/base: has no embedding of the token '<image>' (id {VOCABULARY}) of data.tokenizer = " in said
