@@ -17,6 +17,10 @@ class UserError(Exception):
     """Whether another rank prints this same error; None if the ranks could not agree on it."""
 
 
+class Unreadable(UserError):
+    """Data that could not be read this time: the same command may succeed later."""
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """An exception's text on one line, at most `limit` characters; its class name when it has no text."""
     return " ".join(str(error).split())[:limit] or type(error).__name__

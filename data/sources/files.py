@@ -9,7 +9,7 @@ from typing import BinaryIO, cast
 
 import pyarrow
 
-from config.errors import UserError, one_line
+from config.errors import Unreadable, UserError, one_line
 from config.task import COMPRESSIONS, is_url
 
 BLOCK_BYTES = 1 << 20
@@ -37,14 +37,14 @@ def decompressed(path: str) -> BinaryIO:
 
 @contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Context manager: a damaged file, one of another format, or a failing store raises UserError. The libraries under
-    fsspec have their own exceptions, and none of them has to be installed."""
+    """Context manager: a damaged file, one of another format, or a failing store raises Unreadable. The libraries
+    under fsspec have their own exceptions, and none of them has to be installed."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(
+        raise Unreadable(
             f"{path}: cannot be read ({one_line(error)}). Check that it is whole, and its format."
         ) from error
 

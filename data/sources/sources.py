@@ -22,7 +22,7 @@ from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-from config.errors import UserError, one_line
+from config.errors import Unreadable, UserError, one_line
 from config.files import file_sha256, hidden, no_file
 from config.schema import DataSection
 from config.task import COMPRESSIONS, JSON_SUFFIXES, is_url
@@ -278,7 +278,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
             for number, row in enumerate(stream, 1):
                 yield f"{label}: row {number}", row
         except streams.READ_ERRORS as error:
-            raise UserError(f"{label}: cannot be read ({one_line(error)}). {check}") from error
+            raise Unreadable(f"{label}: cannot be read ({one_line(error)}). {check}") from error
 
     return Source(label=label, identity=identity, text_field=data.text_field, rows=rows, revision=lambda: revisions[-1])
 

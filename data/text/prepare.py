@@ -26,7 +26,7 @@ import tokenizers
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
-from config.errors import UserError
+from config.errors import Unreadable, UserError
 from config.json_text import json_sha256
 from config.schema import DataSection
 from data.corpora.corpus import (
@@ -157,8 +157,10 @@ def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Di
             fill(data, source, folder.name, partial, report)
         partial.rename(folder)
         shutil.rmtree(kept_folder(folder), ignore_errors=True)
-    except (UserError, OSError):  # after other failures, such as a worker out of memory, kept results are reused
-        shutil.rmtree(kept_folder(folder), ignore_errors=True)
+    except (UserError, OSError) as error:
+        # After other failures, such as a connection that breaks or a worker out of memory, kept results are reused.
+        if not isinstance(error, Unreadable):
+            shutil.rmtree(kept_folder(folder), ignore_errors=True)
         raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -23,6 +23,8 @@ from fsspec.registry import known_implementations
 from config.errors import UserError
 from config.schema import DataSection
 from data.sources.sources import open_source
+from data.text import batch_results
+from data.text import prepare as preparation
 from data.text.prepare import prepare
 from tests.data.test_prepare import tokens
 from tests.support.servers import threads
@@ -35,7 +37,8 @@ class Web(threads.Server):
 
     def __init__(self, folder: Path, *, parts: bool) -> None:
         super().__init__(partial(_Handler, directory=str(folder)))
-        self.parts, self.cut, self.ranges = parts, False, 0
+        self.parts, self.ranges = parts, 0
+        self.cut: tuple[str, ...] = ()  # ends of the names of files that break off
 
 
 class _Handler(threads.Handler, SimpleHTTPRequestHandler):
@@ -43,7 +46,7 @@ class _Handler(threads.Handler, SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, wanted = Path(self.translate_path(self.path)), self.headers.get("Range")
-        if path.is_file() and self.server.cut:
+        if path.is_file() and path.name.endswith(self.server.cut):
             self.send_response(200)
             self.send_header("Content-Length", str(path.stat().st_size))
             self.end_headers()
@@ -174,6 +177,25 @@ def test_what_was_prepared_is_named_by_place_size_and_version(tmp_path, corpus, 
         assert open_source(replace(data, document_separator="x")).identity != open_source(data).identity
 
 
+def test_what_was_tokenized_before_a_connection_broke_is_not_tokenized_again(tmp_path, corpus, web, monkeypatch):
+    monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 500)
+    server, alone = (
+        web(parts=False),
+        prepare(section(tmp_path, "text", f"{corpus}/text/*.txt", tokenizer="bpe:300"), progress=False),
+    )
+    over = section(tmp_path, "text", f"{server.url}/text/*.txt", tokenizer=str(alone.tokenizer_folder))
+    server.cut = ("more.txt",)
+    with pytest.raises(UserError, match=r"text/more.txt: cannot be read \("):
+        prepare(over, progress=False)
+    kept, computed = list((tmp_path / "cache").glob("*.pieces/??/*")), list[Any]()
+    submit = batch_results.Workers.submit
+    monkeypatch.setattr(batch_results.Workers, "submit", lambda pool, item: computed.append(item) or submit(pool, item))
+    server.cut = ()
+    assert tokens(prepare(over, progress=False)) == tokens(alone)
+    total = len(list(preparation._batches(open_source(over).documents(Counter()))))
+    assert 3 <= len(kept) == total - len(computed)
+
+
 def test_a_store_without_files_answers_or_packages_is_one_line(tmp_path, in_memory, web, monkeypatch) -> None:
     server = web(parts=False)
     monkeypatch.setitem(known_implementations, "shelf", {"class": "shelffs.Shelf", "err": "Get shelffs"})
@@ -192,7 +214,7 @@ def test_a_store_without_files_answers_or_packages_is_one_line(tmp_path, in_memo
         with pytest.raises(UserError, match=f"^data.path={path.replace('*', '[*]')}: .*{problem}") as caught:
             open_source(section(tmp_path, "text", path))
         assert "\n" not in str(caught.value)
-    server.cut = True
+    server.cut = (".txt", ".jsonl", ".gz")
     for kind, name in (("text", "a.txt"), ("jsonl", "a.jsonl"), ("jsonl", "more.jsonl.gz")):
         with pytest.raises(UserError, match=rf"{server.url}/{kind}/{name}: cannot be read \(") as caught:
             documents(tmp_path, kind, f"{server.url}/{kind}/{name}")
