@@ -20,7 +20,7 @@ from config.schema import DataSection
 from data.corpora.corpus import TOKENIZER, Corpus, fingerprint_of_parts, lost
 from data.corpora.row_shards import RowShards
 from data.rows.packing import by_number
-from data.rows.prepare_rows import make_encoder, rows_fingerprint
+from data.rows.prepare_rows import make_encoder, rows_fingerprint, template_of
 from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Row, batches_of, source_of_texts
 from data.sources.chat import Chat
 from data.sources.row_formats import BadRow, Example, read_example, recognise
@@ -107,7 +107,9 @@ def _tokenizer(data: DataSection, source: Source) -> PreTrainedTokenizerFast:
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
     report("making the tokenizer for")
-    preparation = Preparation(data, source, folder, _tokenizer(data, source))
+    tokenizer = _tokenizer(data, source)
+    tokenizer.chat_template = template_of(data) or tokenizer.chat_template
+    preparation = Preparation(data, source, folder, tokenizer)
     encode = PromptEncoder(data, make_encoder(replace(data, target_length=None), str(folder / TOKENIZER)).chat)
     preparation.write(map(encode, batches_of(data, source)), by_number, report)
     preparation.require_rows(f"{data.sequence_length - data.label_length} tokens")

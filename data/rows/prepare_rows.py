@@ -64,7 +64,7 @@ def rows_fingerprint(data: DataSection, source: Source) -> str:
         source.identity,
         tokenizer_identity(data.tokenizer),
         own.read_text(encoding="utf-8") if own.is_file() else "",
-        _template(data),
+        template_of(data),
         *(getattr(data, key) for key in _DECIDING),
         *([] if data.target_length is None else [data.target_length]),
     ]
@@ -77,7 +77,7 @@ _DECIDING = (
 )
 
 
-def _template(data: DataSection) -> str | None:
+def template_of(data: DataSection) -> str | None:
     """The content of data.chat_template. Raises UserError."""
     if data.chat_template is None:
         return None
@@ -156,7 +156,7 @@ class RowEncoder(BatchEncoder):
 
 def make_encoder(data: DataSection, tokenizer: str) -> RowEncoder:
     """An encoder with the tokenizer in a folder. data: with its format resolved. Raises UserError."""
-    loaded, template = load_tokenizer(tokenizer), _template(data)
+    loaded, template = load_tokenizer(tokenizer), template_of(data)
     if data.target_length is not None:
         return RowEncoder(data, SourceAndTarget(loaded, template=template))
     return RowEncoder(data, Chat(loaded, template=template, train_on=data.train_on))
@@ -222,7 +222,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     said = data.format
     data = with_format(data, source)
     tokenizer = tokenizer_of_rows(data, source)
-    tokenizer.chat_template = _template(data) or tokenizer.chat_template
+    tokenizer.chat_template = template_of(data) or tokenizer.chat_template
     preparation = Preparation(data, source, folder, tokenizer)
     encoded = _encoded(data, source, folder / TOKENIZER, kept_folder(folder.with_name(fingerprint)))
     preparation.write(encoded, partial(_sequences, data), report)

@@ -53,6 +53,15 @@ def test_prompts_of_every_form_with_their_rows(folder: Path) -> None:
         assert kept == row
 
 
+def test_the_tokenizer_is_kept_with_the_template_of_the_prompts(folder: Path) -> None:
+    """A run's export, its samples and its model card have this tokenizer."""
+    (folder / "short.jinja").write_text("{% for turn in messages %}{{ turn.content }}!{% endfor %}")
+    corpus = prepared(folder, [row for row, _ in ROWS], "forms", chat_template=f"{folder}/short.jinja")
+    tokenizer = AutoTokenizer.from_pretrained(corpus.tokenizer_folder)
+    assert isinstance(corpus.train, RowShards)
+    assert tokenizer.decode(row_of(corpus.train, 1)[0]) == tokenizer.apply_chat_template(ASKED, tokenize=False)
+
+
 def test_long_prompts_leave_room_for_the_answer(folder: Path) -> None:
     rows = [{"prompt": "the loss"}, {"prompt": "the loss " * 40}]
     assert prepared(folder, rows, "long").counts["dropped"] == 1

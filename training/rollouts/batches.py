@@ -26,6 +26,8 @@ from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, batch_
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.rows.prepare_prompts import read_prompt, row_of
+from data.rows.prepare_rows import template_of
+from data.sources.chat import Chat
 from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
@@ -71,7 +73,8 @@ class RolloutBatches(Batches):
         self._rewards = Rewards(self._section)
         self._sources = self._rewards.sources | {"prompts": json_sha256([corpus.fingerprint, self.identity])}
         own = getattr(getattr(engine.model, "generation_config", None), "eos_token_id", None)
-        ends = {corpus.end_of_document, *(own if isinstance(own, list) else [own])} - {None}
+        turn = Chat(self._tokenizer, template=template_of(config.data), train_on="assistant").end_of_turn()
+        ends = {corpus.end_of_document, turn, *(own if isinstance(own, list) else [own])} - {None}
         kind = _SAMPLERS[self._section.engine if trains or self._section.engine != "vllm" else "transformers"]
         self._reference, copy = None, copy_of_model(resolved, shape, engine)
         self.sampler: TransformersSampler = kind(copy, self._section, engine.world, ends=sorted(ends))

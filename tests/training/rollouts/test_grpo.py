@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.task import ALGORITHMS
 from tests.support.jobs.process_group import ProcessGroup
@@ -59,6 +60,25 @@ def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGr
             assert first.answers.tolist() == answers.answers.tolist()
             assert len(np.unique(first.lengths)) > 2
             assert max(step["metrics"]["gap/of_bound"] for step in found["steps"]) < 1
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(solo: ProcessGroup, tmp_path: Path) -> None:
+    """Base models end documents by another token, which theirs is, and go on with turns that they make up."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(write_base(tmp_path / "base", "gpt2"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        model.transformer.ln_f.weight.zero_()
+        model.transformer.ln_f.bias.fill_(1)
+        model.lm_head.weight[tokenizer.convert_tokens_to_ids("<|im_end|>")] = 1  # it says nothing else
+    model.save_pretrained(tmp_path / "base")
+    (tmp_path / "own.jinja").write_text(tokenizer.chat_template)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base/chat_template.jinja").unlink(missing_ok=True)
+    write_prompts(tmp_path / "prompts.jsonl", 40)
+    [found] = solo.run(cases.steps, folder=tmp_path, overrides=(f"data.chat_template={tmp_path}/own.jinja",))
+    for step in found["steps"]:
+        assert step["answers"].ended.all() and (step["answers"].lengths == 1).all()
 
 
 def test_an_evaluation_shows_prompts_with_answers_and_rewards(pair: ProcessGroup, folder: Path) -> None:
