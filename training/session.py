@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import deepspeed
@@ -168,7 +169,7 @@ def session(
         ends.push(refuse_unordered)
         if corpus is None:
             require_model(config)
-            corpus = prepare(config, progress=resolved.rank == 0)
+            corpus = _agreed(prepare(config, progress=resolved.rank == 0), world)
         config = settle_steps(settle_labels(config, corpus), corpus)
         config = settle_orthogonalization(config, on_gpu=world.device.type == "cuda" and resolved.compute != "fp32")
         resolved = replace(resolved, config=config)
@@ -208,6 +209,19 @@ def session(
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
         yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
+
+
+def _agreed(corpus: Corpus, world: World) -> Corpus:
+    """The corpus under rank 0's fingerprint: copies of large files have other times, hence another name, on machines
+    that prepare them for themselves. A collective. Raises UserError if a rank has other tokens than rank 0."""
+    (first, content, fingerprint), *others = world.gather_objects((gethostname(), corpus.content, corpus.fingerprint))
+    for rank, (host, found, _) in enumerate(others, 1):
+        if found != content:
+            raise UserError(
+                f"{corpus.source}: rank {rank} on {host} has other tokens than rank 0 on {first}; give all machines "
+                "the same files, owner/name@revision of the hub, or one data.cache_dir that all of them see"
+            )
+    return replace(corpus, fingerprint=fingerprint)
 
 
 def start_counts(resolved: Resolved) -> bool:

@@ -38,6 +38,9 @@ class Corpus:
 
     folder: Path
     fingerprint: str
+    """Name, from what the tokens were made of."""
+    content: str
+    """Hash of the tokens, the tokenizer and the names of labels."""
     tokenizer_folder: Path
     vocab_size: int
     """[ids] Embedding rows a model needs."""
@@ -105,6 +108,7 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
     return Corpus(
         **{key: index[key] for key in same},
         folder=folder,
+        content=_content(index),
         tokenizer_folder=folder / TOKENIZER,
         train=train,
         validation=validation,
@@ -114,6 +118,14 @@ def open_corpus(folder: Path, *, verify: bool) -> Corpus:
         notes=tuple(index.get("notes", _of_documents(index))),
         labels=tuple(index.get("labels", ())),
     )
+
+
+def _content(index: dict[str, Any]) -> str:
+    """`Corpus.content`. The sha256 of a shard of documents is that of its tokens, without the source in its header."""
+    parts = [index[split] for split in SPLITS]
+    tokens = [[entry.get("header", entry)["sha256"] for entry in part["shards"]] for part in parts]
+    orders = [part["sequences"]["sha256"] for part in parts if "sequences" in part]
+    return json_sha256([tokens, orders, index["tokenizer_sha256"], index.get("labels")])
 
 
 def _of_documents(index: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from config.errors import UserError
+from config.json_text import json_sha256
 from config.schema import DataSection, SourceSection, ValidationSection
 from config.task import OWN
 from data.corpora.corpus import Corpus, fingerprint_of_parts, lost
@@ -47,6 +48,7 @@ def mixed(data: DataSection, prepare: Callable[[DataSection], Corpus]) -> Corpus
     return replace(
         parts[0],
         fingerprint=fingerprint_of_parts([[part.fingerprint for part in parts], weights]),
+        content=json_sha256([part.content for part in parts]),
         train=_joined([part.train for part in parts]),
         validation=_joined([part.validation for part in parts]),
         train_documents=sum(part.train_documents for part in parts),
@@ -90,6 +92,7 @@ def _with_sets(corpus: Corpus, data: DataSection, prepare: Callable[[DataSection
     return replace(
         corpus,
         fingerprint=fingerprint_of_parts([corpus.fingerprint, *(part.fingerprint for part in parts.values())]),
+        content=json_sha256([corpus.content, *(part.content for part in parts.values())]),
         validation=_joined(list(sets.values())),
         validation_documents=corpus.validation_documents + sum(part.train_documents for part in parts.values()),
         counts=corpus.counts | ({"validation sets": counts} if counts else {}),

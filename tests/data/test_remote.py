@@ -114,7 +114,7 @@ def documents(tmp_path: Path, kind: str, path: str) -> list[str]:
 def assert_same_shards(tmp_path: Path, kind: str, disk: str, url: str, **more: Any) -> None:
     """The files at both are prepared to the same shards, in the same splits, each once."""
     first, second, again = (prepare(section(tmp_path, kind, path, **more), progress=False) for path in (disk, url, url))
-    assert tokens(first) == tokens(second)
+    assert tokens(first) == tokens(second) and first.content == second.content
     assert first.train_documents == second.train_documents and all(tokens(first).values())
     assert first.folder != second.folder == again.folder
 

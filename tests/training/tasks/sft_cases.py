@@ -4,16 +4,19 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import OptimizerSection
 from data.batches.loader import Batch
 from data.corpora.row_shards import RowShards
+from data.sources import sources
 from modeling.parameter_groups import parameter_groups
 from tests.support.rows.chats import LENGTH, SHAPE
 from training.distributed import World
@@ -74,6 +77,21 @@ def evaluated(world: World, *, folder: Path, **options: Any) -> tuple[float, flo
         health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
         engine.discard_gradients()
         return engine.evaluate(opened.validation()).loss, health.loss
+
+
+def own_identity(world: World, *, folder: Path) -> dict[str, Any] | str:
+    """The identity of a run whose ranks prepare a file of their own, known by its time, in a cache of their own; why it
+    is refused."""
+    own = f"{folder}/{world.rank}"
+    overrides = (f"data.path={own}/chats.jsonl", f"data.cache_dir={own}/cache")
+    try:
+        with (
+            patch.object(sources, "HASHED_BYTES", 0),
+            session(resolve(folder, overrides=overrides), world=world) as opened,
+        ):
+            return opened.identity
+    except UserError as refused:
+        return str(refused)
 
 
 def masters(opened: Session) -> dict[str, torch.Tensor]:

@@ -1,6 +1,9 @@
 """Fine-tuning equals plain torch on the same rows, one at a time: loss, norm, weights, NEFTune, lost updates."""
 
 import hashlib
+import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +159,22 @@ def test_only_rows_with_a_token_that_the_model_lacks_are_refused(solo: ProcessGr
         config = cases.resolve(tmp_path, overrides=overrides).config
         said = refused(shape_of_model, config, prepare(config, progress=False))
         assert f"/base: has no embedding of the token '<image>' (id {VOCABULARY}) of data.tokenizer = " in said
+
+
+def test_machines_that_prepare_for_themselves_have_one_name_for_the_same_tokens(
+    pair: ProcessGroup, folder: Path, tmp_path: Path
+) -> None:
+    """A large file is known by its time, which copies do not have: each rank would go on from another checkpoint."""
+    shutil.copytree(folder / "base", tmp_path / "base")
+    chats = (folder / "chats.jsonl").read_text(encoding="utf-8")
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / f"{rank}/chats.jsonl").write_text(chats, encoding="utf-8")
+        os.utime(tmp_path / f"{rank}/chats.jsonl", (rank, rank))
+    first, second = pair.run(cases.own_identity, folder=tmp_path)
+    assert first == second
+    names = [path.name for rank in range(2) for path in tmp_path.glob(f"{rank}/cache/*.lock")]
+    assert len(set(names)) == 2 and first["data fingerprint"] in names[0]
+    (tmp_path / "1/chats.jsonl").write_text(chats + chats.splitlines()[0], encoding="utf-8")
+    for said in pair.run(cases.own_identity, folder=tmp_path):
+        assert re.match(r"data.path=\S+: rank 1 on \S+ has other tokens than rank 0 on \S+; give all mach", said)
