@@ -75,16 +75,26 @@ class Workers:
             good, result = connection.recv()
         except (EOFError, OSError) as error:  # OSError: killed in the middle of an answer
             del self._own.worker  # the next item gets another one
-            if isinstance(error, TimeoutError):
+            late = isinstance(error, TimeoutError)
+            if late:
                 _kill(process)
-                raise WorkerDied("no answer in time") from error
-            process.join(timeout=5)
-            with self._starting:  # a start in another thread may have reaped it and not have noted its exit code yet
-                how = "has ended" if process.exitcode is None else describe_exit(process.exitcode)
-            raise WorkerDied(f"a worker process {how}") from error
+            how = self._ended(process, connection)
+            raise WorkerDied("no answer in time" if late else f"a worker process {how}") from error
         if not good:
             raise result
         return result
+
+    def _ended(self, process: SpawnProcess, connection: Connection) -> str:
+        """How a process has ended, or is about to; what is open for it is then closed."""
+        process.join(timeout=5)
+        with self._starting:  # a start in another thread may have reaped it and not have noted its exit code yet
+            if process.exitcode is None:
+                return "has ended"
+            how = describe_exit(process.exitcode)
+            self._started.remove((process, connection))
+            connection.close()
+            process.close()
+        return how
 
     def _start(self) -> tuple[SpawnProcess, Connection]:
         with self._starting:  # multiprocessing keeps its list of children without a lock

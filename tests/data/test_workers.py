@@ -55,6 +55,21 @@ def test_results_come_from_as_many_processes_as_are_needed_and_none_is_left() ->
     assert workers_of_this_process() <= before
 
 
+def test_a_process_that_is_late_or_dies_leaves_nothing_open() -> None:
+    """Rewards are late thousands of times in a run."""
+    before, opened = workers_of_this_process(), set[int]()
+    with Workers(1, multiplier, 7) as workers:
+        for dies in (False, True, False):
+            result = workers.submit(2000, None if dies else 0.05)
+            if dies:
+                wait_until(lambda: workers_of_this_process() - before)
+                os.kill(min(workers_of_this_process() - before), signal.SIGKILL)
+            with pytest.raises(WorkerDied):
+                result.result()
+            opened.add(len(os.listdir("/proc/self/fd")))
+    assert len(opened) == 1
+
+
 @pytest.mark.parametrize("seconds", [0.0, 1.5])
 def test_a_killed_process_is_an_error_within_seconds(seconds: float) -> None:
     """It may be killed at its start, with more for it to read than a pipe holds."""

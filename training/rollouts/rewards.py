@@ -61,7 +61,7 @@ class Rewards:
         try:
             for value, given in future.result():
                 yield value if math.isfinite(value) else math.nan, (name, *given)
-        except (WorkerDied, RuntimeError) as problem:
+        except (WorkerDied, RuntimeError, OSError) as problem:  # OSError: no other process can be started
             self.problems[f"{name}: {problem}"] += 1
             yield from [(math.nan, None)] * len(group["completions"])
 
