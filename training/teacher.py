@@ -1,8 +1,10 @@
 """The teacher of a distillation before the student is built: identified, and its answers computed if cached."""
 
+import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,19 +92,17 @@ def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabu
     splits = splits_of(resolved.config, corpus)
 
     def begin() -> None:
-        try:
+        with _writing(partial):
             for leftover in folder.parent.glob(f"{folder.name}.partial-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
             partial.mkdir()
             _allocate(resolved, splits, partial)
-        except OSError as error:
-            problem = f"cannot be written ({error.strerror or error}); free space, or move it"
-            raise UserError(f"data.cache_dir: {partial} {problem}") from error
 
     world.on_main(begin)
     teacher = Teacher(resolved, world, vocabulary=vocabulary)
-    for split, shards in splits.items():
-        _ask(resolved, corpus, world, teacher, shards, files_of(partial, split))
+    with _writing(partial):
+        for split, shards in splits.items():
+            _ask(resolved, corpus, world, teacher, shards, files_of(partial, split))
     teacher.close()
     world.wait_for_all()
     if world.is_main:
@@ -112,14 +112,28 @@ def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabu
     world.wait_for_all()
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Context manager that turns an OSError into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror or error}); free space, or move it"
+        raise UserError(f"data.cache_dir: {folder} {problem}") from error
+
+
 def _allocate(resolved: Resolved, splits: dict[str, TokenShards | RowShards], partial: Path) -> None:
+    """Create the files without their content. Raises OSError if they would not fit."""
     length, k = resolved.config.data.sequence_length, resolved.config.distill.top_k
     total = 0
     for split, shards in splits.items():
         for path, dtype, width in zip(files_of(partial, split), (np.int32, np.float32), (k, k + 1), strict=True):
             shape = shards.sequences(length), length, width
             total += np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape).nbytes
-    print(f"teacher: writing its {k} likeliest tokens at every position, {total / 2**30:.2f} GiB, to {partial.parent}")
+    size = f"{total / 2**30:.2f} GiB"
+    if shutil.disk_usage(partial).free < total:
+        raise OSError(errno.ENOSPC, f"{size} do not fit")
+    print(f"teacher: writing its {k} likeliest tokens at every position, {size}, to {partial.parent}")
 
 
 def _ask(
@@ -130,24 +144,33 @@ def _ask(
     shards: TokenShards | RowShards,
     files: tuple[Path, Path],
 ) -> None:
-    """Ask the teacher. Every rank asks equally often, since a sharded teacher answers all at once."""
+    """Ask the teacher. Every rank asks equally often, since a sharded teacher answers all at once.
+
+    Answers are written at their places, by descriptors that cannot read: an NFS client sends whole pages of files that
+    it has mapped or read, and so what it takes for the neighbours' bytes; a full disk kills who writes to a map.
+    """
     config, micro = resolved.config, resolved.batch.micro_size
-    make = next_tokens(config.data.sequence_length, documents_of(config, corpus))
-    ids, log_probs = (np.lib.format.open_memmap(path, mode="r+") for path in files)
+    length, count = config.data.sequence_length, shards.sequences(config.data.sequence_length)
+    make = next_tokens(length, documents_of(config, corpus))
     taken = micro * world.world_size
-    for begin in range(0, len(ids), taken):
-        samples = begin + np.arange(taken)
-        samples = np.where(samples < len(ids), samples, NO_SAMPLE)
-        mine = samples.reshape(world.world_size, micro)[world.rank][None]
-        batch = make(shards, 0, samples, mine)
-        [(inputs, _)] = batch.micro_batches(world.device)
-        logits = teacher(**inputs).logits.flatten(0, 1)
-        found = likeliest(logits, k=config.distill.top_k, temperature=config.distill.temperature)
-        places = batch.input_ids.shape[-1]
-        for place, values in zip((ids, log_probs), found, strict=True):
-            rows = values.cpu().numpy().reshape(micro, places, -1)
-            for row, sample in zip(rows, mine[0], strict=True):
-                if sample != NO_SAMPLE:
-                    place[sample, :places] = row
-    ids.flush()
-    log_probs.flush()
+    with ExitStack() as ends:
+        opened = [ends.enter_context(os.fdopen(os.open(path, os.O_WRONLY), "wb")) for path in files]
+        for begin in range(0, count, taken):
+            samples = begin + np.arange(taken)
+            samples = np.where(samples < count, samples, NO_SAMPLE)
+            mine = samples.reshape(world.world_size, micro)[world.rank][None]
+            batch = make(shards, 0, samples, mine)
+            [(inputs, _)] = batch.micro_batches(world.device)
+            logits = teacher(**inputs).logits.flatten(0, 1)
+            found = likeliest(logits, k=config.distill.top_k, temperature=config.distill.temperature)
+            for file, values in zip(opened, found, strict=True):
+                rows = values.cpu().numpy().reshape(micro, batch.input_ids.shape[-1], -1)
+                each = length * rows[0, 0].nbytes
+                first = os.fstat(file.fileno()).st_size - count * each  # after the header
+                for row, sample in zip(rows, mine[0], strict=True):
+                    if sample != NO_SAMPLE:
+                        file.seek(first + int(sample) * each)
+                        file.write(row.tobytes())
+        for file in opened:
+            file.flush()
+            os.fsync(file.fileno())

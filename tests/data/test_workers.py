@@ -66,7 +66,7 @@ def test_a_process_that_is_late_or_dies_leaves_nothing_open() -> None:
                 os.kill(min(workers_of_this_process() - before), signal.SIGKILL)
             with pytest.raises(WorkerDied):
                 result.result()
-            opened.add(len(os.listdir("/proc/self/fd")))
+            opened.add(len([*Path("/proc/self/fd").iterdir()]))
     assert len(opened) == 1
 
 

@@ -1,8 +1,13 @@
 """Code run inside the processes of test_distill.py, and the oracle in plain torch."""
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -13,6 +18,7 @@ from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
 from training.engine.ledger import read_ledger
 from training.session import session
+from training.tasks.task import prepare
 
 
 def oracle(
@@ -89,6 +95,15 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
     return why_refused(resolve(folder, **options), world)
+
+
+def refused_of_full_disk(world: World, *, folder: Path, at_start: bool, **options: Any) -> str:
+    """Why the session does not open on a disk that is full at the start, or gets full while the teacher answers."""
+    resolved, full = resolve(folder, **options), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    prepare(resolved.config, progress=False)
+    by_size = patch.object(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with by_size if at_start else patch.object(os, "fsync", side_effect=full):
+        return why_refused(resolved, world)
 
 
 def why_refused(resolved: Resolved, world: World) -> str:

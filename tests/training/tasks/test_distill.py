@@ -1,6 +1,7 @@
 """Distillation through the engine equals plain torch on the same rows: loss, norm, metrics and weights."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,13 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
         assert "partial: cannot be loaded (its files lack model.layers.1.mlp.up_proj.weight)" in said
     assert why("distill.teacher=nowhere/teacher").startswith("distill.teacher = nowhere/teacher: cannot be loaded (")
     assert f"the vocabulary has {vocabulary} tokens; set it to 0" in why(f"distill.top_k={vocabulary}")
+
+
+@pytest.mark.parametrize(("at_start", "problem"), [(True, "0.00 GiB do not fit"), (False, "No space left on device")])
+def test_a_full_disk_is_one_line(solo: ProcessGroup, folder: Path, at_start: bool, problem: str) -> None:
+    given = (*overrides_of(folder, top_k=5), "data.sequence_length=64", "data.too_long=truncate_left")
+    [said] = solo.run(cases.refused_of_full_disk, folder=folder, at_start=at_start, overrides=given)
+    assert re.match(rf"data.cache_dir: \S+-teacher-\S+ cannot be written \({problem}\); free space, or move it$", said)
 
 
 def test_half_written_answers_are_not_taken_and_damaged_ones_named(solo: ProcessGroup, folder: Path) -> None:
