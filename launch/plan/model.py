@@ -434,7 +434,8 @@ def _teacher(config: Config, *, vocabulary: int) -> Teacher:
     own = found.get_text_config().vocab_size
     if own != vocabulary:
         problem = f"has a vocabulary of {own} tokens, the student one of {vocabulary}"
-        raise UserError(f"{where}: {problem}; choose a teacher with the student's tokenizer")
+        fix = "choose a teacher with as many, since models of one tokenizer may pad it differently"
+        raise UserError(f"{where}: {problem}; {fix}")
     saved = str(getattr(found, "dtype", None)).removeprefix("torch.")
     width = {"auto": 2 if saved in ("bfloat16", "float16") else 4, "fp32": 4}.get(section.dtype, 2)
     of_teacher = ModelSection(name_or_path=section.teacher, trust_remote_code=config.model.trust_remote_code)

@@ -179,10 +179,8 @@ def test_what_was_prepared_is_named_by_place_size_and_version(tmp_path, corpus, 
 
 def test_what_was_tokenized_before_a_connection_broke_is_not_tokenized_again(tmp_path, corpus, web, monkeypatch):
     monkeypatch.setattr(preparation, "BATCH_CHARACTERS", 500)
-    server, alone = (
-        web(parts=False),
-        prepare(section(tmp_path, "text", f"{corpus}/text/*.txt", tokenizer="bpe:300"), progress=False),
-    )
+    server, disk = web(parts=False), section(tmp_path, "text", f"{corpus}/text/*.txt", tokenizer="bpe:300")
+    alone = prepare(disk, progress=False)
     over = section(tmp_path, "text", f"{server.url}/text/*.txt", tokenizer=str(alone.tokenizer_folder))
     server.cut = ("more.txt",)
     with pytest.raises(UserError, match=r"text/more.txt: cannot be read \("):

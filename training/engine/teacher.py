@@ -38,7 +38,7 @@ class Teacher:
             if own != vocabulary:
                 raise UserError(
                     f"distill.teacher = {name}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
-                    "choose a teacher with the student's tokenizer"
+                    "choose a teacher with as many, since models of one tokenizer may pad it differently"
                 )
             dtype = shape.dtype or torch.float32 if section.dtype == "auto" else DTYPES[section.dtype]
             document: dict[str, Any] = {
