@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
@@ -124,3 +126,18 @@ def planted_job(
     plant, size = (known.plant, known.size) if known is not None else (None, 0.0)
     with planted(plant, rank=world.rank, size=size):
         return job(world, folder=folder, name=name, overrides=["guard.self_check_every=1", *overrides])
+
+
+def kept_of_an_evaluation(world: World, *, folder: str, name: str, overrides: Sequence[str]) -> list[int]:
+    """At each activation function of the evaluation pass that is compared, how many earlier ones' outputs are still in
+    memory."""
+    known, kept = list[StorageWeakRef](), list[int]()
+
+    def look(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if type(module).__name__.startswith("SiLU") and not module.training and module._forward_hooks:
+            kept.append(sum(not other.expired() for other in known))
+            known.append(StorageWeakRef(output.untyped_storage()))
+
+    with register_module_forward_hook(look):
+        planted_job(world, folder=folder, name=name, overrides=overrides)
+    return kept

@@ -203,6 +203,16 @@ def test_an_evaluation_is_compared_where_weights_were_fetched_ahead(pair: Proces
     assert not of(events, "warning") and "evaluation" in str(of(events, "self_check"))
 
 
+def test_an_evaluation_that_is_compared_keeps_nothing_for_a_backward_pass(pair: ProcessGroup, folder: Path) -> None:
+    """It recomputes nothing, so it would keep all activations of a model that trains only with checkpointing."""
+    overrides = [*cast("bf16", 2), *EVALUATED, "model.activation_checkpointing=full"]
+    kept = pair.run(observer_cases.kept_of_an_evaluation, folder=str(folder), name="kept", overrides=overrides)
+    assert kept == [[0, 0]] * 2, "one activation function in each block"
+    checks = of(list(read_events(folder / "runs/kept/events.jsonl")), "self_check")
+    (check,) = (event for event in checks if "evaluation" in event["checks"])
+    assert check["checks"]["modules"]["compared"] > 20 and not check["checks"]["modules"]["breaches"]
+
+
 def test_the_guard_answers_what_is_found_before_the_update_where_it_is_asked_to(pair, folder) -> None:
     events = events_of(pair, folder, [*cast("bf16", 2), "guard.warnings=[self_check]"], "one norm times 1.01")
     incident = of(events, "incident")[0]

@@ -183,6 +183,7 @@ class SelfCheck:
             wrong += wrong_samples(batch, self._resolved, self._corpus, held_out=True) if self._reads_samples else []
             (few if count < _EVALUATED else last).append(batch)
         few += last
+        none_saved = torch.autograd.graph.saved_tensors_hooks(lambda value: None, lambda value: value)
         if float(engine.world.sum(engine.world.numbers([float(count > len(few))]))):
             found = engine.evaluate(few)
         engine.model.eval()
@@ -191,7 +192,8 @@ class SelfCheck:
                 passes = None
                 if first:
                     passes = Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False)
-                with passes.watching() if passes else nullcontext(), torch.set_grad_enabled(first):
+                # grad mode tells the pass from a reference's; nothing is kept, since no backward pass follows
+                with passes.watching() if passes else nullcontext(), torch.set_grad_enabled(first), none_saved:
                     totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.detach().double()
                 rows, first = passes.compared() if passes else rows, False
             totals[1] += int(batch.counted.sum())
