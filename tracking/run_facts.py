@@ -84,7 +84,7 @@ class Session:
     could_resume: bool
     """Whether an earlier session had recorded a checkpoint."""
     last: float
-    """Time of its newest event."""
+    """Time of its newest event other than a note, since 0.2 recorded a session's first notes before its `run_start`."""
     world_size: int | None
     """Number of its processes; None if not recorded."""
     skipped_checkpoints: int = 0
@@ -95,7 +95,8 @@ class Session:
     """Reason of its first ABORT incident."""
 
     def add(self, event: Event) -> None:
-        self.last = float(event["time"])  # step events have not been validated yet
+        if event["event"] != "note":
+            self.last = float(event["time"])  # step events have not been validated yet
         match event["event"]:
             case "run_end":
                 self.end = event
@@ -351,11 +352,12 @@ class Collector:
         self._serial += 1
         self.counts[kind] += 1
         self.last = event
-        if kind == "run_start" or not self._sessions:
+        if kind == "run_start" or (not self._sessions and kind != "note"):
             saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
             began = float(event["time"])
             self._sessions.append(Session(began, resumed_from, saved, began, event.get("world_size")))
-        self._sessions[-1].add(event)
+        if self._sessions:
+            self._sessions[-1].add(event)
         self.evidence.add(event)
         if is_warning(event):
             self._keep(self._warnings, event)

@@ -56,9 +56,6 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     found = checkpoints.find(config.run.resume)
     state = checkpoints.load(found, engine) if found else None
     record = open_record(resolved, opened.corpus, engine, run_dir, world)
-    if config.run.epochs is not None:
-        size = resolved.batch.global_size // config.group_size
-        record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
     of_data = list(opened.corpus.notes)
     if opened.corpus.tail_tokens:
         tail = f"the last {opened.corpus.tail_tokens:,} tokens of the longest one are held out"
@@ -67,8 +64,6 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         said = [f"DeepSpeed JSON: {config.deepspeed.config}; attention: {config.model.attention}", *of_data]
         said += [f"WARNING, slower than it could be: {line}" for line in engine.notes if FALLEN_BACK in line]
         print(printable("\n".join([*said, *drawn_notes(engine.model)])), flush=True)
-    for line in filter(None, [*of_data, opened.left_out, *engine.notes]):
-        record.note(line)
     self_check = tracing = None
     if (config.guard.self_check_every or config.guard.gradient_checks) and world.tensor is None:
         self_check = SelfCheck(engine, resolved, opened.model_config, opened.corpus)
@@ -95,7 +90,10 @@ def build(opened: Session) -> tuple[Parts, Progress]:
         profiling=open_profiling(resolved, run_dir.path, **watched),
     )
     _record_start(parts, progress, found)
-    for line in checkpoints.take_notes():
+    if config.run.epochs is not None:
+        size = resolved.batch.global_size // config.group_size
+        record.note(f"run.epochs = {config.run.epochs:g}: {config.run.steps:,} steps of {size} samples")
+    for line in filter(None, [*of_data, opened.left_out, *engine.notes, *checkpoints.take_notes()]):
         record.note(line)
     return parts, progress
 

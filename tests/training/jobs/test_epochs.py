@@ -39,6 +39,7 @@ from tests.support.jobs.launches import command, events, finish
 from tests.support.models.small_models import small_model
 from tests.support.rows.chats import write_base, write_chats, write_pairs
 from tools.parity.jobs import plan
+from tracking.compare.surviving import read_events
 from training.tasks.shape import settle_steps
 from training.tasks.task import prepare
 
@@ -127,6 +128,10 @@ def test_each_pair_comes_once_an_epoch_over_a_resume_on_fewer_ranks(tmp_path: Pa
     hashes = [[event["sample_ids_sha256"] for event in events(tmp_path, run, "step")] for run in ("it", "whole")]
     assert hashes[0] == hashes[1]
     assert len(set(hashes[0])) == len(hashes[0]) == 11
+    opening = [*read_events(tmp_path / "runs/it/events.jsonl")][:2]
+    assert [event["event"] for event in opening] == ["run_start", "note"]
+    epochs = [event["step"] for event in events(tmp_path, "it", "note") if event["text"].startswith("run.epochs")]
+    assert epochs == [0, 6], "after each session's start, at its step"
     recorded = load_config(tmp_path / "runs/it/config.yaml", [], None)
     assert (recorded.run.steps, recorded.run.epochs) == (11, 2.0)
     corpus = prepare(recorded, progress=False)
