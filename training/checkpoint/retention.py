@@ -72,7 +72,7 @@ def read_lock(path: Path) -> Iterator[None]:
 
 def is_read_locked(path: Path) -> bool:
     try:
-        with (path / MANIFEST).open("rb") as file:
+        with (path / MANIFEST).open("r+b") as file:  # NFS gives exclusive locks only to files open for writing
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return isinstance(error, BlockingIOError)

@@ -1,7 +1,10 @@
 """Saves while training continues hold the state at the call; full disks leave the last good checkpoint."""
 
+import errno
+import fcntl
 import io
 import math
+import os
 import subprocess
 
 import pytest
@@ -101,6 +104,23 @@ def test_what_is_being_read_stays(solo, tmp_path):
         assert save(3, 4) == ["step-2", "step-4"]
     assert not is_read_locked(tmp_path / "step-2")
     assert save(5) == ["step-5"]
+
+
+def test_what_is_being_read_stays_on_nfs(tmp_path, monkeypatch):
+    """It emulates flock by locks on ranges of bytes, and gives an exclusive one only to a file open for writing."""
+    local = fcntl.flock
+
+    def of_nfs(file, operation):
+        access = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        local(file, operation)
+
+    (tmp_path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    with read_lock(tmp_path):
+        assert is_read_locked(tmp_path)
+    assert not is_read_locked(tmp_path)
 
 
 @pytest.fixture
