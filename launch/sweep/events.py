@@ -73,8 +73,8 @@ class History:
 
     @property
     def steps(self) -> int:
-        """[steps] Highest step attempted."""
-        return max(self.losses, default=0)
+        """[steps] Highest step attempted, which is the last in `losses`."""
+        return next(reversed(self.losses), 0)
 
     @property
     def training_loss(self) -> float | None:
