@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from config.files import write_atomically
 from tracking.compare.differences import flat
 from tracking.events import Event
-from tracking.trackers.delivery import Delivered, Delivery, run_client
+from tracking.trackers.delivery import RUNNING, Delivered, Delivery, run_client
 from tracking.trackers.tensorboard_client import TensorBoard
 from tracking.wandb.charts import AXIS
 
@@ -36,8 +36,8 @@ class Client(Protocol):
     def flush(self) -> None:
         """Store everything logged so far."""
 
-    def close(self, exit_code: int) -> None:
-        """Mark the run as ended; a non-zero code means it failed."""
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        """Mark the run as ended; a non-zero code means it failed. verdict: as for `Delivery.close`."""
 
 
 class MLflow:
@@ -70,23 +70,27 @@ class MLflow:
                 self._client.log_batch(self._run, params=batch)
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Queue metrics for the next flush; the verdict becomes tags."""
+        """Queue metrics for the next flush."""
         from mlflow.entities import Metric
 
         at = int(event["time"] * 1000)
         self._pending += [Metric(_mlflow_name(name), value, at, attempt) for name, value in numbers.items()]
-        for name in ("verdict", "verdict_text", "next_command"):
-            if event.get(name) and event["event"] == "run_end":
-                self._client.set_tag(self._run, name, event[name])
+        if event["event"] == "run_start":
+            self._tag(RUNNING)
 
     def flush(self) -> None:
         pending, self._pending = self._pending, []
         for batch in _batches(pending, self._MOST_METRICS):
             self._client.log_batch(self._run, metrics=batch)
 
-    def close(self, exit_code: int) -> None:
-        """Set the status: FINISHED, KILLED if preempted, or FAILED."""
+    def _tag(self, verdict: dict[str, Any]) -> None:
+        for name in RUNNING.keys() & verdict:
+            self._client.set_tag(self._run, name, verdict[name])
+
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        """Set the status (FINISHED, KILLED if preempted, or FAILED), and the verdict as tags."""
         self.flush()
+        self._tag(verdict)
         status = {0: "FINISHED", 75: "KILLED"}.get(exit_code, "FAILED")
         self._client.set_terminated(self._run, status=status)
 
@@ -112,7 +116,7 @@ class Trackio:
     def flush(self) -> None:
         """Do nothing: Trackio sends by itself."""
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
         """Send the rest and finish the run."""
         self._trackio.finish()
 
@@ -137,7 +141,7 @@ class Csv:
     def flush(self) -> None:
         self._file.flush()
 
-    def close(self, exit_code: int) -> None:
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
         self._file.close()
 
 
@@ -178,8 +182,8 @@ class TrackerDelivery(Delivery):
             self._client.flush()
             self._delivered.save(self.line)
 
-    def close(self, exit_code: int) -> None:
-        self._client.close(exit_code)
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        self._client.close(exit_code, verdict)
 
 
 def deliver(job: dict[str, Any]) -> None:

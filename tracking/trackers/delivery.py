@@ -18,14 +18,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from config.errors import one_line
+from config.errors import UserError, one_line
 from config.files import write_atomically
 from config.printable import printable
 from config.redact import Redactor
 from tracking.events import Event
 from tracking.file_lock import exclusive_lock
 from tracking.jsonl import Follower, beginnings, event_on
+from tracking.summary import read_run
 from tracking.wandb.charts import Rows
+
+VERDICT = ("verdict", "verdict_text", "next_command", "warnings")
+"""Fields of `run_end` that say how the run ended."""
+RUNNING = {"verdict": "running", "verdict_text": "running", "next_command": ""}
+"""The same of a run that has started; its earlier sessions' warnings still count."""
 
 POLL_S = 0.5
 _STEP = beginnings("step")
@@ -89,8 +95,11 @@ class Delivery(ABC):
         """Have the client store what it was given. Called at least twice a second."""
 
     @abstractmethod
-    def close(self, exit_code: int) -> None:
-        """End the client's run with training's exit code, or 1 if it crashed without a `run_end`."""
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        """End the client's run with training's exit code, or 1 if it crashed without a `run_end`.
+
+        verdict: the VERDICT fields; empty if the run cannot be judged.
+        """
 
     def follow(self, job: dict[str, Any]) -> None:
         """Deliver events as they arrive; return once training said "end" or is gone and all events are delivered."""
@@ -101,7 +110,19 @@ class Delivery(ABC):
             for text in follower.lines():
                 self.add(follower.number, text)
             self.flush()
-        self.close(1 if self.end is None else int(self.end["exit_code"]))
+        verdict = self._judged(Path(job["events"]).parent)
+        self.close(1 if self.end is None else int(self.end["exit_code"]), verdict)
+
+    def _judged(self, run_folder: Path) -> dict[str, Any]:
+        """The VERDICT fields of `run_end`, or what every other reader says of a run that crashed or was killed."""
+        if self.end is not None and self.end.get("verdict"):
+            return {name: self.end.get(name) for name in VERDICT}
+        try:
+            found = read_run(run_folder).verdict
+        except UserError:
+            return {}
+        fields = (found.word, found.text, found.command, found.warnings)
+        return self._redactor.value("", dict(zip(VERDICT, fields, strict=True)))
 
 
 def run_client(deliver: Callable[[dict[str, Any]], None]) -> int:

@@ -15,6 +15,7 @@ from config.schema import Config
 from config.yaml_text import dump
 from tracking.compare.differences import flat
 from tracking.events import Event, describe_event
+from tracking.trackers.delivery import RUNNING
 from tracking.wandb.charts import FIRST, histograms
 
 _NAMES = {row: f"1 training/{name}" for row, name in FIRST.items()}
@@ -33,12 +34,13 @@ class TensorBoard:
 
         self._writer = EventFileWriter(str(Path(job["folder"]) / "tensorboard"))
         self._job = job
+        self._newest = (0, time.time())  # attempt and time of the newest event
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
-        """Log scalars, telemetry histograms, and text at the start, for incidents and the like, and at the end."""
+        """Log scalars, telemetry histograms, and text at the start and for incidents and the like."""
         from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 
-        at = (attempt, event["time"])
+        self._newest = at = (attempt, event["time"])
         for name, value in numbers.items():
             self._add(scalar_pb(_NAMES.get(name, name), value), *at)
         for name, (counts, edges) in histograms(event).items():
@@ -46,13 +48,14 @@ class TensorBoard:
         kind = event["event"]
         if kind == "run_start":
             self._add_settings(*at)
+            self._add_verdict(RUNNING)
         elif kind in _TOLD:
             replay = f"\n\n    {event['replay']}" if event.get("replay") else ""
             self._add_text("2 incidents", f"step {event['step']}: {describe_event(event)}{replay}", *at)
-        elif kind == "run_end":
-            following = f"\n\nnext:\n\n    {event['next_command']}" if event.get("next_command") else ""
-            said = event.get("verdict_text") or describe_event(event)
-            self._add_text("1 verdict", f"{said}{following}", *at)
+
+    def _add_verdict(self, verdict: dict[str, Any]) -> None:
+        following = f"\n\nnext:\n\n    {verdict['next_command']}" if verdict["next_command"] else ""
+        self._add_text("1 verdict", f"{verdict['verdict_text']}{following}", *self._newest)
 
     def _add_settings(self, attempt: int, seconds: float) -> None:
         """Add config and hypothesis as text, and non-default settings as hyperparameters."""
@@ -92,11 +95,13 @@ class TensorBoard:
     def flush(self) -> None:
         self._writer.flush()
 
-    def close(self, exit_code: int) -> None:
-        """Record in the HParams tab how the run ended, and close the file."""
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        """Add the verdict, record in the HParams tab how the run ended, and close the file."""
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
+        if verdict:
+            self._add_verdict(verdict)
         status = api_pb2.STATUS_FAILURE if exit_code else api_pb2.STATUS_SUCCESS
         end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
         told = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=end))

@@ -9,7 +9,7 @@ from typing import Any
 from config.errors import one_line
 from config.printable import line
 from tracking.events import Event
-from tracking.trackers.delivery import Delivery, log_traceback, report
+from tracking.trackers.delivery import RUNNING, Delivery, log_traceback, report
 from tracking.wandb.charts import AXIS, FIRST, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
 
@@ -17,8 +17,6 @@ MIN_FREE_BYTES = 4 << 20
 """Free disk space below which nothing more is logged to an offline run: wandb fails silently on a full disk, and the
 remaining space is for the events."""
 
-SUMMARY = ("verdict", "verdict_text", "next_command", "warnings")
-"""Fields of `run_end` that go into the summary of the wandb run."""
 MAX_ROWS = 2000
 """Maximum number of newest rows in a table, which wandb uploads whole each time."""
 TABLE_EVERY_S = 60.0
@@ -66,6 +64,9 @@ class WandbDelivery(Delivery):
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
+            self._try(
+                "the verdict", lambda: self._run.summary.update(RUNNING)
+            )  # the server has that of the last session
         elif kind == "checkpoint" and ("://" in event["path"] or Path(event["path"]).is_dir()):  # else already deleted
             self._try("a checkpoint", lambda: log_artifact(self._run, checkpoint_facts(event, self._config)))
         elif kind == "incident" and not self._run.offline:
@@ -97,14 +98,12 @@ class WandbDelivery(Delivery):
                 self._reported.add(what)
                 report("log", f"wandb did not take {what}: {one_line(error, 200)}; the rest continues")
 
-    def close(self, exit_code: int) -> None:
-        """Log the job's models and the last tables, and close the wandb run. Raises NoSpaceLeft."""
+    def close(self, exit_code: int, verdict: dict[str, Any]) -> None:
+        """Log the job's models, the last tables and the verdict, and close the wandb run. Raises NoSpaceLeft."""
         for facts in self._models:
             log_artifact(self._run, facts)
         self._log_tables()
-        if self.end is not None and self.end.get("verdict"):
-            fields = {name: self.end.get(name) for name in SUMMARY}
-            self._try("the verdict", lambda: self._run.summary.update(fields))
+        self._try("the verdict", lambda: self._run.summary.update(verdict))
         if self.end is not None and self.end["status"] == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=exit_code)

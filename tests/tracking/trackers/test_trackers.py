@@ -92,6 +92,7 @@ def test_tensorboard_opens_on_what_matters_with_text_settings_histograms_and_the
     def text(tag: str) -> str:
         return make_ndarray(found.Tensors(tag)[-1].tensor_proto).item().decode()
 
+    assert [make_ndarray(item.tensor_proto).item() for item in found.Tensors("1 verdict")][:-1] == [b"running"]
     assert text("1 verdict") == "diverged since step 1: it rose\n\nnext:\n\n    python train.py"
     assert text("2 incidents") == "step 1: SKIP: loss nan\n\n    python -m tools.replay r --step 1"
     assert text("3 hypothesis") == "it holds" and "    learning_rate: 0.0003" in text("4 config")
@@ -118,7 +119,7 @@ def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -
     client = MlflowClient(f"sqlite:///{run_dir.path / 'mlflow.db'}")
     track(run_dir, "mlflow", 1, 4, status="crashed")
     (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
-    assert run.info.status == "FAILED"
+    assert (run.info.status, run.data.tags["verdict"]) == ("FAILED", "crashed"), "as readers of the folder judge it"
     track(run_dir, "mlflow", 5, 8)
     (run,) = client.search_runs([client.get_experiment_by_name("papers").experiment_id])
     assert (run.info.status, run.info.run_name) == ("FINISHED", "demo")

@@ -1,6 +1,7 @@
 """The real wandb, offline: one run over sessions, its charts, and no way for it to hold up or end training."""
 
 import contextlib
+import json
 import math
 import os
 import shutil
@@ -21,9 +22,10 @@ from tests.support.runs.report_runs import session
 from tests.support.servers.wandb_files import config as stored_config
 from tests.support.servers.wandb_files import records, rows, sessions
 from tracking.run_dir import RunDir
+from tracking.trackers.delivery import VERDICT
 from tracking.wandb.charts import Rows, chart_values, histograms
 from tracking.wandb.sink import WandbSink, run_id
-from tracking.wandb.upload import ALERT_EVERY_S, MAX_ROWS, STALE_S, SUMMARY, Alerts, Tables
+from tracking.wandb.upload import ALERT_EVERY_S, MAX_ROWS, STALE_S, Alerts, Tables
 from tracking.wandb.view import DEFINITION, build
 
 
@@ -50,6 +52,12 @@ def _steps(run_dir: RunDir) -> list[int]:
 
 def _exit_codes(folder: Path) -> list[int]:
     return [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
+
+
+def _summary(folder: Path) -> list[Any]:
+    """The updates of the summary in their order."""
+    found = [record.summary for record in records(folder) if record.WhichOneof("record_type") == "summary"]
+    return [item for summary in found for item in summary.update]
 
 
 def test_two_sessions_are_one_offline_run_on_one_axis(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +105,8 @@ def test_training_that_is_killed_outright_is_delivered_and_marked_as_failed(tmp_
     (folder,) = (tmp_path / "demo" / "wandb").glob("offline-run-*")
     assert _exit_codes(folder) == [1]
     assert _steps(RunDir(tmp_path / "demo")) == [1, 2, 3]
+    said = [json.loads(item.value_json) for item in _summary(folder) if item.key == "verdict"]
+    assert said == ["running", "killed"], "the server may have that of an earlier session"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU: there is nothing to bind")
@@ -363,7 +373,7 @@ def test_every_metric_of_the_saved_view_is_one_that_is_logged(run_dir: RunDir) -
     definition = yaml_text.parse(DEFINITION.read_text())
     panels = [panel for section in definition["sections"] for panel in section["panels"]]
     drawn = {name for panel in panels if "y" in panel for name in [panel["x"], *panel["y"]]}
-    assert drawn | set(definition["columns"]) <= logged | set(SUMMARY)
+    assert drawn | set(definition["columns"]) <= logged | set(VERDICT)
     tables = Tables()
     for event in events:
         tables.add(event, 1, delivered=False)
