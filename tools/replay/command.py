@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from config.command_line import read_command_line
 from config.errors import UserError
 from config.launcher import as_launched, without_accelerate
 from config.options import positive_int
-from launch.job import job_command
+from launch.job import job_command, visible_gpus
 from tools.replay.recorded import last_step, read_recorded, require_layout
 from tracking.compare.surviving import read_run_events
 from tracking.run_dir import RunDir
@@ -66,7 +67,14 @@ def main(arguments: list[str] | None = None) -> int:
 
         other = under(resolved, options.what_if, environment)
     if launches:
-        again = ["-m", "tools.replay", *(sys.argv[1:] if arguments is None else arguments)]
+        given = sys.argv[1:] if arguments is None else arguments
+        again = ["-m", "tools.replay", *given]
+        gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else len(visible_gpus())
+        if 0 < gpus < processes:
+            raise UserError(
+                f"{options.run}: made by {processes} processes, and {gpus} GPUs are visible here; start the replay as "
+                f"the run was, such as deepspeed --hostfile HOSTS --module {shlex.join(again[1:])}"
+            )
         os.execv(sys.executable, job_command(again, processes=processes))
     log = print if is_rank_0() else lambda text: None
     if other is not None:

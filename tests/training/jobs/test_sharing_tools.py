@@ -79,6 +79,17 @@ def test_what_the_table_says_is_refused_is_in_one_line_before_anything_starts(
     assert not printed.out and not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
 
 
+def test_a_run_of_several_machines_is_not_replayed_on_one(tmp_path, monkeypatch, capsys):
+    run = recorded(tmp_path, [f"run.dir={tmp_path}/runs", *SMALL])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert replay([str(run), "--step", "2"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "made by 2 processes, and 1 GPUs are visible here; start the replay as the run was, such as deepspeed" in said
+    )
+    assert said.endswith(f"--module tools.replay {run} --step 2\n")
+
+
 def test_the_table_has_every_tool_that_could_refuse():
     told = {tool.strip("`").split()[0] for tool, _, _ in cells()}
     sources = [*REPOSITORY.glob("training/**/*.py"), *REPOSITORY.glob("launch/**/*.py")]
