@@ -163,7 +163,8 @@ class Guard:
         self._losses.load_state_dict(state["loss"])
         self._log_norms.load_state_dict(state["log_norm"])
         self._cuts = [int(left) for left in state["cuts"]]
-        self._probation = {int(step): int(left) for step, left in state["probation"]}
+        left_of = state["probation"] if self._section.probation_steps else ()  # one that has begun does not end either
+        self._probation = {int(step): int(left) for step, left in left_of}
         self._answered_skips = int(state["answered_skips"])
         self._warned = str(state.get("warned", ""))
         self.update_ratio = state.get("update_ratio")  # older checkpoints lack it

@@ -259,6 +259,11 @@ def test_an_incident_starts_probation_over_and_zero_is_for_good() -> None:
     for_good.attempt(BROKEN_GRADIENT)
     for_good.verdicts(HEALTHY, 50)
     assert for_good.guard.take_due_demotions() == []
+    resumed = Run(plan("promote", "skip", promote_budget=2, probation_steps=0))
+    resumed.guard.load_state_dict(Run(plan("promote")).guard.state_dict() | {"probation": [[1, 1]]})
+    resumed.attempt(BROKEN_GRADIENT)
+    resumed.verdicts(HEALTHY, 2)
+    assert resumed.guard.take_due_demotions() == []
 
 
 def test_the_last_update_is_judged_by_whoever_resumes_and_not_again_after_a_rollback() -> None:
