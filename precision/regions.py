@@ -95,6 +95,10 @@ class Regions:
     def names_in(self, compute: str) -> tuple[str, ...]:
         return tuple(name for name, now in self._compute.items() if now == compute)
 
+    def usual(self, name: str) -> str:
+        """The manifest's dtype of a region."""
+        return self.assignments[name].compute
+
     def set(self, name: str, compute: str) -> None:
         """Change a region's dtype from the next pass on, identically on every rank."""
         self._check(name, compute)

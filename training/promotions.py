@@ -12,21 +12,21 @@ Causes = Sequence[tuple[int, Finding]]
 
 
 class Promotions:
-    """Promoted modules by the step refused for them, with the dtype to return to."""
+    """Promoted modules by the step refused for them."""
 
     def __init__(self) -> None:
-        self.by_step: dict[int, dict[str, str]] = {}
+        self.by_step: dict[int, list[str]] = {}
 
     def state_dict(self, regions: Regions | None) -> dict[str, Any]:
         """Plain types, for a checkpoint: the promotions, and dtypes of regions that are not the manifest's."""
         return {
-            "by_step": [[step, dict(modules)] for step, modules in self.by_step.items()],
+            "by_step": [[step, list(modules)] for step, modules in self.by_step.items()],
             "regions": regions.state_dict() if regions is not None else None,
         }
 
     def load_state_dict(self, state: dict[str, Any], regions: Regions | None) -> None:
         """The inverse of `state_dict`: also puts the regions back into the dtypes they had."""
-        self.by_step = {int(step): dict(modules) for step, modules in state["by_step"]}
+        self.by_step = {int(step): list(modules) for step, modules in state["by_step"]}  # older ones map to dtypes
         if regions is not None and state["regions"] is not None:
             regions.load_state_dict(state["regions"])
 
@@ -48,20 +48,21 @@ def promotable(regions: Regions | None, causes: Causes, *, to: str) -> tuple[lis
 
 
 def promote(regions: Regions, promotions: Promotions, modules: Sequence[str], *, to: str, step: int) -> None:
-    """Move `modules` to `to`, remembering their previous dtypes."""
-    promotions.by_step[step] = {name: regions.dtypes[name] for name in modules}
+    """Move `modules` to `to`."""
+    promotions.by_step[step] = list(modules)
     for name in modules:
         regions.set(name, to)
 
 
 def demote_due(regions: Regions | None, promotions: Promotions, guard: Guard) -> dict[str, str]:
-    """Undo the promotions whose probation is over; returns the changes, module to dtype."""
+    """Move the modules whose probation is over to the dtypes of the manifest, which may have been edited since their
+    promotion; returns the changes, module to dtype."""
     changed: dict[str, str] = {}
-    for step in reversed(guard.take_due_demotions()):  # the newest first, since they may have the same modules
-        for name, compute in promotions.by_step.pop(step, {}).items():
+    for step in guard.take_due_demotions():
+        for name in promotions.by_step.pop(step, ()):
             if regions is not None:
-                regions.set(name, compute)
-                changed[name] = compute
+                changed[name] = regions.usual(name)
+                regions.set(name, changed[name])
     return changed
 
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config.schema import GuardSection
 from precision.corruption import different_bits, judge_reexecution, majority, odd_ranks
 from precision.guard import Guard, Judgement, Verdict, rollback_skip
+from precision.manifest import load_manifest
+from precision.regions import Regions
 from precision.step_health import Health
 from training.promotions import Promotions, demote_due, promote
 
@@ -279,12 +282,33 @@ def test_the_last_update_is_judged_by_whoever_resumes_and_not_again_after_a_roll
 def test_a_module_that_was_promoted_twice_returns_to_the_manifests_dtype() -> None:
     run, promotions = Run(plan("promote", promote_budget=2, probation_steps=2)), Promotions()
     regions: Any = SimpleNamespace(dtypes={"mlp": "fp8"})
-    regions.set = lambda name, compute: regions.dtypes.update({name: compute})
+    regions.usual, regions.set = lambda name: "fp8", lambda name, compute: regions.dtypes.update({name: compute})
     for compute in ("bf16", "fp32"):
         run.attempt(BROKEN_GRADIENT)
         promote(regions, promotions, ["mlp"], to=compute, step=run.step)
     run.verdicts(HEALTHY, 2)
     assert demote_due(regions, promotions, run.guard) == regions.dtypes == {"mlp": "fp8"}
+
+
+def test_a_module_returns_to_the_dtype_of_the_manifest_in_force(tmp_path) -> None:
+    """Its promotion was in a checkpoint; FP16 again, where nothing else is, it would train without a loss scale."""
+    model = torch.nn.ModuleDict({"up_proj": torch.nn.Linear(4, 4), "down_proj": torch.nn.Linear(4, 4)})
+    rule = {"match": "up_proj", "compute": "fp32", "reason": "it overflowed"}
+    manifests = []
+    for name, document in (("old", {"default": "fp16"}), ("new", {"default": "bf16", "rules": [rule]})):
+        (tmp_path / name).write_text(json.dumps(document))
+        manifests.append(load_manifest(tmp_path / name))
+    run, saved, loaded = Run(plan("promote", promote_budget=1, probation_steps=2)), Promotions(), Promotions()
+    before = Regions(model, manifests[0])
+    run.attempt(BROKEN_GRADIENT)
+    promote(before, saved, ["up_proj"], to="fp32", step=run.step)
+    state = json.loads(json.dumps(saved.state_dict(before)))
+    before.close()
+    regions = Regions(model, manifests[1])
+    loaded.load_state_dict(state, regions)
+    run.verdicts(HEALTHY, 2)
+    assert demote_due(regions, loaded, run.guard) == {"up_proj": "fp32"}
+    assert regions.dtypes == {"up_proj": "fp32", "down_proj": "bf16"}
 
 
 def test_a_rollback_restores_everything_but_the_budgets() -> None:

@@ -34,6 +34,10 @@ class Remedies:
         corrected = self.dtypes.get(CORRECTION) != self._start.get(CORRECTION)
         return facts | {"gap/corrected": 1.0} if corrected else facts
 
+    def usual(self, name: str) -> str:
+        """The config's state of a remedy."""
+        return self._start[name]
+
     def set(self, name: str, state: str) -> None:
         """Change one remedy, on every rank alike."""
         self.dtypes[name] = state
