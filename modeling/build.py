@@ -329,12 +329,15 @@ def draw_weights(
     model: PreTrainedModel, *, seed: int, gather: Gather, only: Collection[torch.nn.Parameter] | None = None
 ) -> None:
     """Initialise every module as its architecture prescribes, with a generator seeded by (seed, module name). The order
-    is transformers' own: children before parents. only: parameters to initialise; others are left unchanged."""
+    is transformers' own: children before parents. only: parameters to initialise; others are left unchanged. Every
+    rank makes tables that no file has."""
     model.tie_weights(recompute_mapping=False)  # under ZeRO-3 the constructor leaves tied weights apart
     with torch.random.fork_rng(devices=[]):
         for name, module, owner in _bottom_up(model, "", model):
             parameters = list(module.parameters(recurse=False))
-            if only is not None and not any(parameter in only for parameter in parameters):
+            # such as a rotary table, which neither another rank sends nor a checkpoint has
+            table = bool(module._non_persistent_buffers_set) and not parameters
+            if only is not None and not table and not any(parameter in only for parameter in parameters):
                 continue
             for child in module.children():
                 parameters.extend(child.parameters(recurse=False))
@@ -343,7 +346,7 @@ def draw_weights(
             # queue the call with its stack trace: 2 ms and a longer list with each module.
             torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
             with gather(parameters) as writes:
-                if writes:
+                if writes or table:
                     with _in_fp32(parameters, only):
                         _initialise(module, owner)
 

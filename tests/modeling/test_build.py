@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
@@ -79,6 +80,23 @@ def test_weights_that_a_checkpoint_will_replace_are_0_and_what_is_not_trained_is
         for name, value in (empty.state_dict() | dict(empty.named_buffers())).items():
             trained = name in dict(new.named_parameters()) and name not in frozen
             assert not value.any() if trained else torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("is_main", [True, False])
+def test_every_rank_has_the_same_rotary_table_whatever_device_made_its_model(monkeypatch, is_main, drawn):
+    """At ZeRO-3 a GPU makes it, which rounds other than the CPU, by which it is initialised."""
+    section = ModelSection(architecture="llama", config=LLAMA)
+    config, right = model_config(section, vocab_size=64, sequence_length=16), build(section).model.rotary_emb.inv_freq
+    made = LlamaRotaryEmbedding.__init__
+
+    def on_gpu(module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        made(module, *args, **kwargs)
+        module.inv_freq.copy_(torch.nextafter(module.inv_freq, torch.tensor(9.0)))
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "__init__", on_gpu)
+    model = build_model(section, config, seed=0, gather=lambda parameters: nullcontext(is_main), drawn=drawn)
+    assert torch.equal(model.model.rotary_emb.inv_freq, right)
 
 
 def test_a_key_that_only_the_architectures_code_reads_is_taken():
