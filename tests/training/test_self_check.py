@@ -140,15 +140,22 @@ def test_a_block_whose_input_other_modules_use_too_is_sound(pair: ProcessGroup, 
 
 _DECODER = "d_model: 32, decoder_layers: 2, encoder_layers: 1, decoder_ffn_dim: 48, decoder_attention_heads: 4"
 _TWICE = "hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, head_dim: 8"
+_LONG = (
+    f"{_TWICE}, pad_token_id: 0, original_max_position_embeddings: 8, rope_parameters: {{rope_type: longrope, "
+    "rope_theta: 10000.0, short_factor: [1.0, 1.0, 1.0, 1.0], long_factor: [1.0, 2.0, 3.0, 4.0]}"
+)
 
 
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("bart", _DECODER), ("blenderbot-small", _DECODER), ("pegasus", _DECODER), ("hrm_text", _TWICE)],
+    [
+        *(("bart", _DECODER), ("blenderbot-small", _DECODER), ("pegasus", _DECODER), ("hrm_text", _TWICE)),
+        ("phi3", _LONG),
+    ],
 )
 def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: str, shape: str) -> None:
     """Values dropped between embedding and first block; a decoder that scales its embedding itself; a class that
-    changes its config; blocks that are called several times."""
+    changes its config; blocks that are called several times; a rotary table that depends on the length."""
     given = ["model.name_or_path=null", f"model.architecture={family}", f"model.config={{{shape}}}"]
     events = events_of(pair, folder, [*cast("bf16", 2), *given])
     assert len(of(events, "self_check")) == 3 and not of(events, "warning")

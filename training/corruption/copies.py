@@ -19,8 +19,6 @@ _CHUNKS = 1 << 16, 1 << 22
 """[values] Smallest and largest chunk: few kernel launches, and no step that has to sum a whole large matrix."""
 _MOST = 8  # differing chunks that are reported; any others are repaired all the same
 _WHOLE = 1 << 64
-_CHANGES = ("dynamic", "longrope")
-"""Kinds of rotary tables that depend on the length of a rank's last input."""
 
 
 class Chunk(NamedTuple):
@@ -100,8 +98,7 @@ class Copies:
             if engine.stage < 3 or getattr(parameter, "ds_persist", False):
                 yield name, "weight", torch.empty(shape_of(parameter), device="meta"), not parameter.requires_grad
         for name, module in engine.model.named_modules():
-            kinds = str(getattr(module, "rope_type", ""))
-            if not any(kind in kinds for kind in _CHANGES):
+            if not follows_length(module):
                 for own, buffer in module.named_buffers(name, recurse=False):
                     if buffer.is_contiguous() and buffer.element_size() <= 8:
                         yield own, "buffer", buffer, True
@@ -206,6 +203,11 @@ class Copies:
             what = "master" if whole else "weight or master"
             mine.append(Flip("masters", (engine.world.rank,), name, what, shard.start + at + index, bits))
         return [flip for of_rank in engine.world.gather_objects(mine[:_MOST]) for flip in of_rank]
+
+
+def follows_length(module: Any) -> bool:
+    """Whether the module is a rotary table that depends on the length of the rank's last input."""
+    return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
 
 
 def _share(items: Sequence[Any], step: int, every: int) -> Sequence[Any]:

@@ -28,7 +28,7 @@ from modeling.build import empty_model
 from modeling.document_masking import LARGEST_LEAK
 from precision.loss_scale import ScalePolicy, make_policy
 from precision.step_health import Health
-from training.corruption.copies import Copies
+from training.corruption.copies import Copies, follows_length
 from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import is_in_order, wrong_samples
@@ -277,6 +277,8 @@ class SelfCheck:
     def _unlike(self) -> Iterator[str]:
         mine = dict(self._engine.model.named_modules())
         for name, right in self._fresh.named_modules():
+            if follows_length(right):
+                continue
             own, buffers = vars(mine.get(name, right)), dict(mine.get(name, right).named_buffers(recurse=False))
             yield from (f"{name}.{key}" for key in _differing(vars(right), own))
             for key, value in right.named_buffers(recurse=False):
