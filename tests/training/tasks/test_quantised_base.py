@@ -111,6 +111,14 @@ def test_preferences_start_from_margins_of_exactly_0(pair: ProcessGroup, folder:
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-7)
 
 
+def test_references_of_a_base_in_other_codes_are_not_read(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
+    given = ("preference.reference=precomputed", f"data.cache_dir={tmp_path}")
+    for base in (BASES["nf4"], BASES["int8"], dpo_cases.LORA):
+        found = pair.run(dpo_cases.first_step, folder=folder, stage=2, compute="bf16", overrides=(base, *given))[0]
+        assert found["metrics"] | STARTED == found["metrics"], base
+    assert len(list(tmp_path.glob("*/references-*"))) == 3
+
+
 def test_an_exported_adapter_loads_with_plain_peft(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
     overrides = resume_cases.task_job(folder, BASES["nf4"], "precision.compute=bf16", "deepspeed.stage=2")
     checkpoint = resume_cases.checkpoint_of(pair, folder, "nf4", overrides)
