@@ -19,6 +19,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "scale": {"from": 0.0, "to": 0.0, "reason": "?"},
     "eval": {"loss": None},
     "checkpoint": {"path": "?"},
+    "warning": {"signal": "?", "reason": "?"},
+    "corruption": {"text": "?", "hosts": [], "repaired": False},
+    "reexecution": {"outcome": "numeric", "ranks": [], "hosts": [], "why": "?"},
+    "note": {"text": "a checkpoint could not be saved"},  # the only one with a field
 }
 
 
@@ -50,30 +54,30 @@ def _sections(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_events(rows: Iterable[dict[str, Any]], config: dict[str, Any]) -> Iterator[Event]:
-    """Reconstruct the events behind wandb's history rows, `run_start` first."""
+    """Reconstruct the events behind wandb's history rows."""
     inputs, rows = _sections(config), [row for row in rows if row.get("step") is not None]
-    yield {
-        "event": "run_start",
-        "step": 0,
-        "tokens": 0,
-        "time": rows[0].get("_timestamp", 0.0) if rows else 0.0,
-        "resumed_from": None,
+    start = {
         "world_size": inputs["environment"].get("world_size") or 1,
         "compute": setting(inputs["config"], "precision.compute"),
     }
-    for row in rows:
+    for row in rows or [{"step": 0, "session/run_start": 1}]:
         where = {"step": row["step"], "tokens": row.get("tokens", 0), "time": row.get("_timestamp", 0.0)}
         groups = _groups(row)
+        session = groups.get("session", {})
+        if "run_start" in session:
+            resumed_from = f"step {row['step']:.0f}" if row["step"] else None
+            yield {"event": "run_start", **where, **start, "resumed_from": resumed_from}
         if "train" in groups:
             fields = groups["train"]
             applied = bool(fields.get("applied", True))
             yield {"event": "step", **where, **fields, "applied": applied, "metrics": _metrics("step", fields)}
-        for kind in _DEFAULTS:
-            if kind in groups:
-                metrics = {"metrics": _metrics(kind, groups[kind])} if kind == "eval" else {}
-                yield {"event": kind, **where, **_DEFAULTS[kind], **groups[kind], **metrics}
-        if "run_end" in groups.get("session", {}):
-            yield {"event": "run_end", **where, "status": "ended"}
+        for kind, usual in _DEFAULTS.items():
+            if kind in groups or (kind in session and kind != "note"):  # 0.2 sent warnings as `session/warning` alone
+                fields = groups.get(kind, {})
+                metrics = {"metrics": _metrics(kind, fields)} if kind == "eval" else {}
+                yield {"event": kind, **where, **usual, **fields, **metrics}
+        if "run_end" in session:  # of the newest session the run's state says more
+            yield {"event": "run_end", **where, "status": "preempted"}
 
 
 def _metrics(kind: str, fields: dict[str, Any]) -> dict[str, float]:

@@ -28,7 +28,9 @@ FIRST = {
 }
 """Row to its name in the section that a tracker shows first."""
 
-_OWN_CHARTS = frozenset({"scale", "eval", "checkpoint", "incident", "nonfinite", "fault"})
+_OWN_CHARTS = frozenset(
+    {"scale", "eval", "checkpoint", "incident", "nonfinite", "fault", "warning", "corruption", "reexecution"}
+)
 _STEP_FIELDS = (
     *("loss", "grad_norm", "clip_coefficient", "lr", "loss_scale", "skipped_total"),
     *("step_seconds", "tokens_per_second", "memory_bytes"),
@@ -91,7 +93,7 @@ def chart_values(event: Event) -> dict[str, Any]:
     elif kind == "precision":
         values = {f"precision/flop_share/{dtype}": share for dtype, share in event["flop_share"].items()}
     else:
-        values = {f"session/{kind}": 1}
+        values = {f"session/{kind}": 1, "note/failed": event.get("failed")}
     kept = {name: value for name, value in values.items() if isinstance(value, int | float | str)}
     return kept | {"step": event["step"], "tokens": event["tokens"]}
 

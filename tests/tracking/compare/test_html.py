@@ -39,6 +39,7 @@ from tracking.jsonl import encode
 from tracking.pages.render import script_json
 from tracking.run_dir import RunDir
 from tracking.run_facts import Collector, read_facts
+from tracking.wandb.charts import Rows
 from tracking.wandb.sink import WandbSink
 
 SECRET = "hf_" + "a" * 30
@@ -359,6 +360,32 @@ def test_the_columns_of_what_wandb_holds_are_those_of_the_run_folder(recorded: R
     assert kept.abandoned == local.abandoned == 1
     assert [event["loss"] for event in kept.rare_events["eval"]] == [2.5]
     assert [(event["from"], event["to"]) for event in kept.rare_events["scale"]] == [(1024.0, 512.0)]
+
+
+def test_sessions_and_warnings_of_what_wandb_holds_are_those_of_the_run_folder(run_dir: RunDir) -> None:
+    """A run that was preempted and goes on a day later."""
+    warning = {"signal": "adam_rms", "module": "m", "value": 9.0, "bound": 3.5, "modules": ["m"], "reason": "RMS 9"}
+    wrong = {"found_by": "copies", "ranks": [1], "hosts": ["a"], "module": "m", "tensor": "p", "bits": 1}
+    again = {"ranks": [], "hosts": [], "why": "the loss is nan", "suspicion": "nan", "seconds": 1.0}
+    with session(run_dir.path, time=1e9) as run:
+        run.steps(20)
+        run.event("warning", **warning)
+        run.event("corruption", **wrong, repaired=True, text="a copy differs")
+        for outcome in ("transient", "numeric"):
+            run.event("reexecution", outcome=outcome, **again)
+        run.event("note", text="no space left", failed="checkpoint")
+        run.event("note", text="a sink failed")
+        run.end("preempted", 75)
+    with session(run_dir.path, time=1e9 + 86400, step=20, resumed_from="step-20") as run:
+        run.steps(20)
+    local, collector, charts = read_facts(run_dir.events, "local"), Collector(), Rows()
+    for event in as_events(map(charts.row, read_events(run_dir.events)), {}):
+        collector.add(event)
+    kept = collector.facts("x", "wandb:x", None)
+    for run in (local, kept):
+        assert (run.verdict.word, run.verdict.warnings, len(run.sessions)) == ("running", 4, 2)
+        assert run.wall_seconds == 13.5 + 10.0, "without the pause"
+    assert [event["reason"] for event in kept.rare_events["warning"]] == ["RMS 9"]
 
 
 def test_the_server_s_run_is_its_run_folder(recorded: RunDir, server: Serving, tmp_path: Path) -> None:
