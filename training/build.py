@@ -161,7 +161,8 @@ def assemble(
 
 
 def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:
-    """The run's checkpoints as configured. Raises UserError for a missing key or an unusable store."""
+    """The run's checkpoints as configured. Raises UserError for a missing key, an unusable store, or ranks
+    that cannot reach each other for saves."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
@@ -178,6 +179,8 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         verify_after_save=section.verify_after_save,
         opener=Opener.of(section),
         remote=remote,
+        # now: training may use another network, and would end without a checkpoint at its first save
+        save_world=world.on_own_group(timeout_minutes=resolved.config.run.timeout_minutes),
     )
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from socket import gethostname
 from typing import Any, Self, TypeVar, cast
 
 import deepspeed
@@ -18,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.machine.binding import apply_binding
 from config.machine.cores import RankCpus, choose_binding
 from config.resolved import Resolved
@@ -222,10 +223,19 @@ class World:
             world = replace(world, experts=ExpertGroup(*shared, same))
         return world
 
-    def on_own_group(self) -> Self:
+    def on_own_group(self, *, timeout_minutes: float = 30.0) -> Self:
         """This world on a new gloo group, whose collectives may run in a thread beside training's, and wait for a day:
-        a rank with more to write may reach one hours after the others. A collective."""
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        a rank with more to write may reach one hours after the others. A collective. timeout_minutes: of connecting.
+        Raises UserError on a rank that cannot connect."""
+        try:
+            group = dist.new_group(backend="gloo", timeout=timedelta(minutes=timeout_minutes))
+        except RuntimeError as error:
+            fix = "give this machine a name that the others resolve to its address, or set GLOO_SOCKET_IFNAME"
+            raise UserError(
+                f"rank {self.rank} on {gethostname()} cannot reach the others by gloo, which saves need: {fix} "
+                f"(python -m launch.doctor checks names); {one_line(error, 160)}"
+            ) from error
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=1), group)
         return replace(self, device=torch.device("cpu"), group=group)
 
 

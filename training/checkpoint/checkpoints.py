@@ -52,9 +52,11 @@ class Checkpoints:
         verify_after_save: bool = False,
         opener: Opener = PLAIN,
         remote: Remote | None = None,
+        save_world: World | None = None,
     ) -> None:
         """identity: settings that a checkpoint must share with the run that loads it, as plain types by name. run_name:
-        sealed into every manifest, for messages."""
+        sealed into every manifest, for messages. save_world: `world` on a group of its own, else made by the first
+        save."""
         self.folder, self.keep, self.identity, self.world = folder, keep, identity, world
         self.background, self.verify_after_save = background, verify_after_save
         self._opener, self._remote = opener, remote
@@ -68,7 +70,7 @@ class Checkpoints:
         self._lineage = Lineage(folder, run_name)
         self._save: Save | None = None
         self._outcomes: list[Saved | SaveFailed] = []
-        self._save_world: World | None = None
+        self._save_world = save_world
         self._fetched = False
         self._notes: list[str] = []
         self._verified: set[Path] = set()

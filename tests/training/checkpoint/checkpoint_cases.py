@@ -34,7 +34,7 @@ from tests.support.models.small_run import (
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
-from training.build import assemble
+from training.build import assemble, open_checkpoints
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import Written, layout_of, read_manifest, read_state
@@ -502,3 +502,14 @@ def agreed(world: World, *, broken: bool) -> Any:
         return agree_on_files(world.on_own_group(), files, Path("step-1"))
     except SaveFailed as failure:
         return str(failure)
+
+
+def opened_without_network(world: World, *, folder: str) -> str:
+    """The error of opening a run's checkpoints where gloo finds no network after training's group has connected."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+        try:
+            open_checkpoints(resolve(world, stage=2, compute="bf16"), Path(folder), world, identity={})
+        except UserError as error:
+            return str(error)
+    return ""
