@@ -270,7 +270,7 @@ def training_program(arguments: Sequence[str], folder: Path, name: str) -> list[
 
 
 def with_steps(resolved: Resolved) -> list[str]:
-    """Override of run.steps that follows from run.epochs and the data, which are prepared for it; none without epochs.
+    """Overrides with the run.steps that run.epochs and the data, prepared for it, come to; none without epochs.
     Raises UserError if the data cannot be prepared, or if epochs and data contradict each other."""
     from training.tasks.shape import settle_steps
     from training.tasks.task import prepare
@@ -278,14 +278,22 @@ def with_steps(resolved: Resolved) -> list[str]:
     config = resolved.config
     if config.run.epochs is None:
         return []
-    return [f"run.steps={settle_steps(config, prepare(config, progress=True)).run.steps}"]
+    return ["run.epochs=null", f"run.steps={settle_steps(config, prepare(config, progress=True)).run.steps}"]
 
 
 def shorten(config: Config, steps: int) -> list[str]:
     """Overrides for a run of `steps` steps whose warm-up keeps its share."""
     whole = config.run.steps or max(steps, config.schedule.warmup_steps)  # not known yet with run.epochs
     warmup = math.ceil(config.schedule.warmup_steps * steps / whole)
-    return [f"run.steps={steps}", f"schedule.warmup_steps={warmup}"]
+    in_steps = [] if config.run.epochs is None else ["run.epochs=null"]
+    return [*in_steps, f"run.steps={steps}", f"schedule.warmup_steps={warmup}", *without_later(config, steps)]
+
+
+def without_later(config: Config, steps: int) -> list[str]:
+    """Overrides that turn off what would begin after `steps`, and which a run of that length is refused for."""
+    guard, profile = config.guard, config.profile
+    off = ["guard.spike_sigmas=0"] if guard.spike_sigmas and steps <= (guard.spike_window + 1) // 2 else []
+    return off + (["profile.steps=0"] if profile.steps and steps < profile.start else [])
 
 
 def in_turn(names: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:

@@ -22,14 +22,13 @@ from launch.job import Job
 
 def run_gate(plan: Plan, journal: Journal) -> int:
     """Run the canary beside its FP32 twin. Returns DONE if they agree and its checkpoint exists, else the exit code."""
-    config, section, folder = plan.resolved.config, plan.section, plan.folder / "gate"
+    section, folder = plan.section, plan.folder / "gate"
     (folder / "parity.json").unlink(missing_ok=True)
     command = [sys.executable, "-m", "tools.parity", *plan.arguments, "--report", str(folder)]
     command += ["--processes", str(plan.ranks), "--keep-checkpoints"]
     if plan.launcher and section.ranks is None:
         command += ["--launch", shlex.join(plan.launcher)]
-    command += [f"run.steps={plan.steps}", f"schedule.steps={config.scheduled_steps}", "checkpoint.at_end=true"]
-    started, job = time.monotonic(), Job([*command, *plan.bounds])
+    started, job = time.monotonic(), Job([*command, *plan.first_steps, "checkpoint.at_end=true", *plan.bounds])
     left = math.inf if section.device_hours is None else max(0.0, section.device_hours - journal.spent())
     timer = threading.Timer(min(3600 * left / plan.ranks, threading.TIMEOUT_MAX), job.kill)
     timer.daemon = True

@@ -17,7 +17,7 @@ from config.files import write_atomically
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
-from launch.job import job_command, refusal, with_steps
+from launch.job import job_command, refusal, with_steps, without_later
 
 STEPS = 50
 """Default length of a canary, if the config gives neither steps nor a share of the run's data."""
@@ -71,6 +71,13 @@ class Plan:
     @property
     def bounds(self) -> list[str]:
         return [f"parity.{name}={value}" for name, value in self.section.bounds.items()]
+
+    @property
+    def first_steps(self) -> list[str]:
+        """Overrides for the first steps of the whole run."""
+        config = self.resolved.config
+        length = [f"run.steps={self.steps}", f"schedule.steps={config.scheduled_steps}"]
+        return [*length, *without_later(config, self.steps)]
 
     def whole_command(self, overrides: Sequence[str], resume: str) -> list[str]:
         """Command that trains the whole run, resuming from `resume`."""

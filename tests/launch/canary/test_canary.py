@@ -9,6 +9,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.launcher import as_launched
 from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
 from launch.canary.command import main
 from launch.canary.gate import shares
@@ -17,6 +18,7 @@ from launch.canary.plan import in_fp32, promoted, read_plan
 from launch.canary.record import Journal
 from launch.job import job_command
 from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect
+from tools.parity.jobs import plan as parity_plan
 from tracking.compare.surviving import read_events
 from training.schedule import scheduled_rate
 
@@ -84,6 +86,14 @@ def test_a_share_of_the_data_is_a_number_of_the_runs_steps(tmp_path):
     assert fields == {"tokens": 1536, "share_of_run": 0.25, "share_of_epoch": 0.01536}
     said, fields = shares(plan_of(tmp_path), {"tokens": 1536, "epoch_tokens": None})  # its environment.json was lost
     assert said == "25% of the run's, 1,536 tokens" and fields["share_of_epoch"] is None
+
+
+@pytest.mark.parametrize("later", ["guard.spike_sigmas=6", "profile={start: 10, steps: 2}"])
+def test_what_begins_after_the_canary_does_not_refuse_it(tmp_path, later):
+    plan = plan_of(tmp_path, "run.steps=200", later)
+    assert read_command_line([*plan.arguments, *plan.first_steps], as_launched(1)).config.run.steps == 6
+    jobs = parity_plan(DEMO, given(tmp_path, "run.steps=200", later), folder=tmp_path, steps=6, processes=1)
+    assert jobs.resolved.config.run.steps == 6
 
 
 def test_a_run_that_is_there_is_not_taken_over(tmp_path, refusal):

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.launcher import as_launched
 from config.load import load_config
 from config.schema import (
     BatchSection,
@@ -109,6 +111,11 @@ def test_tools_that_plan_with_steps_learn_them_from_the_data(tmp_path: Path, cap
     canary = read_plan(str(path), given, processes=1, launch=(), check_launch=())
     assert (canary.steps, canary.resolved.config.run.steps) == (11, 22)
     assert "run.steps=22" in canary.whole_command([], "never")
+    canary = read_plan(str(path), [*given, "run.epochs=2"], processes=1, launch=(), check_launch=())
+    config = read_command_line([*canary.arguments, *canary.first_steps], as_launched(1)).config
+    assert (config.run.epochs, config.run.steps, canary.resolved.config.run.steps) == (None, 6, 11)
+    parity = plan(str(path), [*given, "run.epochs=2"], folder=tmp_path / "parity", steps=3, processes=1)
+    assert (parity.resolved.config.run.epochs, parity.resolved.config.run.steps) == (None, 3)
     with suppress(SystemExit, UserError):
         main(["--config", str(path), "--gpus", "1", *given])
     assert "run.epochs = 4: the number of steps is known once the data are prepared; give" in capsys.readouterr().err
