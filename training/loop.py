@@ -53,7 +53,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
             if problem is not None or progress.step < planned:
                 return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
-        if _due(evaluating.every_steps, progress.step, planned) or progress.step in evaluating.also_after:
+        also = evaluating.every_steps > 0 and progress.step in evaluating.also_after
+        if also or _due(evaluating.every_steps, progress.step, planned):
             validation_loss = evaluate(parts, progress)
         if progress.step == planned:
             if saving.at_end:

@@ -70,6 +70,13 @@ def test_a_single_text_file_trains_validates_and_resumes(folder):
     assert "data fingerprint" in output
 
 
+def test_a_run_that_never_evaluates_does_not_after_the_steps_of_also_after(folder):
+    """It needs no validation set, and its loss on none would be the best ever."""
+    given = ["run.steps=2", "data.validation_fraction=0", "evaluate.every_steps=0", "evaluate.also_after=[1]"]
+    finish(command("python", folder, "never", *given))
+    assert len(trace(folder, "never")) == 2 and not events(folder, "never", "eval")
+
+
 @pytest.mark.parametrize("launcher", ["accelerate", "python"])
 def test_every_launcher_trains_the_same_and_one_process_writes(folder, unbroken, launcher):
     """tests/launch/test_supervise.py has torchrun, test_start.py the deepspeed launcher."""
