@@ -27,9 +27,12 @@ from config.version import VERSION
 EXAMPLE = "deepspeed --num_gpus 2 train.py --config config/recipes/demo.yaml"
 
 
-def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> Resolved:
+def read_command_line(
+    argv: Sequence[str], environment: Mapping[str, str] = os.environ, *, started: bool = False
+) -> Resolved:
     """The run that `argv` (without the program's name) and the launcher's environment describe. Raises SystemExit: 2
-    after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`."""
+    after one line on stderr (rank 0 only), 0 after `--help`, `--version` and `--show-config`. started: as in
+    `load_config`."""
     prints = is_rank_0(environment)
     try:
         if (about := _help_asked(argv)) is not None:
@@ -39,7 +42,7 @@ def read_command_line(argv: Sequence[str], environment: Mapping[str, str] = os.e
         else:
             _require_text([*argv, str(REPOSITORY), str(Path.cwd())])
             options = parse(argv)
-            resolved = resolve_run(options, environment)
+            resolved = resolve_run(options, environment, started=started)
             if not options.show_config:
                 return resolved
             text = render_config(resolved)

@@ -31,11 +31,12 @@ COMMAND_LINE = "command line"
 _BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
-def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None) -> Config:
+def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | None, *, started: bool = False) -> Config:
     """The run config in `path` with `overrides` (`key.sub=value`, values in YAML), and with its DeepSpeed JSON chosen.
 
     Later overrides win. A mapping given to a section is merged into it; `model.config.hidden_size=64` sets one key of a
-    free mapping, `model.config={...}` replaces it. deepspeed_config: from the command line. Raises UserError.
+    free mapping, `model.config={...}` replaces it. deepspeed_config: from the command line. started: by a run,
+    whose checkpoint, data and model folders may be gone since. Raises UserError.
     """
     tree = read_file(path)
     if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, since removed
@@ -63,7 +64,7 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     if run.epochs is not None and later:  # the later of the two counts
         run = dataclasses.replace(run, steps=0) if later > 0 else dataclasses.replace(run, epochs=None)
         config = dataclasses.replace(config, run=run)
-    rules.check(settle_task(config), builder.origin)
+    rules.check(settle_task(config), builder.origin, started=started)
     return config
 
 

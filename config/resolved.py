@@ -57,15 +57,15 @@ class Resolved:
         return self.batch.global_size * self.config.data.sequence_length
 
 
-def resolve_run(options: argparse.Namespace, environment: Mapping[str, str]) -> Resolved:
-    """Load, merge and check everything. Raises UserError for the first mistake found."""
+def resolve_run(options: argparse.Namespace, environment: Mapping[str, str], *, started: bool = False) -> Resolved:
+    """Load, merge and check everything. started: as in `load_config`. Raises UserError for the first mistake found."""
     env = read_rank_env(environment, options.local_rank)
     path = Path(options.config)
     # Accelerate's file wins over the run config, and the command line over both.
     accelerate_file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE") or None
     overrides = [] if accelerate_file is None else [f"deepspeed.config={json.dumps(accelerate_file)}"]
     overrides += options.overrides
-    config = load_config(path, overrides, options.deepspeed_config)
+    config = load_config(path, overrides, options.deepspeed_config, started=started)
     _check_store(config.checkpoint, _where(path, options.overrides, "checkpoint"))
     if options.deepspeed_config is not None or config.deepspeed.config != accelerate_file:
         accelerate_file = None

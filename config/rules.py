@@ -53,12 +53,14 @@ Problem = tuple[str, str]
 """A dotted key, and the text that follows it in the error."""
 
 
-def check(config: Config, origin: Callable[[str], str]) -> None:
-    """Raise UserError for the first broken rule. origin: where a key was written. Steps of run.epochs come later."""
+def check(config: Config, origin: Callable[[str], str], *, started: bool = False) -> None:
+    """Raise UserError for the first broken rule. origin: where a key was written. started: by a run, whose files may be
+    gone. Steps of run.epochs come later."""
     for rule in (
         *(_run, _model, _activation_checkpointing, _unread, _task, _preference, _grpo),
         *(_distill, _encoder, _seq2seq, _adapter, _verified, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _tracking, _guard, _faults, _canary),
+        *(() if started else (_places,)),
     ):
         for key, text in rule(config):
             raise UserError(f"{origin(key)}: {key} {text}")
@@ -77,8 +79,26 @@ def _run(config: Config) -> Iterator[Problem]:
         yield "run.name", "contains what looks like a key or password, which its folder would show; remove it"
     if not run.steps and run.epochs is None:
         yield "run.steps", "= 0 trains nothing; give a number of steps, or run.epochs"
+
+
+def _places(config: Config) -> Iterator[Problem]:
+    """What has to be there for a run to start, and may be gone once it has started."""
+    run, data = config.run, config.data
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
+    for key, given in (("model.name_or_path", config.model.name_or_path), ("distill.teacher", config.distill.teacher)):
+        if given is not None and _looks_local(given) and not Path(given).expanduser().is_dir():
+            yield key, f"= '{given}' is not a folder; give a model folder or a hub id"
+    if _looks_local(data.tokenizer) and not Path(data.tokenizer).expanduser().exists():
+        yield "data.tokenizer", f"= '{data.tokenizer}' does not exist; give a folder, a hub id, bytes or bpe:4096"
+    if config.learns_rows and data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
+        yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
+    items: list[tuple[str, _Place]] = [(f"data.sources[{index}]", item) for index, item in enumerate(data.sources)]
+    items = items or [("data", data)]
+    items += [(f"data.validation[{index}]", item) for index, item in enumerate(data.validation)]
+    for key, item in items:
+        if item.path is not None and not _matches(item):
+            yield f"{key}.path", f"= '{item.path}' matches no file; give a file, a folder or a glob that exists"
 
 
 def _looks_local(name: str) -> bool:
@@ -93,12 +113,6 @@ def _model(config: Config) -> Iterator[Problem]:
         yield "model.architecture", f"is missing; {fix}"
     if name is not None and model.architecture is not None:
         yield "model.name_or_path", f"= '{name}' excludes model.architecture = '{model.architecture}'; keep one of them"
-    for key, given in (("model.name_or_path", name), ("distill.teacher", config.distill.teacher)):
-        if given is not None and _looks_local(given) and not Path(given).expanduser().is_dir():
-            yield key, f"= '{given}' is not a folder; give a model folder or a hub id"
-    tokenizer = config.data.tokenizer
-    if _looks_local(tokenizer) and not Path(tokenizer).expanduser().exists():
-        yield "data.tokenizer", f"= '{tokenizer}' does not exist; give a folder, a hub id, bytes or bpe:4096"
     for argument, owner in _OWNED_MODEL_ARGUMENTS.items():
         if argument in model.config:
             yield f"model.config.{argument}", f"is decided by {owner}; remove it here and set {owner}"
@@ -321,8 +335,6 @@ def _task(config: Config) -> Iterator[Problem]:
         yield "data.format", f"= preference has pairs of answers, {problem}"
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
-    if data.chat_template is not None and not Path(data.chat_template).expanduser().is_file():
-        yield "data.chat_template", f"= '{data.chat_template}' is not a file; give one with a Jinja template"
 
 
 def _preference(config: Config) -> Iterator[Problem]:
@@ -500,8 +512,6 @@ def _item(config: Config, key: str, item: _Place) -> Iterator[Problem]:
     """Problems of one path and source: of the data, one of several sources, or a validation set."""
     if item.source != "stdlib" and item.path is None:
         yield f"{key}.path", f"is missing; {key}.source = {item.source} needs it"
-    if item.path is not None and not _matches(item):
-        yield f"{key}.path", f"= '{item.path}' matches no file; give a file, a folder or a glob that exists"
     if item.source in _OF_DOCUMENTS and (config.learns_rows or config.task == "classify"):
         yield f"{key}.source", f"= {item.source} has no rows; give rows as jsonl or parquet, or set task=pretrain"
     for name in ("split", "configuration") if isinstance(item, ValidationSection) and item.source != "hub" else ():

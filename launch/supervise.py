@@ -74,7 +74,7 @@ class Run:
             example = "python -m launch.supervise -- torchrun train.py"
             raise UserError(f"command line: no train.py after --; example: {example}")
         options = parse(command[script + 1 :])
-        return cls(load_config(Path(options.config), options.overrides, options.deepspeed_config))
+        return cls(load_config(Path(options.config), options.overrides, options.deepspeed_config, started=True))
 
     @property
     def events(self) -> Path:

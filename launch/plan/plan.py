@@ -219,7 +219,7 @@ def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
     rate = median(run.columns.tokens_per_second[max(1, len(run.columns) // 10) :])
     if not rate > 0:
         raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")
-    resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(run.world_size))
+    resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(run.world_size), started=True)
     layout = layout_of(resolved, world=run.world_size, on_cpu=device.is_cpu)
     found = mfu_of(rate, read_shape(resolved.config, layout), layout, device)
     if found > 1:

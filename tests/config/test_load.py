@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config import yaml_text
+from config.errors import UserError
 from config.load import all_keys, load_config, to_dict, to_yaml
 from config.schema import Config, DeepSpeedSection, Fault, LossScaleSection, ModelSection
 from tests.support.refusals import refused
@@ -267,3 +268,22 @@ def test_bad_yaml_is_a_one_line_value_error(text: str) -> None:
     with pytest.raises(ValueError) as caught:
         yaml_text.parse(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["run.resume=/gone"],
+        ["model.architecture=null", "model.name_or_path=/gone"],
+        ["task=distill", "distill.teacher=/gone"],
+        ["data.tokenizer=/gone"],
+        ["data.source=text", "data.path=/gone/*.txt"],
+        ["data.tokenizer=bytes", "data.sources=[{name: a, source: text, path: /gone}, {name: b, source: stdlib}]"],
+        ["data.validation=[{name: a, source: text, path: /gone}]"],
+        ["task=sft", "data.source=jsonl", f"data.path={__file__}", "data.chat_template=/gone"],
+    ],
+)
+def test_files_of_a_run_that_has_started_may_be_gone(minimal, given):
+    with pytest.raises(UserError, match="= '/gone"):
+        load_config(minimal, given, None)
+    load_config(minimal, given, None, started=True)

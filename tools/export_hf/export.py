@@ -178,7 +178,7 @@ def find_source(checkpoint: Path, *, run: Path | None, tokenizer: Path | None, p
         raise UserError(f"{checkpoint}: cannot be read ({error}); give a checkpoints/step-N folder") from error
     if not run_dir.config.is_file():
         raise UserError(f"{checkpoint}: {run_dir.config} is not there; give the run folder with --run")
-    config = load_config(run_dir.config, [], None)
+    config = load_config(run_dir.config, [], None, started=True)
     environment = read_inputs(run_dir)["environment"]
     if tokenizer is None:
         folder = environment.get("data", {}).get("folder")

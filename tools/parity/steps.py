@@ -677,7 +677,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="parity.key=value")
     options = parser.parse_intermixed_args(arguments)
     given = ["--config", str(RunDir(options.run).config), *options.overrides]
-    resolved = read_command_line(given, without_accelerate(os.environ))
+    resolved = read_command_line(given, without_accelerate(os.environ), started=True)
     points = [int(point) for point in options.points.split(",")]
     found = measure(RunDir(options.run), resolved, points, length=options.walk)
     content: Any = verdict(found, resolved.config.parity) if options.judge else found

@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     processes = recorded.session["world_size"]
     launches = "RANK" not in os.environ and processes > 1
     environment = without_accelerate(os.environ) | (as_launched(processes) if launches else {})
-    resolved = read_command_line(["--config", str(run_dir.config)], environment)
+    resolved = read_command_line(["--config", str(run_dir.config)], environment, started=True)
     require_layout(recorded.session, resolved)
     refuse_sharing(resolved.batch, but=("sequence", "tensor", *([] if options.bisect else ["expert"])))
     other = None

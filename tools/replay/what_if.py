@@ -73,7 +73,7 @@ def under(resolved: Resolved, overrides: Sequence[str], environment: Mapping[str
                 f"--what-if {text}: {key} would change the run, and not its precision alone; only keys of precision: "
                 f"and {', '.join(_FURTHER)} may change"
             )
-    other = read_command_line(["--config", str(resolved.config_path), *overrides], environment)
+    other = read_command_line(["--config", str(resolved.config_path), *overrides], environment, started=True)
     if other.config == resolved.config:
         raise UserError(f"--what-if {' '.join(overrides)}: is what the run had already; give another value")
     return other

@@ -178,6 +178,11 @@ def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
         file.write(encode({"event": "checkpoint", "step": 4, "tokens": 16, "time": 2.0, **saved}))
     assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 requeue ")
+    branched = [*words, f"run.resume={tmp_path}/b/checkpoints/step-1"]  # which has been pruned since
+    assert main(["begin", "--restarts", "1", *branched]) == 0
+    assert capsys.readouterr().out.endswith(" run.resume=auto\n")
+    assert main(["end", "--mark", mark, "--code", "69", *branched]) == 0
+    assert capsys.readouterr().out.startswith("69 requeue ")
 
 
 def test_a_mistake_in_the_config_is_one_line(refusal):

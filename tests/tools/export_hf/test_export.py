@@ -187,6 +187,16 @@ def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_pat
     assert facts | expected | {"validated after step": 3} == facts
 
 
+def test_what_a_run_started_from_may_be_gone(tmp_path):
+    """Its own retention deletes the checkpoint that run.resume names, and the raw data may be elsewhere."""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "environment.json").write_text("{}")
+    gone = "run: {resume: /gone}\ndata: {tokenizer: /gone, source: text, path: /gone}\nmodel: {architecture: llama}\n"
+    (tmp_path / "config.yaml").write_text(gone)
+    source = find_source(tmp_path / "checkpoints/step-3", run=None, tokenizer=tmp_path, parity=None)
+    assert source.config.run.resume == "/gone" and source.tokenizer == tmp_path
+
+
 def test_the_model_card_records_the_run_and_its_hashes_hold(job, tmp_path):
     source = find_source(checkpoint_of(job, 3), run=None, tokenizer=None, parity=parity_report(tmp_path, job))
     facts = export(source, tmp_path / "out", dtype="bf16", shard_size="5GB", force=False, log=lambda line: None)

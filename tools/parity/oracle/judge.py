@@ -98,7 +98,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     support, and UserError for one that it cannot read.
     """
     run_dir = RunDir(run)
-    config = load_config(run_dir.config, [], None)
+    config = load_config(run_dir.config, [], None, started=True)
     config = replace(config, run=replace(config.run, dir=str(run.parent), name=run.name))  # wherever it is now
     _require_known(config, recomputes=steps > 0)
     events = surviving(read_run_events(run_dir.events))
