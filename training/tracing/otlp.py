@@ -1,5 +1,6 @@
 """Send spans by OTLP over HTTP, without slowing training down when the collector does not answer."""
 
+import atexit
 import hashlib
 import importlib
 import logging
@@ -38,6 +39,7 @@ class Export:
         self.exporter = CountingExporter(OTLPSpanExporter(endpoint=url))
         self.provider = TracerProvider(resource=Resource.create(facts), id_generator=self.ids, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
+        atexit.register(self.close)  # a run that raises sends its last spans, too, once its end is recorded
 
     def trouble(self) -> str | None:
         """Why spans were lost, in one line; None when none were lost."""
@@ -49,6 +51,7 @@ class Export:
 
     def close(self) -> None:
         """Send the queue, for at most `CLOSE_SECONDS`, and not at all if the last batch failed."""
+        atexit.unregister(self.close)
         if self.exporter.failing:
             self.exporter.give_up()
         ending = threading.Thread(target=self.provider.shutdown, daemon=True)

@@ -13,6 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from config.cli import REPOSITORY
+from tests.support.jobs.launches import command, finish
 from tests.support.servers import threads
 from tests.training.tracing import tracing_cases
 from training.progress import Progress
@@ -143,6 +144,14 @@ def test_a_failed_save_and_a_failed_step_are_told_without_their_words(pair, tmp_
     for name in ("step", "forward_backward"):
         assert [span["failed"] for span in taken.named(name, rank=0)] == [None, "Spoiled"]
     assert "must not leave" not in repr(taken.spans)
+
+
+def test_a_run_that_raises_sends_the_spans_of_its_last_step(tmp_path):
+    with collector() as taken:
+        told = ["run.hypothesis=error,0,2,", "checkpoint.every_steps=0", f"tracking.otlp_endpoint={taken.url}"]
+        line = command("python", tmp_path, "raises", *told)
+        finish([line[0], str(REPOSITORY / "tests/support/jobs/dying_train.py"), *line[2:]], exit_code=1)
+    assert [span["failed"] for span in taken.named("step")] == [None, "ValueError"]
 
 
 @pytest.fixture(scope="module")
