@@ -95,6 +95,7 @@ class _Running:
         self._history.refresh()
         if self._history.ended is not None and self._history.ended.get("exit_code") in (0, DIVERGED):
             return self._outcome(0, 0.0, "")  # the run outlived the process that should record its end
+        self._history.ended = None  # an earlier start's; this one may fail before it records anything
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._request_stop)
         path = self._plan.log_path(self._entry)

@@ -337,6 +337,15 @@ def test_when_its_minutes_are_up_it_saves_and_can_be_gone_on_with(tmp_path):
     assert record(tmp_path, 0)["status"] == "stopped" and starts(tmp_path, 1) == []
 
 
+def test_a_start_that_fails_before_it_records_anything_is_not_the_stop_before_it(tmp_path):
+    trials = [{RATE: 1e-3, "optimizer.eps": 0.3, "run.hypothesis": "resume"}]
+    finish(sweep_file(tmp_path, minutes=0.05, trials=trials, grid=None), code=75)
+    assert record(tmp_path, 0)["status"] == "stopped" and saved_once(tmp_path)
+    finish(sweep_file(tmp_path, trials=trials, grid=None), code=1)
+    assert record(tmp_path, 0)["status"] == "crashed" and record(tmp_path, 0)["exit_code"] == 1
+    assert "ValueError: a bug of its own" in record(tmp_path, 0)["reason"]
+
+
 def test_a_changed_file_adds_trials_and_never_mixes_two_runs(tmp_path):
     finish(sweep_file(tmp_path))
     changed = sweep_file(tmp_path, grid={RATE: [1e-4, 1e-2]})

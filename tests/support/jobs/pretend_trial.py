@@ -2,8 +2,8 @@
 
 The loss of a step is 1 + |log10(learning rate) + 3| + 9 / step, so 1e-3 is best. What else happens is set by other
 keys of the run config: optimizer.eps is the seconds of a step, of the first start only; run.hypothesis is `crash`,
-`diverge`, `refuse`, `late` (a crash once, after the first save), `deaf` (SIGUSR1 is ignored) or `leave` (a process is
-left behind).
+`diverge`, `refuse`, `late` (a crash once, after the first save), `resume` (a crash when it would resume), `deaf`
+(SIGUSR1 is ignored) or `leave` (a process is left behind).
 """
 
 import json
@@ -33,7 +33,7 @@ def main() -> int:
     if how == "refuse":
         print("error: nothing here is right", file=sys.stderr)
         return 2
-    if how == "crash":
+    if how == "crash" or (how == "resume" and not first):
         raise ValueError("a bug of its own")
     write(folder, "run_start", 0, world_size=1, resumed_from=None if first else "step-1")
     if how == "leave":
