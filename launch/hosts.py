@@ -49,7 +49,7 @@ class Hosts:
     """The machines named by a `deepspeed` command line, and how to reach them."""
 
     slots: dict[str, int]
-    """Machine to its number of processes, in hostfile order."""
+    """Machine to its number of processes, as the launcher's options select them, in hostfile order."""
     launcher: tuple[str, ...]
     """Words of the command line before train.py."""
     rest: tuple[str, ...]
@@ -59,15 +59,17 @@ class Hosts:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> Hosts | None:
-        """The machines of a `deepspeed` command with a hostfile; None for other commands. Raises UserError."""
+        """The machines of a `deepspeed` command that reaches them over ssh; None for others. Raises UserError."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])
         path = option_value(launcher, *_HOSTFILE_OPTIONS)
         if not launcher or Path(launcher[0]).name != "deepspeed" or path is None:
             return None
+        if "--no-ssh" in {word.replace("_", "-") for word in launcher}:
+            return None  # it starts this machine's ranks alone
         port = option_value(launcher, "--ssh-port")
         ssh = ("ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}", *(("-p", port) if port else ()))
-        slots = read_hostfile(Path(path).expanduser())
+        slots = selected(read_hostfile(Path(path).expanduser()), launcher)
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
     def reachable(self) -> list[str]:
@@ -123,7 +125,7 @@ class HostSelection:
     fits: Callable[[int], bool]
     """Whether the global batch divides among this many processes."""
     min_nodes: int | None
-    """[machines] Minimum number for a start; None requires the whole hostfile, and the first start skips the probe."""
+    """[machines] Minimum number for a start; None requires all of them, and the first start skips the probe."""
     wait_minutes: float
     log: Callable[[str], None]
     stopped: Callable[[], bool]
@@ -213,6 +215,25 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not slots:
         raise UserError(f"{path}: names no host; write a line such as worker-0 slots=8")
     return slots
+
+
+def selected(slots: dict[str, int], words: Sequence[str]) -> dict[str, int]:
+    """What the options of a `deepspeed` command line, which checks them itself, leave of a hostfile's slots."""
+
+    def named(*options: str) -> dict[str, int]:
+        """Machine to the number of slots named in NAME:0,2@NAME, all of them for a name alone."""
+        parts = [part.partition(":") for part in (option_value(words, *options) or "").split("@")]
+        return {name: len(ids.split(",")) if ids else slots[name] for name, _, ids in parts if name in slots}
+
+    def number(*options: str) -> int | None:
+        value = option_value(words, *options) or ""
+        return int(value) or None if value.isdecimal() else None  # -1 and 0 are all
+
+    included, excluded = named("--include", "-i"), named("--exclude", "-e")
+    left = {name: included.get(name, 0 if included else count) - excluded.get(name, 0) for name, count in slots.items()}
+    names = [name for name, count in left.items() if count > 0][: number("--num-nodes")]
+    each = number("--num-gpus", "--num-accelerators")
+    return {name: each or left[name] for name in names}
 
 
 def option_value(words: Sequence[str], *options: str) -> str | None:

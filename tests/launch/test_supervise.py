@@ -15,7 +15,7 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.schema import BatchSection, Config, ParallelSection
-from launch.hosts import Hosts, most_that_fit
+from launch.hosts import Hosts, most_that_fit, selected
 from launch.supervise import Run
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN
@@ -197,7 +197,7 @@ class Bench:
         words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
         path = f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}"
         # RANK: as if what is started were the rank
-        environment = ["env", path, f"PRETEND={json.dumps(plan)}", "RANK=0"]
+        environment = ["env", path, f"PRETEND={json.dumps(plan)}", "RANK=0", "LOCAL_RANK=0"]
         return launches.start([*environment, sys.executable, "-m", "launch.supervise", *words])
 
     def ended(self, *plan: dict, code: int, **given: tuple[str, ...]) -> str:
@@ -233,6 +233,25 @@ def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
     lines = output.splitlines()
     assert lines[-2].endswith("2 are needed (--min-nodes): waiting for up to 0.01 minutes (--wait-nodes)")
     assert lines[-1].endswith("given up after 0.01 minutes (--wait-nodes)")
+
+
+@pytest.mark.parametrize("selection", [("--num_nodes", "2"), ("--exclude=c",), ("--include", "a@b")])
+def test_a_restart_needs_what_the_launchers_options_select(bench, selection):
+    """The launcher does not use c, which is down, and six processes would not fit the batch."""
+    bench.down("c")
+    done = {"exit": 0, "steps": 6, "end": [0, ""]}
+    bench.ended(LOST, done, options=("--wait-nodes", "0.02"), launcher=selection, code=0)
+    assert len(bench.started()) == 2
+
+
+def test_without_ssh_the_ranks_are_those_of_this_machine(bench):
+    bench.down("a", "b", "c")
+    told = {"exit": 0, "steps": 3, "wait": True, "end": [75, "asked to stop"]}
+    job = bench.start(told, options=(), launcher=("--no_ssh", "--node_rank", "0"))
+    launches.wait_until((bench.folder / "it" / "events.jsonl").is_file)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=30)
+    assert job.returncode == 75, output
 
 
 def test_too_few_machines_at_the_start_are_a_mistake(bench):
@@ -283,6 +302,20 @@ def test_the_largest_number_of_machines_that_fits():
     assert most_that_fit(["a", "b", "c"], slots, lambda processes: 16 % processes == 0) == ["a", "b"]
     assert most_that_fit(["c", "a"], slots, lambda processes: 16 % processes == 0) == ["c"]
     assert most_that_fit(["c", "a"], slots, lambda processes: processes == 7) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--num_nodes 2", {"a": 4, "b": 4}),
+        ("--num_nodes=0 --num_gpus 1", {"a": 1, "b": 1, "c": 1}),
+        ("--include a:0,2@c", {"a": 2, "c": 2}),
+        ("-e b@a:1", {"a": 3, "c": 2}),
+        ("--master_addr x", {"a": 4, "b": 4, "c": 2}),
+    ],
+)
+def test_a_launchers_options_select_machines_and_processes(words, expected):
+    assert selected({"a": 4, "b": 4, "c": 2}, ["deepspeed", *words.split()]) == expected
 
 
 def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
