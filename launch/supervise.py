@@ -59,6 +59,11 @@ class Session:
     seconds: float = 0.0
     """[seconds] Time from its first event to its last."""
 
+    def is_out_of_time(self, max_minutes: float | None) -> bool:
+        """Whether run.max_minutes stopped it, which a rank whose clock is ahead of rank 0's may have noticed first."""
+        up = max_minutes is not None and self.seconds > 0.95 * 60 * max_minutes
+        return up or "max_minutes" in self.reason
+
 
 @dataclass(frozen=True)
 class Run:
@@ -117,8 +122,7 @@ def final_exit_code(
     """The exit code to end with; None if a restart may help. codes: exit code of the launcher, then that of the rank
     that failed first if the launcher reports it."""
     if session.exit_code == PREEMPTED:
-        time_is_up = max_minutes is not None and session.seconds > 0.95 * 60 * max_minutes
-        return PREEMPTED if stop_requested or time_is_up or "max_minutes" in session.reason else None
+        return PREEMPTED if stop_requested or session.is_out_of_time(max_minutes) else None
     if session.exit_code is not None:
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
     final = next((code for code in codes if code in FINAL), None)

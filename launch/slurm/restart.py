@@ -17,7 +17,7 @@ from config.machine.processes import describe_exit
 from launch.supervise import FINAL, Run, Session
 
 
-def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
+def requeue_decision(session: Session, code: int, max_minutes: float | None = None) -> tuple[int, bool, str]:
     """(the run's exit code, whether to requeue the job, why).
 
     session: what this start wrote into events.jsonl. code: srun's exit code, the highest of all tasks; under torchrun
@@ -27,7 +27,7 @@ def requeue_decision(session: Session, code: int) -> tuple[int, bool, str]:
     if code == DONE or code in FINAL:
         return code, False, f"{FINAL.get(code, 'done')} (exit code {code})"
     if code == PREEMPTED:
-        again = "max_minutes" not in session.reason
+        again = not session.is_out_of_time(max_minutes)
         return code, again, f"{session.reason or 'preempted'} (exit code {code})"
     how = describe_exit(128 - code if 128 < code < 160 else code)
     if session.saved < 0:
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         print(":".join(map(str, run.events_end())), *(["run.resume=auto"] if options.restarts and saved else []))
         return 0
     inode, size = map(int, options.mark.split(":"))
-    code, again, why = requeue_decision(run.session_since((inode, size)), options.code)
+    session = run.session_since((inode, size))
+    code, again, why = requeue_decision(session, options.code, run.config.run.max_minutes)
     print(code, "requeue" if again else "end", why)
     return 0
 

@@ -157,6 +157,11 @@ def test_what_is_requeued(session, code, expected, again, said):
     assert said in why
 
 
+def test_time_that_is_up_is_not_requeued_when_another_rank_noticed_first():
+    session = Session(furthest=6, saved=6, exit_code=75, reason="another rank was asked to stop", seconds=3608.0)
+    assert [requeue_decision(session, 75, minutes)[1] for minutes in (60, 90, None)] == [False, True, True]
+
+
 def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
     words = ["--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}", "run.name=a"]
     assert main(["begin", "--restarts", "1", *words]) == 0
