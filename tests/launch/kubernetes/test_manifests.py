@@ -283,7 +283,9 @@ def test_the_image_is_made_of_what_is_needed_to_train_and_nothing_to_test(machin
     done = subprocess.run([*as_user(), *line], cwd=machine / "image", capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "name: demo" in done.stdout, done.stderr
     inside = {path.relative_to(machine / "image").parts[0] for path in (machine / "image").rglob("*")}
-    assert not inside & {"tests", "docs", "runs", ".git", ".venv", "wandb"}
+    assert not inside & {"tests", "runs", ".git", ".venv", "wandb"}
+    read = {path.name for path in (machine / "image/docs").rglob("*.*")}  # by tools.audit and tracking.wandb.view
+    assert read == {"precision-matrix.md", "saved_view.yaml"}
     secrets = REPOSITORY / "launch/kubernetes/secret.yaml"
     assert not image.sent(secrets) and not image.sent(REPOSITORY / ".git/config")
     assert image.sent(REPOSITORY / "requirements.txt")
