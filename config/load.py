@@ -48,7 +48,7 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     if deepspeed_config is not None:
         _apply_override(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
     builder = _Builder(origins)
-    config = builder.section(Config, tree, "")
+    config = _with_home(builder.section(Config, tree, ""))
 
     def place(key: str) -> Place:
         section, _, name = key.rpartition(".")
@@ -66,6 +66,16 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         config = dataclasses.replace(config, run=run)
     rules.check(settle_task(config), builder.origin, started=started)
     return config
+
+
+def _with_home(config: Config) -> Config:
+    """The config with the home folder in the names of models, in place of a `~/` that transformers would not find."""
+    model, distill = config.model, config.distill
+    if (name := model.name_or_path) is not None and name.startswith("~/"):
+        model = dataclasses.replace(model, name_or_path=str(Path(name).expanduser()))
+    if (name := distill.teacher) is not None and name.startswith("~/"):
+        distill = dataclasses.replace(distill, teacher=str(Path(name).expanduser()))
+    return dataclasses.replace(config, model=model, distill=distill)
 
 
 def to_dict(config: Config) -> dict[str, Any]:

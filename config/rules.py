@@ -87,7 +87,7 @@ def _places(config: Config) -> Iterator[Problem]:
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
     for key, given in (("model.name_or_path", config.model.name_or_path), ("distill.teacher", config.distill.teacher)):
-        if given is not None and _looks_local(given) and not Path(given).expanduser().is_dir():
+        if given is not None and _looks_local(given) and not Path(given).is_dir():
             yield key, f"= '{given}' is not a folder; give a model folder or a hub id"
     if _looks_local(data.tokenizer) and not Path(data.tokenizer).expanduser().exists():
         yield "data.tokenizer", f"= '{data.tokenizer}' does not exist; give a folder, a hub id, bytes or bpe:4096"

@@ -418,7 +418,7 @@ def _in_fp32(parameters: Sequence[torch.nn.Parameter], only: Collection[torch.nn
 
 
 def _saved_config(section: ModelSection, model_class: str) -> PretrainedConfig:
-    name = str(Path(str(section.name_or_path)).expanduser())
+    name = str(section.name_or_path)
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -537,7 +537,7 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
 
 def weights_identity(name: str, commit: str | None = None) -> str:
     """The identity of a model: sha256 over its weight files, or a hub revision. Raises OSError."""
-    folder = Path(name).expanduser()
+    folder = Path(name)
     if not folder.is_dir():
         commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
         return f"{name}@{commit}"

@@ -198,7 +198,7 @@ TEXT = PLAIN_TEXT | st.sampled_from([*AMBIGUOUS, "a: b", "- x"])
 )
 @given(config=section_strategy(Config))
 def test_what_is_written_reads_back_equal(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("config.load.rules.check", lambda config, origin: None)
+    monkeypatch.setattr("config.load.rules.check", lambda config, origin, started: None)
     monkeypatch.setattr("config.load.settle", lambda config, path, place: config)
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
@@ -287,3 +287,17 @@ def test_files_of_a_run_that_has_started_may_be_gone(minimal, given):
     with pytest.raises(UserError, match="= '/gone"):
         load_config(minimal, given, None)
     load_config(minimal, given, None, started=True)
+
+
+def test_a_model_in_the_home_folder_is_named_by_its_whole_path(minimal, tmp_path, monkeypatch):
+    """Transformers takes ~/base for a name on the hub."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    given = ["task=distill", "model.architecture=null", "model.name_or_path=~/base", "distill.teacher=~/base"]
+    config = load_config(minimal, given, None)
+    assert config.model.name_or_path == config.distill.teacher == str(tmp_path / "base")
+    monkeypatch.setenv("HOME", "/elsewhere")
+    with pytest.raises(UserError, match=r"model.name_or_path = '/elsewhere/base' is not a folder"):
+        load_config(minimal, given, None)
+    with pytest.raises(UserError, match=r"= '~nobody-of-that-name/base' is not a folder"):
+        load_config(minimal, [*given, "model.name_or_path=~nobody-of-that-name/base"], None)

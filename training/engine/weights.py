@@ -72,7 +72,7 @@ def start_masters(engine: Engine, held: Held, name_or_path: str | None = None) -
     require_fresh_masters(engine)
     source = "drawn in float32"
     if name_or_path is not None:
-        folder = Path(name_or_path).expanduser()
+        folder = Path(name_or_path)
         dtypes = compare_with_files(engine, folder) if engine.world.from_main(folder.is_dir()) else set()
         if dtypes or not engine.has_frozen_base:
             source = " and ".join(sorted(dtypes)) + " files" if dtypes else "as loaded in float32"
