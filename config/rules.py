@@ -82,7 +82,7 @@ def _run(config: Config) -> Iterator[Problem]:
 
 
 def _places(config: Config) -> Iterator[Problem]:
-    """What has to be there for a run to start, and may be gone once it has started."""
+    """Files and folders that a run needs to start, and that may be gone once it has started."""
     run, data = config.run, config.data
     if run.resume not in ("auto", "never") and not Path(run.resume).expanduser().exists():
         yield "run.resume", f"= '{run.resume}' does not exist; write auto, never or the path of a checkpoint"
