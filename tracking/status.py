@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from config import yaml_text
 from config.printable import line
 from tracking.events import Event
 from tracking.jsonl import beginnings, event_on, lines_backwards
 from tracking.numbers import duration
+from tracking.run_dir import RunDir, setting
 from tracking.run_lock import LOCK, SILENT_SECONDS, holder
 
 State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "crashed"]
@@ -22,7 +24,7 @@ State = Literal["running", "silent", "killed", "done", "preempted", "aborted", "
 SILENT_STEPS = 10
 """A running run is silent if it records no event for the time of this many steps, and for SILENT_SECONDS."""
 FIRST_SECONDS = 1800.0
-"""The same before a session's first step, which may compile kernels or follow an evaluation."""
+"""The same before a session's first step, which may compile kernels, and while a run may evaluate or save."""
 
 _TELEMETRY = beginnings("telemetry")
 
@@ -60,7 +62,7 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     writer = holder(run_dir)
     step = int(newest["step"]) if newest else 0
     if writer is not None and writer.alive and (end is None or (writer.since or 0.0) > end["time"]):
-        silence = _silence(newest, writer.since, now)
+        silence = _silence(run_dir, newest, writer.since, now)
         return Status("silent" if silence else "running", silence, step, writer.since)
     if end is not None:
         return ended(end, step)
@@ -68,7 +70,7 @@ def run_status(run_dir: Path, now: float | None = None) -> Status:
     seen = f"the newest event is {age} old" if newest is not None else "nothing was recorded"
     if writer is not None:
         cause = f"its process ({writer.words}) is gone and recorded no end; {seen}"
-    elif not (run_dir / LOCK).exists() and newest is not None and not _silence(newest, None, now):
+    elif not (run_dir / LOCK).exists() and newest is not None and not _silence(run_dir, newest, None, now):
         return Status("running", step=step)  # its folder could not be locked
     else:
         cause = f"no process has the run folder, and no end was recorded; {seen}"
@@ -104,7 +106,8 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
                     return event, last or newest or event
                 if kind in ("step", "run_start"):
                     # later events tell when the run was last seen, but a checkpoint may belong to an earlier step
-                    last = last or {**event, "time": newest["time"] if newest else event["time"]}
+                    seen = newest or event
+                    last = last or {**event, "time": seen["time"], "saving": seen.get("saving")}
                     steps += 1
                     if kind == "run_start" or steps > _STEPS_AFTER_AN_END:
                         break
@@ -114,10 +117,26 @@ def newest_session(events: Path) -> tuple[Event | None, Event | None]:
     return None, last or newest
 
 
-def _silence(newest: Event | None, since: float | None, now: float) -> str:
+def _silence(run_dir: Path, newest: Event | None, since: float | None, now: float) -> str:
     """How long a running run has recorded nothing, as text; empty while that is normal."""
     if newest is None or (since is not None and newest["time"] < since):
         return ""  # still preparing data or building the model
     seconds = newest.get("step_seconds")
     usual = FIRST_SECONDS if seconds is None else max(SILENT_SECONDS, SILENT_STEPS * seconds)
-    return f"no event for {duration(now - newest['time'])}" if now - newest["time"] > usual else ""
+    silent = now - newest["time"]
+    if usual < silent <= FIRST_SECONDS and (newest.get("saving") or _waits_after(newest["step"], run_dir)):
+        return ""
+    return f"no event for {duration(silent)}" if silent > usual else ""
+
+
+def _waits_after(step: int, run_dir: Path) -> bool:
+    """Whether the run's config has training evaluate or save after this step, which it may wait for."""
+    try:
+        config = yaml_text.parse(RunDir(run_dir).config.read_text(encoding="utf-8"))
+        for section in ("evaluate", "checkpoint"):
+            every, further = (setting(config, f"{section}.{key}") for key in ("every_steps", "also_after"))
+            if (every and step % every == 0) or step in (further or ()):
+                return True
+        return bool(step == setting(config, "run.steps"))
+    except (OSError, ValueError, TypeError):  # none yet, or damaged
+        return False

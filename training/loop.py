@@ -41,15 +41,16 @@ def train(parts: Parts, progress: Progress) -> Ending:
         if judgement.verdict is Verdict.ABORT:
             broken = health.corruption
             # wrong masters must not replace the last checkpoint
-            problem = save_now(parts, progress) if broken is None or broken.state_is_good else None
+            problem = save_now(parts, progress, "aborted") if broken is None or broken.state_is_good else None
             code = DIVERGED if broken is None else BROKEN
             return Ending(progress, code, judgement.reason + (f"; {problem}" if problem else ""))
         if judgement.verdict is Verdict.ROLLBACK:
             # so that a crash does not forget the used budget and the skipped batches
-            save_now(parts, progress, saves.found_loss)
+            save_now(parts, progress, "rolled back", saves.found_loss)
             continue
         if health.preempted:
-            problem = save_now(parts, progress)  # before an evaluation, for which no time may be left
+            # before an evaluation, for which no time may be left
+            problem = save_now(parts, progress, parts.preemption.reason)
             if problem is not None or progress.step < planned:
                 return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None
@@ -96,8 +97,9 @@ def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:
     return Ending(progress, DIVERGED if isinstance(problem, NotFinite) else UNSAVED, str(problem))
 
 
-def save_now(parts: Parts, progress: Progress, validation_loss: float | None = None) -> SaveFailed | None:
-    """Save a checkpoint and wait for it; returns the error, or None."""
+def save_now(parts: Parts, progress: Progress, why: str, validation_loss: float | None = None) -> SaveFailed | None:
+    """Save a checkpoint and wait for it; returns the error, or None. why: noted before, since it may take minutes."""
+    parts.record.note(f"{why}; saving", saving=True)
     start_save(parts, progress, validation_loss)
     return record_saves(parts)
 

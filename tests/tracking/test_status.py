@@ -83,6 +83,25 @@ def test_a_first_step_may_take_longer_than_a_minute(tmp_path, process):
     assert run_status(tmp_path / "demo", now=time.time() + FIRST_SECONDS + 60).state == "silent"
 
 
+@pytest.mark.parametrize(("steps", "state"), [(2, "silent"), (3, "running"), (5, "running"), (9, "running")])
+def test_an_evaluation_or_a_save_may_take_longer_than_a_minute(tmp_path, process, steps, state):
+    """Neither after step 2; an evaluation after step 3, a save after step 5, and both after the last one."""
+    settings = {"evaluate": {"every_steps": 3}, "checkpoint": {"every_steps": 0, "also_after": [5]}}
+    (tmp_path / "demo/config.yaml").write_text(yaml.safe_dump(settings | {"run": {"steps": 9}}))
+    record(tmp_path / "demo", steps=steps, age=-1.0)
+    assert run_status(tmp_path / "demo", now=time.time() + 300).state == state
+    assert run_status(tmp_path / "demo", now=time.time() + FIRST_SECONDS + 60).state == "silent"
+
+
+def test_a_save_that_training_has_announced_may_take_longer_than_a_minute(tmp_path, process):
+    with session(tmp_path / "demo", time=time.time() + 1, seconds=0.0) as run:
+        run.steps(2)
+        run.event("note", text="run.max_minutes is up; saving", saving=True)
+        assert run_status(tmp_path / "demo", now=time.time() + 300).state == "running"
+        run.save()
+        assert run_status(tmp_path / "demo", now=time.time() + 300).state == "silent"
+
+
 def test_a_restarted_run_is_running_before_it_has_written_anything(tmp_path, process):
     record(tmp_path / "demo", age=3600.0, status="preempted", exit_code=75)
     assert run_status(tmp_path / "demo").state == "running"

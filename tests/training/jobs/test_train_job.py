@@ -125,6 +125,8 @@ def test_a_run_whose_time_is_up_saves_and_asks_for_a_restart(folder):
     end = events(folder, "timed", "run_end")[-1]
     assert (end["status"], end["reason"]) == ("preempted", "run.max_minutes is up")
     assert "run.max_minutes is up" in output
+    (note,) = events(folder, "timed", "note")
+    assert (note["text"], note["step"], note["saving"]) == ("run.max_minutes is up; saving", last, True)
 
 
 def test_a_run_that_only_skips_stops_with_a_diagnosis_and_a_checkpoint(folder):
