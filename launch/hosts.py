@@ -218,7 +218,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def selected(slots: dict[str, int], words: Sequence[str]) -> dict[str, int]:
-    """What the options of a `deepspeed` command line, which checks them itself, leave of a hostfile's slots."""
+    """Slots of a hostfile that the options of a `deepspeed` command line select; its launcher checks the options."""
 
     def named(*options: str) -> dict[str, int]:
         """Machine to the number of slots named in NAME:0,2@NAME, all of them for a name alone."""
