@@ -64,6 +64,7 @@ class MLflow:
             tags |= {f"tag.{tag}": "true" for tag in job["tags"]}
             kept = {name: value for name, value in tags.items() if value}
             self._run = self._client.create_run(number, tags=kept, run_name=job["name"]).info.run_id
+            (folder / DELIVERED.format("mlflow")).unlink(missing_ok=True)  # it has nothing yet of what was delivered
             write_atomically(known, self._run.encode())
             params = [Param(_mlflow_name(key), str(value)[: self._MOST_TEXT]) for key, value in flat(job["config"])]
             for batch in _batches(params, self._MOST_PARAMS):
@@ -188,8 +189,8 @@ class TrackerDelivery(Delivery):
 
 def deliver(job: dict[str, Any]) -> None:
     """Deliver the run described by a job of `tracking.trackers.sink`."""
-    delivered = Delivered(Path(job["folder"]) / DELIVERED.format(job["tracker"]))
     client = _CLIENTS[job["tracker"]](job)
+    delivered = Delivered(Path(job["folder"]) / DELIVERED.format(job["tracker"]))
     TrackerDelivery(client, delivered, job["log_every_steps"]).follow(job)
 
 

@@ -111,7 +111,7 @@ def test_tensorboard_opens_on_what_matters_with_text_settings_histograms_and_the
 
 
 @pytest.mark.slow
-def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -> None:
+def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir, monkeypatch: Any) -> None:
     pytest.importorskip("mlflow", reason="mlflow is not installed")
     pytest.importorskip("sqlalchemy", reason="mlflow's local store needs sqlalchemy")
     from mlflow.tracking import MlflowClient
@@ -128,6 +128,12 @@ def test_mlflow_reads_back_one_run_with_its_config_and_status(run_dir: RunDir) -
     assert run.data.tags["group"] == "seeds" and run.data.tags["tag.fp16"] == "true"
     history = {metric.step: metric.value for metric in client.get_metric_history(run.info.run_id, "train/loss")}
     assert sorted(history) == list(range(1, 9)) and math.isnan(history[3]) and history[8] == pytest.approx(loss(8))
+    server = f"sqlite:///{run_dir.path / 'server.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server)
+    track(run_dir, "mlflow", 9, 9)
+    (run,) = (other := MlflowClient(server)).search_runs([other.get_experiment_by_name("papers").experiment_id])
+    whole = [metric.step for metric in other.get_metric_history(run.info.run_id, "train/loss")]
+    assert sorted(whole) == list(range(1, 10)), "another server gets the earlier sessions, too"
 
 
 def test_trackio_reads_back_each_run_folder_as_a_run_of_its_own(tmp_path: Path, monkeypatch: Any) -> None:
