@@ -222,7 +222,8 @@ def judge(
     if diverged is not None:
         again = _anew(resume_command, config, 0.1, checkpoint=_checkpoint(folder, diverged[2]))
     if status.state in ("killed", "crashed"):
-        killed = status.state == "killed" or "was killed by SIG" in status.cause
+        by_signal = "was killed by SIG" in status.cause or "(SIGINT)" in status.cause
+        killed = status.state == "killed" or by_signal
         before = f"; before that {diverged[0]}" if diverged is not None else ""
         return verdict("killed" if killed else "crashed", status.cause + before, status.step, again)
     if diverged is not None:

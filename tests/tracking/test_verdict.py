@@ -265,6 +265,12 @@ def test_a_killed_run_that_diverged_is_not_told_to_resume() -> None:
     assert found.word == "killed" and "before that its loss rose" in found.cause and "learning_rate=" in found.command
 
 
+def test_a_run_that_is_interrupted_at_the_keyboard_is_killed() -> None:
+    cause = "rank 0 (pid 7 on a) was interrupted from the keyboard (SIGINT)"
+    crashed = ended({"status": "crashed", "exit_code": 130, "time": 1.0, "reason": cause}, 20)
+    assert of_losses([3.0] * 20, crashed).text == f"killed since step 20: {cause}"
+
+
 def test_what_a_rollback_or_a_restart_left_behind_is_forgotten() -> None:
     rolled = evidence_of([3.0] * 30 + [80.0] * 30)
     assert judge(rolled, DONE).word == "diverged"
