@@ -43,8 +43,7 @@ def open_tracing(
     if "OTEL_SERVICE_NAME" not in os.environ:
         facts["service.name"] = "mantissa"
     endpoint, session = str(resolved.config.tracking.otlp_endpoint), world.from_main(secrets.token_hex(16))
-    tokens = resolved.tokens_per_step
-    tracing = Tracing(endpoint, facts, session=session, rank=world.rank, tokens=tokens, note=note)
+    tracing = Tracing(endpoint, facts, session=session, rank=world.rank, note=note)
     tracing.follow(engine, batches, checkpoints)
     return tracing
 
@@ -53,10 +52,9 @@ class Tracing:
     """The spans of one rank. Only `close` waits for the collector, for at most 5 seconds."""
 
     def __init__(
-        self, endpoint: str, facts: dict[str, Any], *, session: str, rank: int, tokens: int, note: Callable[[str], None]
+        self, endpoint: str, facts: dict[str, Any], *, session: str, rank: int, note: Callable[[str], None]
     ) -> None:
-        """facts: resource attributes. session: the same on every rank, and different for every start of a run.
-        tokens: those of a step, over all ranks."""
+        """facts: resource attributes. session: the same on every rank, and different for every start of a run."""
         from opentelemetry import trace
 
         from training.tracing.otlp import Export, derived_id
@@ -65,7 +63,7 @@ class Tracing:
         self._export = Export(endpoint, facts)
         self._tracer = self._export.provider.get_tracer("mantissa")
         self._endpoint, self._session, self._rank = endpoint, session, rank
-        self._tokens, self._tell = tokens, note
+        self._tell = note
         self._attempts = 0
         self._export.ids.trace_id = derived_id(128, session, 0)  # of `evaluate.at_start`, before the first step
         self._attributes: dict[str, Any] = {}
@@ -78,7 +76,7 @@ class Tracing:
         """Record spans of these objects' methods from now on."""
         self._undo = follow(
             [
-                (batches, "next_step", lambda: self.span("data"), None),
+                (batches, "next_step", lambda: self.span("data"), self._count),
                 (engine, "forward_backward", lambda: self.span("forward_backward"), None),
                 (engine, "health", lambda: self.span("health"), self._note("loss", "grad_norm")),
                 (engine, "step", lambda: self.span("optimizer"), self._note("applied", "loss_scale", "lr")),
@@ -92,7 +90,7 @@ class Tracing:
     def step(self, progress: Progress) -> Iterator[None]:
         """Context of the root span of one attempted step. progress: before the step."""
         span = self._start_step()
-        self._attributes = {"step": progress.step + 1, "tokens": progress.tokens + self._tokens}
+        self._attributes = {"step": progress.step + 1, "tokens": progress.tokens}
         with self._ended(span):
             try:
                 yield
@@ -149,6 +147,9 @@ class Tracing:
     def _note(self, *names: str) -> Callable[[Any], None]:
         """A callback that makes these fields of a method's result attributes of the step."""
         return lambda result: self._attributes.update({name: getattr(result, name) for name in names})
+
+    def _count(self, batch: Any) -> None:
+        self._attributes["tokens"] += batch.tokens
 
     @contextmanager
     def _saving(self) -> Iterator[None]:

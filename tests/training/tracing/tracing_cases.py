@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from training.distributed import World
 from training.progress import Progress
 from training.tracing.spans import Tracing
 
-TOKENS = 128
+TOKENS = 100
+"""Those of a global batch of 128 places, without padding."""
+
+
+class Padded(Repeated):
+    """The same batches, in which some tokens are padding."""
+
+    def next_step(self) -> Any:
+        """The next one."""
+        return replace(super().next_step(), places_of_all=TOKENS)
 
 
 class Spoiled(RuntimeError):
@@ -49,14 +59,14 @@ def steps_of(
     random.seed(7)
     resolved = resolve(world, stage=2, compute=compute, micro=2, overrides=overrides)
     with engine_of(world, resolved) as engine:
-        batches, progress, rows, seconds = Repeated(world, wait), Progress(), [], []
+        batches, progress, rows, seconds = Padded(world, wait), Progress(), [], []
         checkpoints = Checkpoints(Path(folder), keep=Retention(1), identity={}, world=world)
         tracing, targets = None, (engine, batches, checkpoints)
         own = _own_methods(targets)  # of the engine those that faults wrap
         if endpoint is not None:
             facts = {"run": "a test", "rank": world.rank}
             session = world.from_main(os.urandom(8).hex())
-            tracing = Tracing(endpoint, facts, session=session, rank=world.rank, tokens=TOKENS, note=notes.append)
+            tracing = Tracing(endpoint, facts, session=session, rank=world.rank, note=notes.append)
             tracing.follow(*targets)
         for step in range(1, steps + 1):
             started = time.perf_counter()
@@ -65,7 +75,7 @@ def steps_of(
                 health = engine.health(engine.forward_backward(batch, step=step))
                 update = engine.step(health, 0.001)
             seconds.append(time.perf_counter() - started)
-            progress = progress.after(tokens=TOKENS, applied=update.applied)
+            progress = progress.after(tokens=batch.tokens, applied=update.applied)
             rows.append([health.loss, update.applied, update.loss_scale])
         engine.evaluate([batch_of(world, 2, seed=99)])
         outcomes = []
