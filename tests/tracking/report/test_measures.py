@@ -141,14 +141,13 @@ def test_each_session_counts_with_its_own_devices(tmp_path: Path) -> None:
     for size, began in ((8, 0), (2, 8)):
         with session(folder, world_size=size, step=began, time=1.7e9 + 3600 * began, seconds=36.0) as written:
             written.steps(9 - began, tokens_per_second=1000.0 * size)
-            written.event("note", text="the end")
     RunDir(folder).write_inputs(CONFIG, {}, ENVIRONMENT)
     flops_a_token = 6 * 12_345_678 + 12 * 4 * 256 * 512
     share = pytest.approx(1000 * flops_a_token / 989.4e12)
     assert _found(folder)["utilisation"].value == share
     run = read_run(folder)
     assert [share == value / 100 for value in curves(run)["runs"][0]["curve"]["utilisation"]] == [True] * 9
-    hours = (10 * 8 + 2 * 2) * 36 / 3600
+    hours = (9 * 8 + 1 * 2) * 36 / 3600
     assert run.device_hours == pytest.approx(hours)
     rows = {row.key: row.values for row in measures([run], price=2.0)}
     assert rows["device_hours"] + rows["cost"] == pytest.approx((hours, 2 * hours))
