@@ -256,6 +256,7 @@ def test_a_crashed_and_resumed_run_is_summarised_as_one(run_dir: RunDir) -> None
     text = report_of(run_dir, resume_command="python train.py")
     assert (
         "**killed** since step 12: no process has the run folder" in text
+        and "As of step 12, 2023-11-14 23:37 UTC." in text
         and "In 2 sessions." in text
         and "python train.py" in text
         and text.count("data: 4 rows") == 1

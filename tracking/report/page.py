@@ -6,6 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,13 @@ def write_report(context: MeasureContext, *, sample: str | None = None, resume_c
     hypothesis, plot = setting(run.config, "run.hypothesis"), run_dir.plots / "run.png"
     drawn = len(run.columns) and _attempt(plot, lambda: plot_run(run, plot))
     parts = {title: section(title, body) for title, body in sections(run, resume_command).items()}
+    moment = datetime.fromtimestamp(run.sessions[-1].last, UTC)
+    step = run.columns.step[-1] if len(run.columns) else 0
     content = page(
         f"# {escaped(run.label)}",
         f"**{verdict.word}**{escaped(verdict.text.removeprefix(verdict.word))}",
         fenced(verdict.command, "bash") if verdict.command else "",
+        f"As of step {step:,}, {moment:%Y-%m-%d %H:%M} UTC.",  # a later session may be running or have been killed
         f"> Hypothesis: {escaped(hypothesis)}" if hypothesis else "",
         f"In {run.counts['run_start']} sessions." if run.counts["run_start"] > 1 else "",
         parts.pop("What ran"),
