@@ -18,7 +18,7 @@ from training.progress import Progress
 from training.tracing.spans import Tracing
 
 TOKENS = 100
-"""Those of a global batch of 128 places, without padding."""
+"""Tokens of a global batch of 128 places, without padding."""
 
 
 class Padded(Repeated):
