@@ -252,7 +252,7 @@ def test_an_unreachable_hub_is_told_in_one_line() -> None:
     )
     command = ["env", "HF_HUB_OFFLINE=1", sys.executable, "-c", program]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    assert result.stdout.startswith("UserError data.path=nobody/nothing: cannot be read (")
+    assert result.stdout.startswith("Unreadable data.path=nobody/nothing: cannot be read (")
     assert result.stdout.count("\n") == 1
 
 
