@@ -57,7 +57,8 @@ class Probe:
 
         scheduler: the learning rate scheduler, if the loop steps it. max_bytes, max_seconds: most that a rank may
         write, an equal part in each step, and most time for recording, in total; if masters and moments are larger, a
-        part of their values is kept. trainer: facts of a Hugging Face trainer, which `callback` fills in.
+        part of their values is kept, and only as many of the first steps as have room for the masters. trainer: facts
+        of a Hugging Face trainer, which `callback` fills in.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
         if not hasattr(self.engine, "zero_optimization_stage"):
@@ -75,8 +76,9 @@ class Probe:
         """Calls of the model since the last backward pass."""
         self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
-        if self._most(self.rank == 0 and (self.folder / "probe.json").exists()):
-            raise ValueError(f"{self.folder} holds a probe already; give the new one another folder")
+        if self._most(self.rank == 0 and (self.folder / "probe.json").exists()):  # as after a restart
+            self._fail(f"nothing is recorded: {self.folder} holds a probe already; give the new one another folder")
+            return
         self.folder.mkdir(parents=True, exist_ok=True)
         self._training = self._most(time.time_ns())
         """Identifies the training: the same on all ranks, and in each file."""
@@ -84,6 +86,13 @@ class Probe:
         self._places = self._placed()
         learns = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
         self._trained = {name: each for name, each in learns if id(each) in self._places}
+        self._least = 4 * sum(_shape(each).numel() for each in self._trained.values())
+        """[bytes] Masters before a step, which are always kept whole."""
+        self.steps = self.steps[: int(max_bytes // max(1, 1.1 * self._least))]
+        if not self.steps:
+            least = f"a step of this model takes {self._least / 1e9:.2f} GB or more on rank 0"
+            self._fail(f"nothing is recorded: {least}; give max_bytes={3 * self._least} for two steps")
+            return
         self._bind = inspect.signature(self.model.forward).bind_partial
         if self.rank == 0:
             facts = {**self._facts(), "trainer": trainer or {}}
@@ -99,11 +108,12 @@ class Probe:
 
         class Callback(TrainerCallback):
             probe: Probe
+            resumed_from: int
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
                 facts = {key: getattr(args, key, None) for key in ("beta", "loss_type", "label_smoothing")}
                 facts["class"] = type(trainer).__name__
-                scheduler = given.get("lr_scheduler")
+                scheduler, self.resumed_from = given.get("lr_scheduler"), state.global_step
                 self.probe = Probe(trainer.model_wrapped, folder, scheduler=scheduler, trainer=facts, **options)
                 inner = trainer.compute_loss
 
@@ -115,13 +125,13 @@ class Probe:
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
                 if args.logging_steps == 1 and "loss" in (logs or ()):
-                    self.probe.report(logs["loss"], state.global_step)
+                    self.probe.report(logs["loss"], state.global_step - self.resumed_from)
 
         return Callback()
 
     def report(self, loss: Any, step: int | None = None) -> None:
         """Record the loss that the loop shows for a step (the last one), if not the one passed to `backward`."""
-        if self.rank == 0:
+        if self.rank == 0 and not self._failed:
             line = {"step": self._step - 1 if step is None else step, "loss": float(loss)}
             with (self.folder / "reported.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
@@ -179,9 +189,8 @@ class Probe:
         parts = [micro["batch"] for micro in self._micros]
         parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
-        least = 4 * sum(_shape(each).numel() for each in self._trained.values())  # masters before, always kept whole
-        room = self._max_bytes // len(self.steps) - given - least
-        stride = -(-_SHARES * least // max(1, room))
+        room = self._max_bytes // len(self.steps) - given - self._least
+        stride = -(-_SHARES * self._least // max(1, room))
         over = self._seconds > self._max_seconds or stride > 4096
         if not self._most(over or self._failed):  # the same on all ranks, since reading masters is a collective
             return stride

@@ -6,6 +6,8 @@ not look.
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from lab.audit import bare
+from tools.audit.mantissa_probe import Probe
 
 ADAMW: Any = torch.optim.AdamW
 
@@ -301,9 +304,20 @@ def little_space(work: Any) -> None:
 
 
 def without_probe_first(work: Any) -> None:
-    """No mistake: the bare loop has run without the probe before, and the weights that it ended with are kept."""
+    """No mistake: the bare loop has run without the probe before, and the weights that it ended with are kept; and what
+    probes said that left its engine alone."""
     probed, work.probed = work.probed, None
     engine = bare(work)
     work.probed = probed
+    held = Path(f"{work.folder}.held")
+    held.mkdir(exist_ok=True)
+    (held / "probe.json").touch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Probe(engine, held).report(1.0)
+        Probe(engine, f"{work.folder}.large", max_bytes=1000)
+        few = Probe(engine, f"{work.folder}.few", max_bytes=1_200_000)
+    assert few.steps == [1, 2] and not (held / "reported.jsonl").exists()
+    Path(f"{work.folder}.said").write_text("\n".join(str(each.message) for each in said), encoding="utf-8")
     if work.rank == 0:
         torch.save(engine.module.state_dict(), f"{work.folder}.unprobed")

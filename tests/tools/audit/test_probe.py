@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,14 @@ def test_a_probe_changes_no_step_and_its_run_is_audited(probed: Path) -> None:
     assert first["shares"] == pytest.approx([1.0] * 4, abs=0.02) and first["rate_ratio"] == pytest.approx(1.0, abs=1e-4)
     page = (probed / "bare-2-bf16.html").read_text()
     assert "gradients are summed in BF16" in page and "nothing wrong was found" in page
+
+
+def test_a_probe_without_room_or_in_a_folder_of_another_says_so_and_ends_no_training(probed: Path) -> None:
+    held, large = (probed / "bare-2-bf16.said").read_text().splitlines()
+    assert "nothing is recorded: " in held and "bare-2-bf16.held holds a probe already; give the new" in held
+    assert re.search(
+        r"nothing is recorded: a step of this model takes 0.00 GB or more on rank 0; give max_bytes=\d+ f", large
+    )
 
 
 def test_a_folder_is_audited_without_its_checkpoint(probed: Path, capsys: pytest.CaptureFixture[str]) -> None:
