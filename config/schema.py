@@ -91,6 +91,12 @@ class ModelSection:
     router_z_loss: float = limit(0.0, at_least=0.0, null=0.0)
     """[factor] Coefficient of the router z-loss, mean squared logsumexp of router logits (Zoph et al. 2022)."""
 
+    @property
+    def wide_attention(self) -> str:
+        """The attention for FP32 and FP64 on any device: FlashAttention's kernels take 16 bits only, and FlexAttention
+        multiplies in TF32 on a GPU and has no backward pass on a CPU."""
+        return self.attention if self.attention in ("sdpa", "eager") else "auto"
+
 
 @dataclass(frozen=True)
 class AdapterSection:

@@ -122,7 +122,7 @@ def read_plan(
 def in_fp32(resolved: Resolved, folder: Path) -> list[str]:
     """Overrides for all modules in FP32. Writes the DeepSpeed JSON without its 16-bit sections into `folder`."""
     own = ["precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"]
-    return [_json(resolved, folder), *own]
+    return [_json(resolved, folder), *own, f"model.attention={resolved.config.model.wide_attention}"]
 
 
 def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[str]:

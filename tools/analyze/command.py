@@ -68,9 +68,7 @@ def analyze(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"--out {out}: {reason}; name another folder")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        write_in_fp32(given.deepspeed_path, work / "deepspeed.json")
-        (work / "fp32.json").write_text(json.dumps(_NO_MANIFEST), encoding="utf-8")
-        in_fp32 = [*overrides, *_on_the_manifest_path(work / "fp32.json", work / "deepspeed.json")]
+        in_fp32 = [*overrides, *_on_the_manifest_path(given, _NO_MANIFEST, work)]
         _resolve(options, in_fp32)
         arguments = ["--config", str(options.config), *in_fp32]
         measured = {
@@ -105,12 +103,10 @@ def _parity(options: argparse.Namespace, overrides: Sequence[str], proposal: dic
     """The verdict of `tools.parity` on the manifest over the job's first steps, starting at the proposed loss scale."""
     folder, steps = options.out.with_suffix(".parity").resolve(), options.parity_steps
     folder.mkdir(exist_ok=True)
-    (folder / "manifest.json").write_text(json.dumps(proposal["manifest"], indent=2) + "\n", encoding="utf-8")
-    write_in_fp32(_resolve(options, overrides).deepspeed_path, folder / "deepspeed.json")
     arguments = [
         *(f"evaluate.every_steps={steps}", "evaluate.batches=2", *overrides),
         "run.hypothesis=The precision manifest that was proposed trains this model as FP32 does.",
-        *_on_the_manifest_path(folder / "manifest.json", folder / "deepspeed.json"),
+        *_on_the_manifest_path(_resolve(options, overrides), proposal["manifest"], folder),
     ]
     try:
         found = gate(plan(str(options.config), arguments, folder=folder, steps=steps, processes=options.processes))
@@ -298,10 +294,15 @@ def _largest_table(result: dict[str, Any]) -> Table:
     return Table(("kind", "largest", "at", "token", "position"), rows)
 
 
-def _on_the_manifest_path(manifest: Path, deepspeed: Path) -> list[str]:
+def _on_the_manifest_path(given: Resolved, manifest: dict[str, Any], folder: Path) -> list[str]:
+    """Overrides for a manifest, which is written into `folder` with the DeepSpeed JSON."""
+    path, deepspeed = folder / "manifest.json", folder / "deepspeed.json"
+    path.write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_in_fp32(given.deepspeed_path, deepspeed)
     return [
-        *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={manifest}"),
+        *("precision.path=manifest", "precision.compute=fp32", f"precision.manifest={path}"),
         *("precision.masters=fp32", f"deepspeed.config={deepspeed}", "model.kernels=torch", "faults=[]"),
+        f"model.attention={given.config.model.wide_attention}",
     ]
 
 

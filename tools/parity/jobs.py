@@ -19,13 +19,13 @@ import torch
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
-from config.deepspeed.document import write_in_fp32
 from config.errors import UserError
 from config.json_text import json_sha256
 from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
+from launch.canary.plan import in_fp32
 from launch.forks import Forks
 from launch.job import (
     TRAIN,
@@ -196,13 +196,7 @@ def train_twin(
     control: its index, which sets a slightly different learning rate. settling: its steps are not applied here either.
     a_bit: draw of starting weights that differ by so little that only chaos makes it matter.
     """
-    twin = chosen.folder / "fp32_twin.json"
-    write_in_fp32(chosen.resolved.deepspeed_path, twin)
-    overrides = [
-        *(f"deepspeed.config={twin.resolve()}", "model.kernels=torch"),
-        *("precision.path=cast", "precision.manifest=null", "precision.compute=fp32", "precision.masters=fp32"),
-        *("checkpoint.every_steps=0", "faults=[]"),
-    ]
+    overrides = _in_fp32(chosen.resolved, chosen.folder)
     if control is None and settling is None and a_bit is None:
         overrides += seldom(chosen.watching, chosen.resolved.config.parity.whole_steps)
         overrides += _saving(chosen) if seed == chosen.resolved.config.run.seed else []
@@ -238,6 +232,11 @@ def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
     if not run.finished and not any(event["event"] == "step" and event["applied"] for event in events):
         raise UserError(f"the run took no step: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
+
+
+def _in_fp32(resolved: Resolved, folder: Path) -> list[str]:
+    """Overrides of the FP32 twin, whose DeepSpeed JSON is written into `folder`."""
+    return [*in_fp32(resolved, folder), "model.kernels=torch", "checkpoint.every_steps=0", "faults=[]"]
 
 
 def _saving(chosen: Plan) -> list[str]:

@@ -8,8 +8,10 @@ checkpointing).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +44,9 @@ class Reference:
     ) -> None:
         """teacher: the engine's, for a student. Leaves the random generators as they are: a run goes on with them."""
         before = generators(world.device)
-        section, seed = resolved.config.model, resolved.config.run.seed
+        given, seed = resolved.config.model, resolved.config.run.seed
+        section, shape = replace(given, attention=given.wide_attention), copy.deepcopy(shape)
+        shape._attn_implementation = None  # the engine's model has put its own there
         model_class = model_class_of(resolved.config)
         self.model: PreTrainedModel = build_model(
             section, shape, seed=seed, model_class=model_class, adapter=resolved.config.adapter

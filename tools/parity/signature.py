@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PretrainedConfig
 
 from config.errors import one_line
 from modeling.embedding_noise import has_noise
@@ -88,18 +89,32 @@ class Signatures:
     @contextmanager
     def of_candidate(self) -> Iterator[None]:
         """Context manager around the candidate's passes, forward and backward; gradients are compared at the end."""
-        with ExitStack() as stack:
-            stack.enter_context(self._backward.watching())
-            for name, module in self._candidate.items():
-                enter = partial(self._enter, name)
-                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-                # always_call: checkpointing ends a recomputation early with an exception
-                stack.enter_context(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-            yield
-        self._running.clear()
-        rows, blind = self._backward.compared()
+        with self._attending_alike():
+            with ExitStack() as stack:
+                stack.enter_context(self._backward.watching())
+                for name, module in self._candidate.items():
+                    enter = partial(self._enter, name)
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    # always_call: checkpointing ends a recomputation early with an exception
+                    stack.enter_context(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
+                yield
+            self._running.clear()
+            rows, blind = self._backward.compared()
         self._rows += rows
         self._not_measured |= blind
+
+    @contextmanager
+    def _attending_alike(self) -> Iterator[None]:
+        """Context manager: the reference's modules have the run's attention, since they get what it gets as masks."""
+        shared = self._world is not None and self._world.sequence is not None  # each model has an attention of its own
+        with ExitStack() as stack:
+            for name, module in self._candidate.items() if not shared else ():
+                own, of_run = (getattr(each, "config", None) for each in (self._plan.modules[name], module))
+                wanted = getattr(of_run, "_attn_implementation", None)
+                if wanted and isinstance(own, PretrainedConfig) and own._attn_implementation != wanted:
+                    stack.callback(setattr, own, "_attn_implementation_internal", own._attn_implementation)
+                    own._attn_implementation_internal = wanted
+            yield
 
     def measured(self) -> dict[str, Any]:
         """{"parts": rows for `tools.parity.rounding.pooled`, "ranks": [..], "not_measured": reason by module}.

@@ -28,8 +28,6 @@ class Teacher:
         section, name = resolved.config.distill, str(resolved.config.distill.teacher)
         trusted = resolved.config.model.trust_remote_code
         options: dict[str, Any] = {"trust_remote_code": trusted}
-        if resolved.config.model.attention != "auto":
-            options["attn_implementation"] = resolved.config.model.attention
         allow_fp16_on_cpu()
         try:
             shape = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
@@ -41,6 +39,10 @@ class Teacher:
                     "choose a teacher with as many, since models of one tokenizer may pad it differently"
                 )
             dtype = shape.dtype or torch.float32 if section.dtype == "auto" else DTYPES[section.dtype]
+            student = resolved.config.model
+            attention = student.wide_attention if dtype == torch.float32 else student.attention
+            if attention != "auto":
+                options["attn_implementation"] = attention
             document: dict[str, Any] = {
                 "train_micro_batch_size_per_gpu": 1,
                 "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},

@@ -117,9 +117,11 @@ def test_a_fallback_is_a_run_that_resolves(tmp_path, monkeypatch):
     assert [(rule["match"], rule["compute"]) for rule in rules][1:] == [("lm_head", "fp32"), (MODULE, "fp32")]
     split = plan_of(tmp_path, "precision.masters=split").resolved
     plan_of(tmp_path, *promoted(split, [MODULE], tmp_path))
-    for resolved in (cast, mixed, there, split):
+    of_16_bits = plan_of(tmp_path, "model.attention=flash_attention_2").resolved
+    for resolved in (cast, mixed, there, split, of_16_bits):
         plain = plan_of(tmp_path, *in_fp32(resolved, tmp_path)).resolved
         assert (plain.compute, plain.config.precision.manifest, plain.zero_stage) == ("fp32", None, 2)
+        assert plain.config.model.attention == "auto"
 
 
 def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):

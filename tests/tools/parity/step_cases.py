@@ -20,6 +20,7 @@ from precision import fp8
 from precision.inner_dtypes import promises
 from precision.observe import Observation
 from tests.support.models import small_run
+from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.judge_steps import Check, judge_signatures
@@ -312,6 +313,15 @@ def of_shared_matrices(
             rows.append({**summed, **parity.step(batch, applied=applied)})
             applied += rows[-1]["applied"]
     return rows
+
+
+def with_flex_attention(world: World) -> tuple[str, dict[str, Any]]:
+    """A measured step of a run with FlexAttention, and the attention of its reference."""
+    resolved = resolve(world, stage=2, compute="bf16", micro=2, overrides=["model.attention=flex_attention"])
+    with flex_on_cpu(), engine_of(world, resolved) as engine:
+        reference = Reference(resolved, engine.model.config, world)
+        step = StepParity(engine, reference, resolved).step(batch_of(world, 2, seed=1), applied=0)
+    return reference.model.config._attn_implementation, step
 
 
 def spoiled_slice(

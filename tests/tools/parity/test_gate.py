@@ -296,8 +296,9 @@ def test_how_many_pairs_find_a_shift_is_planned_from_a_report(tmp_path, capsys):
 
 
 def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
-    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "model.attention=nonsense"]
-    said = r"FP32 twin failed: error: .*model.attention = nonsense.*; see"
+    (tmp_path / "rows.jsonl").write_text("no JSON\n")
+    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "data.source=jsonl", f"data.path={tmp_path}/rows.jsonl"]
+    said = r"FP32 twin failed: error: .*rows.jsonl.*; see"
     with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
         chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
         parity_jobs.train_twin(chosen, 0, print)

@@ -591,6 +591,16 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
         assert problem in capsys.readouterr().err
 
 
+def test_a_run_with_an_attention_of_gpus_alone_is_recomputed_without_it(finished: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(finished / "runs/it", tmp_path / "it")
+    text = (run / "config.yaml").read_text(encoding="utf-8")
+    assert "attention: sdpa\n" in text
+    for kernel in ("flex_attention", "flash_attention_2"):
+        changed = text.replace("attention: sdpa\n", f"attention: {kernel}\n")
+        (run / "config.yaml").write_text(changed, encoding="utf-8")
+        assert judge(run, steps=1, log=lambda line: None).holds
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

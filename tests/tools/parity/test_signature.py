@@ -102,7 +102,8 @@ def measured(
 
     plant: what is done to the run; both: to the reference, too, before the run is cast.
     """
-    reference, run = (trained(family, attention, seed) for _ in range(2))
+    plain = "sdpa" if attention == "flex_attention" else attention  # as in `Reference`
+    reference, run = (trained(family, kind, seed) for kind in (plain, attention))
     for model in (reference, run) if both is not None else ():
         both(model)
     regions = None if manifest is None else Regions(run, manifest)

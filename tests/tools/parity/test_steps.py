@@ -405,6 +405,14 @@ def test_sound_alternatives_are_measured_again_where_gradients_are_further_off(p
             assert ("gradient_excess" in failed(judged(steps))) == damped
 
 
+def test_a_kernel_without_fp32_is_compared_with_plain_attention_and_its_modules_are_measured(solo):
+    [(attention, step)] = solo.run(step_cases.with_flex_attention)
+    assert attention == "sdpa"
+    sound([step])
+    assert step["signature"]["not_measured"] == {}
+    assert "model.layers.1.self_attn" in {row["module"] for row in step["signature"]["parts"]}
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_rounded_by_chance_become_one_of_their_two_neighbours(dtype: torch.dtype) -> None:
     """Each is closer than one spacing, and on average none is moved."""

@@ -10,13 +10,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
 from training.engine.ledger import read_ledger
+from training.engine.teacher import Teacher
 from training.session import session
 from training.tasks.task import prepare
 
@@ -95,6 +96,13 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
     return why_refused(resolve(folder, **options), world)
+
+
+def attention_of_teacher(world: World, *, folder: Path, **options: Any) -> str:
+    """The attention of the teacher alone."""
+    vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
+    teacher = Teacher(resolve(folder, **options), world, vocabulary=vocabulary)
+    return str(teacher._forward.config._attn_implementation)
 
 
 def refused_of_full_disk(world: World, *, folder: Path, at_start: bool, **options: Any) -> str:

@@ -118,6 +118,11 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
     assert f"the vocabulary has {vocabulary} tokens; set it to 0" in why(f"distill.top_k={vocabulary}")
 
 
+def test_a_teacher_in_fp32_has_no_kernel_for_16_bits(solo: ProcessGroup, folder: Path) -> None:
+    overrides = (*overrides_of(folder), "model.attention=flash_attention_2")
+    assert solo.run(cases.attention_of_teacher, folder=folder, overrides=overrides) == ["sdpa"]
+
+
 @pytest.mark.parametrize(("at_start", "problem"), [(True, "0.00 GiB do not fit"), (False, "No space left on device")])
 def test_a_full_disk_is_one_line(solo: ProcessGroup, folder: Path, at_start: bool, problem: str) -> None:
     given = (*overrides_of(folder, top_k=5), "data.sequence_length=64", "data.too_long=truncate_left")

@@ -207,8 +207,9 @@ def _widen(oracle: _Oracle, own: Sequence[Mapping[str, Any]], compared: Mapping[
 def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
     """The run's model with its initial weights, in FP32 and plain torch. Raises Unknown."""
     shape.use_cache = False
+    section = replace(config.model, attention=config.model.wide_attention)
     model: Any = build_model(
-        config.model, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
+        section, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
     )
     dequantise(model)
     if getattr(shape.get_text_config(), "_experts_implementation", None) is not None:
