@@ -30,7 +30,6 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -148,9 +147,7 @@ class Probe:
             given |= given.pop(name)
         device = self.engine.device.type
         dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        drawn = [torch.get_rng_state(), get_accelerator().get_rng_state()]
-        called = {"inputs": _copies(given), "autocast": dtype, "rng": drawn, "training": self.model.training}
-        self._calls.append(called)
+        self._calls.append({"inputs": _copies(given), "autocast": dtype, "training": self.model.training})
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]
