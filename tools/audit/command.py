@@ -5,7 +5,7 @@ that a probe recorded in it.
   python -m tools.audit --write-probe .
   python -m tools.audit PROBE_FOLDER
 
-Exit code 3 if training is found wrong, 2 for bad input, 0 otherwise.
+Exit code 3 if training is found wrong, 2 for bad input or if nothing could be compared, 0 otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from config.cli import DIVERGED, DONE, Arguments, entry_point
+from config.cli import CONFIG_ERROR, DIVERGED, DONE, Arguments, entry_point
 from config.deepspeed.document import read_document
 from config.errors import UserError
 from config.files import why_not_writable, write_atomically
@@ -100,8 +100,11 @@ def finish(options: argparse.Namespace, audit: Audit) -> int:
         if lines:
             listed = [fill(line, initial_indent="  - ", subsequent_indent="    ") for line in lines]
             print("\n".join([f"\n{heading}", *listed]))
-    print(f"\nverdict: {audit.report['verdict']}")
-    return DIVERGED if audit.report["verdict"].startswith("wrong") else DONE
+    verdict = audit.report["verdict"]
+    print(f"\nverdict: {verdict}")
+    if verdict.startswith("nothing was compared"):
+        return CONFIG_ERROR
+    return DIVERGED if verdict.startswith("wrong") else DONE
 
 
 def _title(finding: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def audit_folder(folder: Path, source: str | None, reference: str | None) -> Aud
     judged, facts = Judge(recorded, source, reference), recorded.facts
     run = {key: facts[key] for key in ("model", "stage", "compute", "world", "accumulation", "optimizer", "versions")}
     run["trainer"] = facts["trainer"].get("class", facts["engine"])
-    report: dict[str, Any] = {"verdict": verdict_of(judged.findings, "nothing wrong was found"), "run": run}
+    compared = any(row.keys() & {"gradient_error", "update_error"} for row in judged.measured)
+    sound = "nothing wrong was found" if compared else "nothing was compared: no step's gradients, and no update"
+    report: dict[str, Any] = {"verdict": verdict_of(judged.findings, sound), "run": run}
     report |= {"folder": str(folder), "findings": judged.findings}
     report |= {"not_checked": judged.unchecked, "steps": judged.measured}
     head = f"{folder}: {run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, "
@@ -126,15 +129,19 @@ class Judge:
             except NotRecomputed as error:
                 self.unchecked["gradients and losses"] = str(error)
             self._norm_and_update()
+        elif self._gradient:
+            self.unchecked[f"step {step.number}"] = "its gradients are not finite"
+            self._moved("not-finite-applied" if self._facts["applied"] else "moved-in-skipped", step)
         self._schedule()
         self._find()
         if last is not None:
             self._moved("moved-between", last)
 
     def _moved(self, entry: str, step: Step) -> None:
-        """Add an entry if masters changed after the end of a step."""
-        after, stride = step.named("after"), step.facts["stride"]
-        names = [name for name in after if not torch.equal(_flat(after[name]), self._start(name, stride))]
+        """Add an entry if masters changed after the end of a step; NaN that stays is no change between steps."""
+        after, stride, lasting = step.named("after"), step.facts["stride"], step is not self._step
+        equal = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=lasting)
+        names = [name for name in after if not equal(_flat(after[name]), self._start(name, stride))]
         if names:
             self._add(entry, len(names) / len(after), _names(names))
 
@@ -180,8 +187,9 @@ class Judge:
         for rank in self._step.ranks[1:]:
             for key, what in _SHARED.items():
                 own, other = self._facts[key], rank[key]
-                if own != other:
-                    names = [name for name in own if own[name] != other.get(name)] if isinstance(own, dict) else []
+                if repr(own) != repr(other):  # NaN is not NaN
+                    named = own if isinstance(own, dict) else {}
+                    names = [name for name, value in named.items() if repr(value) != repr(other.get(name))]
                     told = _names(names) if names else f"{other} and {own}"[:120]
                     size = len(names) / len(own) if names else 1.0
                     self._add("ranks-differ", size, told, rank=rank["rank"], what=what)

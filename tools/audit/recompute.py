@@ -292,6 +292,8 @@ class Oracle:
             places, counts, exact_loss, exact = _passes(model, step, objective)
         with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
             *_, plain_loss, plain = _passes(model, step, objective)
+        if not all(bool(rows.isfinite().all()) for rows in (*exact.values(), *plain.values())):
+            raise NotRecomputed("those of plain torch are not finite")
         micros = [step.micros[place] for place in places]
         losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
         return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -117,6 +118,15 @@ def _evaluate(recorded: dict[str, Any]) -> None:
     recorded["micros"][0]["calls"][0]["training"] = False
 
 
+def _step_two(probed: Path, tmp_path: Path) -> Path:
+    """A copy of the probe's folder with its second step alone."""
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    for number in (1, 4):
+        (folder / f"step-{number:06d}.rank0.pt").unlink()
+        (folder / f"step-{number:06d}.rank1.pt").unlink()
+    return folder
+
+
 @pytest.mark.parametrize(
     ("change", "dropout", "told"),
     [
@@ -125,15 +135,46 @@ def _evaluate(recorded: dict[str, Any]) -> None:
     ],
 )
 def test_a_mistake_is_found_in_what_was_recorded(change, dropout, told, probed, tmp_path) -> None:
-    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
-    for number in (1, 4):
-        (folder / f"step-{number:06d}.rank0.pt").unlink()
-        (folder / f"step-{number:06d}.rank1.pt").unlink()
+    folder = _step_two(probed, tmp_path)
     _change(folder / "probe.json", lambda held: held.update(dropout=dropout))
     assert told not in {each["says"] for each in audit_folder(folder, None, None).told}
     _change(folder / "step-000002.rank0.pt", change)
     [found] = [each for each in audit_folder(folder, None, None).told if each["says"] == told]
     assert (found["severity"], found["steps"]) == ("wrong", "2")
+
+
+@pytest.mark.parametrize(
+    ("applied", "code", "said"),
+    [
+        (True, DIVERGED, "a step whose gradients are not finite is applied"),
+        (False, CONFIG_ERROR, "nothing was compared"),
+    ],
+)
+def test_a_step_that_is_not_finite_is_wrong_if_applied_and_never_reads_as_clean(
+    applied, code, said, probed, tmp_path, capsys
+) -> None:
+    def overflow(held: dict[str, Any]) -> None:
+        after = {name: value.reshape(-1)[:: held["stride"]].clone() for name, value in held.get("before", {}).items()}
+        lost = {name: torch.full_like(value, math.nan) for name, value in after.items()}
+        held.update(applied=applied, norm=math.nan, after=lost if applied else after)
+        held["optimizer_step"] -= not applied
+        for value in held["gradient"].values():
+            value.fill_(math.inf)
+
+    folder = _step_two(probed, tmp_path)
+    _change(folder / "step-000002.rank0.pt", overflow)
+    _change(folder / "step-000002.rank1.pt", lambda held: held.update(applied=applied, norm=math.nan))
+    assert command([str(folder)]) == code
+    out = capsys.readouterr().out
+    assert said in out and "step 2: its gradients are not finite" in out and "nothing wrong" not in out
+    assert ("WRONG" in out) is applied and "rank 1" not in out
+
+
+def test_gradients_that_plain_torch_cannot_make_are_not_right(probed: Path, tmp_path: Path) -> None:
+    folder = _step_two(probed, tmp_path)
+    _change(folder / "step-000002.rank0.pt", lambda held: held["before"]["lm_head.weight"].fill_(math.inf))
+    found = audit_folder(folder, None, None).report["not_checked"]
+    assert found["gradients and losses"] == "those of plain torch are not finite"
 
 
 def test_a_step_that_a_crash_cut_short_is_left_out(probed: Path, tmp_path: Path) -> None:
