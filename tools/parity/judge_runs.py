@@ -19,7 +19,7 @@ from typing import Any
 
 from config.schema import ParitySection, PrecisionSection
 from precision.dtypes import DTYPES
-from precision.tolerance import unit_roundoff
+from precision.tolerance import relative, unit_roundoff
 from tools.parity.judge_steps import Check
 from tools.parity.power import ALPHA, POWER, detectable, half_width, pairs_needed
 
@@ -307,9 +307,10 @@ def _validation(
 
 def _delta(mine: Trajectory, other: Trajectory) -> float | None:
     """The distance of the validation losses, relative to the other's; None if either is missing."""
-    if mine.validation is None or not other.validation:
+    if mine.validation is None or other.validation is None:
         return None
-    return (mine.validation - other.validation) / other.validation
+    off = mine.validation - other.validation
+    return math.copysign(relative(abs(off), abs(other.validation)), off)
 
 
 def _twice_rms(distances: Sequence[float]) -> float:
@@ -324,7 +325,7 @@ def _gaps(mine: Trajectory, other: Trajectory) -> list[tuple[int, float]]:
     """(step, relative distance of the running medians of the loss), by step."""
     theirs = dict(zip(other.steps, running_median(other.losses), strict=True))
     pairs = zip(mine.steps, running_median(mine.losses), strict=True)
-    return [(step, abs(loss - theirs[step]) / theirs[step]) for step, loss in pairs if step in theirs]
+    return [(step, relative(abs(loss - theirs[step]), abs(theirs[step]))) for step, loss in pairs if step in theirs]
 
 
 def _loss_gap(mine: Trajectory, other: Trajectory) -> tuple[float, str]:

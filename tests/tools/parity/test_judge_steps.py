@@ -244,6 +244,13 @@ def test_a_loss_that_becomes_nan_is_no_parity() -> None:
     assert "loss_gap" in failed(trajectories(run(losses=losses), run()))
 
 
+def test_losses_that_end_at_zero_are_compared() -> None:
+    """As a hinge's do once every pair is beyond its margin."""
+    gone = run(losses=[0.0] * 100, validation=0.0)
+    assert not failed(trajectories(gone, gone))
+    assert {"validation_delta", "loss_gap"} <= failed(trajectories(run(), gone))
+
+
 def test_a_single_odd_step_is_not_a_departure_but_a_lasting_one_is() -> None:
     losses = list(run().losses)
     losses[50] *= 3
