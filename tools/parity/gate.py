@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from config.cli import Arguments, entry_point
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.options import positive_int
 from config.redact import redact, redact_arguments
 from config.schema import Config
@@ -179,7 +179,8 @@ def by_rule(events: Path, config: Config) -> Check:
 def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequence[int] = ()) -> list[Check]:
     """The checks of a run's record, recomputed outside the engine: its evaluations, and these steps if any.
 
-    Measured is the largest difference in units of its bound; what the oracle does not support becomes a note.
+    Measured is the largest difference in units of its bound; what the oracle does not support becomes a note, any other
+    exception a failed check with its line.
     evaluation: name of the check. steps: number of first ones, besides those after `points`; 0: none.
     """
     log(f"{run.folder.name}: recomputed outside of the engine")
@@ -189,8 +190,8 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
     except Unknown as problem:
         passed = Check("oracle" if steps else evaluation, math.nan, 1.0, True, note=f"not judged: {problem}")
         return [passed, *(outside(run, log, evaluation) if steps else [])]
-    except UserError as problem:
-        return [Check("oracle" if steps else evaluation, math.inf, 1.0, False, note=str(problem))]
+    except Exception as problem:  # all runs have been trained and judged
+        return [Check("oracle" if steps else evaluation, math.inf, 1.0, False, note=one_line(problem))]
     of_evaluations = [each for each in found.comparisons if each.what.startswith("validation")]
     of_steps = [each for each in found.comparisons if each not in of_evaluations]
     times = [event["time"] for event in read_events(run.folder.events)]

@@ -172,6 +172,12 @@ def test_what_the_oracle_does_not_know_is_said_and_what_it_cannot_read_fails(tmp
     folder.config.write_text(text + "\nparallel: {sequence: 2}\n")
     [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
     assert not check.passed and "parallel" in check.note
+    folder.config.write_text(text)
+    events = [json.loads(line) for line in folder.events.read_text().splitlines()]
+    kept = [event for event in events if event["event"] != "run_start"]  # as nothing that ran would leave it
+    folder.events.write_text("".join(f"{json.dumps(event)}\n" for event in kept))
+    [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
+    assert (check.name, check.passed, check.note) == ("oracle", False, "StopIteration")
 
 
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
