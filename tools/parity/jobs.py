@@ -7,6 +7,7 @@ import json
 import math
 import random
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Plan:
     """Overrides that make the half-precision run compare each of its steps."""
     forks: Forks | None = None
     """Where the ranks come from; None: each job is started anew."""
+    twin: Resolved | None = None
+    """The FP32 run; None for a task whose runs sample other answers."""
 
     @cached_property
     def inputs(self) -> str:
@@ -155,7 +158,7 @@ def plan(
     launcher: Sequence[str] = (),
     forks: Forks | None = None,
 ) -> Plan:
-    """Resolve everything before a job starts. Raises UserError for a wrong config or option."""
+    """Resolve everything before a job starts, the FP32 twin too. Raises UserError for a wrong config or option."""
     processes = processes or default_processes()
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
@@ -165,7 +168,11 @@ def plan(
         arguments += length
         resolved = read_command_line(arguments, launched)
     watching = tuple(settings(arguments, launched, resolved.config.parity.whole_steps))
-    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching, forks)
+    twin = None
+    if resolved.config.task not in SAMPLING_TASKS:
+        with tempfile.TemporaryDirectory() as scratch:
+            twin = read_command_line([*arguments, *_in_fp32(resolved, Path(scratch))], launched)
+    return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching, forks, twin)
 
 
 def seeds(chosen: Plan) -> list[int]:
@@ -175,7 +182,7 @@ def seeds(chosen: Plan) -> list[int]:
 
 def train_references(chosen: Plan, log: Log) -> References:
     """Train the FP32 runs; none for a task whose runs sample other answers. Raises UserError if one fails."""
-    if chosen.resolved.config.task in SAMPLING_TASKS:
+    if chosen.twin is None:
         return References((), ())
     twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
     first, count = seeds(chosen)[0], chosen.resolved.config.parity.controls

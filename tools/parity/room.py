@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from config.errors import UserError
+from config.resolved import Resolved
 from launch.doctor.facts import gpus, memory
 from launch.job import visible_gpus
 from launch.plan.layout import layout_of
 from launch.plan.memory import peak_memory
-from launch.plan.model import read_shape
+from launch.plan.model import Shape, read_shape
 from launch.plan.plan import PROCESS_BYTES
 from tools.parity.jobs import Plan
 
@@ -27,33 +28,48 @@ def estimates(chosen: Plan) -> Iterator[str]:
     if chosen.launcher:
         return
     on_cpu, host = not visible_gpus(), memory()
-    layout = layout_of(chosen.resolved, world=chosen.processes, on_cpu=on_cpu)
     try:
-        shape = read_shape(chosen.resolved.config, layout)
+        shape, engine, passing = _needed(chosen, chosen.resolved)
+        twin = None if chosen.twin is None else _needed(chosen, chosen.twin)[1:]
     except UserError as problem:
         yield f"memory was not estimated: {problem}"
         return
     whole = float(min(filter(None, (host["total"], host["cgroup_limit"]))))
     free = min(float(host["available"] or 0), whole)
-    peak = peak_memory(shape, layout, process=PROCESS_BYTES if on_cpu else 0.0)
-    engine, ranks = peak.total + (sum(peak.host.values()) if on_cpu else 0.0), chosen.processes if on_cpu else 1
-    trained, frozen = shape.trained_parameters, shape.parameters - shape.trained_parameters
-    least = engine - peak.device.get("activations", 0.0) + REFERENCE * trained + 4 * frozen
-    about, fix = engine + BESIDE * trained + 4 * frozen, "give the model fewer layers"
-    there, known, place = free, whole, "this machine"
-    if on_cpu:
-        fix += f", or start fewer than --processes {ranks}" if ranks > 1 else ""
-    else:
+    ranks, there, known, place = chosen.processes if on_cpu else 1, free, whole, "this machine"
+    fewer = "give the model fewer layers" + (f", or start fewer than --processes {ranks}" if ranks > 1 else "")
+    if not on_cpu:
         found = gpus()
         if found["error"]:
             yield f"memory was not estimated: {found['error']}"
             return
         cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in found["list"]]
         known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"
-    yield _estimate("single steps", ranks * least, ranks * about, there, known, place, fix)
+
+    def of_job(what: str, least: float, about: float) -> str:
+        least, about = ranks * least, ranks * about
+        fix = fewer if least > there else f"set a smaller batch.micro_size, or {fewer}"
+        return _estimate(what, least, about, there, known, place, fix)
+
+    trained, frozen = shape.trained_parameters, shape.parameters - shape.trained_parameters
+    if twin is not None:
+        yield of_job("the FP32 twin", twin[0], sum(twin))
+        passing = max(passing, twin[1])  # the reference's, beside the engine
+    engine += 4 * frozen
+    yield of_job("single steps", engine + REFERENCE * trained, engine + passing + BESIDE * trained)
     if chosen.resolved.config.parity.oracle_steps:
         size = float(ORACLE * trained + 8 * frozen)
         yield _estimate("the oracle", size, size, free, whole, "this machine", "set parity.oracle_steps=0")
+
+
+def _needed(chosen: Plan, resolved: Resolved) -> tuple[Shape, float, float]:
+    """The model, and the bytes of a rank of its run at the peak: without those of a micro-batch, and these."""
+    on_cpu = not visible_gpus()
+    layout = layout_of(resolved, world=chosen.processes, on_cpu=on_cpu)
+    shape = read_shape(resolved.config, layout)
+    peak = peak_memory(shape, layout, process=PROCESS_BYTES if on_cpu else 0.0)
+    passing = sum(peak.device.get(item, 0.0) for item in ("activations", "logits"))
+    return shape, peak.total + (sum(peak.host.values()) if on_cpu else 0.0) - passing, passing
 
 
 def _estimate(what: str, least: float, about: float, free: float, whole: float, place: str, fix: str) -> str:

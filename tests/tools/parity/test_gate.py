@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -336,7 +338,7 @@ def of(folder: Path, *overrides: str) -> Plan:
 
 def test_what_cannot_fit_is_one_line_and_trains_nothing(tmp_path: Path, refusal: Any) -> None:
     line = refusal(main, ["--config", DEMO, "--report", str(tmp_path / "out"), "data.tokenizer=bytes", HUGE])
-    assert "single steps would take at least" in line and "give the model fewer layers" in line
+    assert "the FP32 twin would take at least" in line and "give the model fewer layers" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -346,7 +348,7 @@ def test_jobs_of_a_launcher_are_on_machines_that_are_not_asked(tmp_path: Path) -
 
 def test_what_is_needed_is_said_and_what_does_not_fit_now_is_a_warning(tmp_path: Path) -> None:
     said = [line.split(" will take about ")[0] for line in estimates(of(tmp_path))]
-    assert [line.removeprefix("warning: ") for line in said] == ["single steps", "the oracle"]
+    assert [line.removeprefix("warning: ") for line in said] == ["the FP32 twin", "single steps", "the oracle"]
     given = ("the oracle", 4e9, 6e9)
     line = "the oracle will take about 6.0 GB, and 7.0 are free on this machine"
     assert _estimate(*given, 7e9, 8e9, "this machine", "wait") == line
@@ -354,3 +356,29 @@ def test_what_is_needed_is_said_and_what_does_not_fit_now_is_a_warning(tmp_path:
     assert _estimate(*given, 5e9, 8e9, "this machine", "wait") == line
     with pytest.raises(UserError, match=r"at least 4\.0 GB, and this machine has 3\.0; wait"):
         _estimate(*given, 2e9, 3e9, "this machine", "wait")
+
+
+BILLION = str(REPOSITORY / "config/recipes/benchmark_1b.yaml")
+
+
+def with_cards(folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, *mebibytes: int) -> None:
+    """A machine with GPUs of these sizes as nvidia-smi lists them, some of them visible."""
+    sizes = " ".join(f"{index}) echo card, 575, {size}, 0, 34, 0, Not Active;;" for index, size in enumerate(mebibytes))
+    program = folder / "nvidia-smi"
+    listed = f"${{asked:-{' '.join(map(str, range(len(mebibytes))))}}}"
+    asked = "asked=$(echo $* | sed -n 's/.*--id=//p' | tr , ' ')"
+    program.write_text(f"#!/bin/sh\n{asked}\nfor id in {listed}; do case $id in {sizes} esac; done\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def test_a_micro_batch_that_fits_in_16_bits_alone_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_cards(tmp_path, monkeypatch, "0,1", 81559, 81559)
+    given = ["batch.micro_size=16", "batch.global_size=32", "data.sequence_length=2048"]
+    said = list(estimates(plan(BILLION, given, folder=tmp_path, steps=20)))
+    twin, steps, _ = said
+    assert re.match(r"warning: the FP32 twin will take about 1\d\d\.\d GB, and 85\.5 are free on a GPU; set a sm", twin)
+    assert re.match(
+        r"warning: single steps will take about 1\d\d\.\d GB, .* a smaller batch\.micro_size, or give", steps
+    )
