@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
@@ -148,14 +149,16 @@ def _shared_memory() -> dict[str, int] | None:
     return {"bytes": found.total, "free": found.free}
 
 
-def gpus() -> dict[str, Any]:
-    """GPUs of this machine as listed by the driver, number of device files, and why the driver lists none, if so."""
+def gpus(only: Sequence[str] = ()) -> dict[str, Any]:
+    """GPUs of this machine as listed by the driver, number of device files, and why the driver lists none, if so.
+    only: index or UUID of each to list."""
     program = shutil.which("nvidia-smi")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if program is None:
         return {"devices": devices, "error": "there is no nvidia-smi" if devices else None, "list": []}
     for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 lack the last field
-        code, text = run_program([program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], 30.0)
+        asked = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+        code, text = run_program([program, *asked, *([f"--id={','.join(only)}"] if only else [])], 30.0)
         if not code:
             break
     if code:

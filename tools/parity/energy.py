@@ -1,16 +1,17 @@
-"""Energy used by this machine's devices: GPUs from NVML, else processors from Linux's powercap (RAPL)."""
+"""Energy used by this machine's devices: GPUs from NVML, on a CPU from Linux's powercap (RAPL)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 POWERCAP = Path("/sys/class/powercap")
 
 
-def joules() -> float | None:
-    """[J] A counter of which only differences are meaningful; None if no device reports one."""
-    counted = _of_gpus()
-    return counted if counted is not None else of_processors(POWERCAP)
+def joules(gpus: Sequence[str]) -> float | None:
+    """[J] A counter of which only differences are meaningful; None if no device reports one. gpus: index or UUID of
+    each that is used; none on a CPU."""
+    return _of_gpus(gpus) if gpus else of_processors(POWERCAP)
 
 
 def used(before: float | None, after: float | None) -> float | None:
@@ -28,7 +29,7 @@ def of_processors(folder: Path) -> float | None:
         return None
 
 
-def _of_gpus() -> float | None:
+def _of_gpus(names: Sequence[str]) -> float | None:
     import pynvml
 
     try:
@@ -36,9 +37,10 @@ def _of_gpus() -> float | None:
     except pynvml.NVMLError:
         return None
     try:
-        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        by_index, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
+        devices = [by_index(int(name)) if name.isdigit() else by_uuid(name) for name in names]
         return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(device) for device in devices) / 1e3
-    except pynvml.NVMLError:  # older than Volta
+    except pynvml.NVMLError:  # older than Volta, or a part of a GPU
         return None
     finally:
         pynvml.nvmlShutdown()

@@ -91,6 +91,11 @@ class Plan:
         manifest = config.precision.manifest and (REPOSITORY / config.precision.manifest).read_text(encoding="utf-8")
         return json_sha256([to_dict(config), self.resolved.deepspeed, manifest], sort_keys=True)
 
+    @cached_property
+    def gpus(self) -> list[str]:
+        """This machine's GPUs that its ranks use, if no launcher starts them elsewhere."""
+        return visible_gpus()[: self.processes]
+
     @property
     def points(self) -> list[int]:
         """Attempted steps after which single steps are compared: 0, then one in each further equal part of the run.
@@ -284,13 +289,17 @@ def _train(
             steps.extend(event["step"] for event in follower.events("step"))
             return max(steps)
 
-        report, before = _progress(f"{name}: step", done, config.run.steps, log), joules()
+        report, before = _progress(f"{name}: step", done, config.run.steps, log), _joules(chosen)
         _launch(chosen, program, output, report)
-        energy = used(before, joules())
+        energy = used(before, _joules(chosen))
     events = read_events(folder.events) if folder.events.exists() else ()
     end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
     finished = end.get("exit_code") == 0
     return Run(folder, finished, "" if finished else end.get("reason") or error_line_of(output), energy)
+
+
+def _joules(chosen: Plan) -> float | None:
+    return None if chosen.launcher else joules(chosen.gpus)
 
 
 def _is_kept(chosen: Plan, folder: RunDir, command: Sequence[str]) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from config.errors import UserError
 from config.resolved import Resolved
 from launch.doctor.facts import gpus, memory
-from launch.job import visible_gpus
 from launch.plan.layout import layout_of
 from launch.plan.memory import peak_memory
 from launch.plan.model import Shape, read_shape
@@ -27,7 +26,7 @@ def estimates(chosen: Plan) -> Iterator[str]:
     """
     if chosen.launcher:
         return
-    on_cpu, host = not visible_gpus(), memory()
+    on_cpu, host = not chosen.gpus, memory()
     try:
         shape, engine, passing = _needed(chosen, chosen.resolved)
         twin = None if chosen.twin is None else _needed(chosen, chosen.twin)[1:]
@@ -39,7 +38,7 @@ def estimates(chosen: Plan) -> Iterator[str]:
     ranks, there, known, place = chosen.processes if on_cpu else 1, free, whole, "this machine"
     fewer = "give the model fewer layers" + (f", or start fewer than --processes {ranks}" if ranks > 1 else "")
     if not on_cpu:
-        found = gpus()
+        found = gpus(chosen.gpus)
         if found["error"]:
             yield f"memory was not estimated: {found['error']}"
             return
@@ -64,7 +63,7 @@ def estimates(chosen: Plan) -> Iterator[str]:
 
 def _needed(chosen: Plan, resolved: Resolved) -> tuple[Shape, float, float]:
     """The model, and the bytes of a rank of its run at the peak: without those of a micro-batch, and these."""
-    on_cpu = not visible_gpus()
+    on_cpu = not chosen.gpus
     layout = layout_of(resolved, world=chosen.processes, on_cpu=on_cpu)
     shape = read_shape(resolved.config, layout)
     peak = peak_memory(shape, layout, process=PROCESS_BYTES if on_cpu else 0.0)

@@ -382,3 +382,13 @@ def test_a_micro_batch_that_fits_in_16_bits_alone_is_a_warning(tmp_path: Path, m
     assert re.match(
         r"warning: single steps will take about 1\d\d\.\d GB, .* a smaller batch\.micro_size, or give", steps
     )
+
+
+def test_other_cards_of_a_machine_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["batch.micro_size=1", "batch.global_size=4", "data.sequence_length=256"]
+    with_cards(tmp_path, monkeypatch, "1", 8192, 49140)
+    twin, steps, _ = estimates(plan(BILLION, given, folder=tmp_path, steps=20))
+    assert twin.startswith("the FP32 twin will") and steps.startswith("single steps will") and "51.5 are free" in twin
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(UserError, match=r"at least \d+\.\d GB, and a GPU has 8\.6; give the model fewer layers"):
+        list(estimates(plan(BILLION, given, folder=tmp_path, steps=20)))

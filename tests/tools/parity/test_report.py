@@ -1,13 +1,18 @@
 """The page about a parity run, from the content of parity.json alone, and the energy counters that it cites."""
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 from matplotlib.figure import Figure
 
+from config.cli import REPOSITORY
+from tools.parity import energy, jobs
 from tools.parity.energy import of_processors, used
+from tools.parity.jobs import plan
 from tools.parity.report import _draw_steps, verdict_lines, write_report
 
 
@@ -130,6 +135,24 @@ def test_a_machine_that_reports_nothing_gives_nothing(tmp_path):
     assert of_processors(tmp_path) is None
     (tmp_path / "intel-rapl:0").mkdir()
     assert of_processors(tmp_path) is None
+
+
+def test_gpus_that_a_run_does_not_use_are_not_metered(tmp_path, monkeypatch):
+    """Nor is this machine for a launcher, whose jobs may be on others."""
+    (tmp_path / "intel-rapl:0").mkdir()
+    (tmp_path / "intel-rapl:0/energy_uj").write_text("7000000\n")
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    for kind in ("Index", "UUID"):
+        monkeypatch.setattr(pynvml, f"nvmlDeviceGetHandleBy{kind}", lambda name: name)
+    millijoules = {0: 1000, 1: 20_000, 2: 300_000, "GPU-1a": 4000}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", millijoules.__getitem__)
+    chosen = plan(str(REPOSITORY / "config/recipes/demo.yaml"), [], folder=tmp_path, steps=20, processes=2)
+    for visible, expected in (("1,0,2", 21), ("1", 20), ("GPU-1a", 4), ("", 7)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert jobs._joules(dataclasses.replace(chosen)) == expected
+        assert jobs._joules(dataclasses.replace(chosen, launcher=("deepspeed",))) is None
 
 
 def test_only_a_difference_of_two_readings_that_grew_is_energy():
