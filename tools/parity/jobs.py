@@ -343,7 +343,7 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
     program += ["--walk", str(WALK)]
     _launch(chosen, program, output, report)
     if not out.exists():
-        again = "the trained runs are kept for the next start"
+        again = "the same command at the same commit keeps the trained runs"
         raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")
     walks = walks_of(json.loads(out.read_text(encoding="utf-8")), run)
     out.unlink()
