@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     with model_folder(options.model) as folder:
-        model, tokenizer = load(folder, dtype=options.dtype)
+        model, tokenizer = load(folder, dtype=options.dtype, trusted=options.trust_remote_code)
         if options.chat and tokenizer.chat_template is None:
             given = "--rows" if options.rows else "--chat"
             raise UserError(f"{given}: the tokenizer in {options.model} has no chat template; leave it out")
@@ -67,6 +67,7 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=positive_number, help="sample at this temperature (default: greedy)")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling (default 0)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="compute dtype")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code, as in training")
     options = parser.parse_args(arguments)
     if options.prompt is None and not options.chat and options.rows is None:
         raise UserError("--prompt: is missing; give what to continue, --chat or --rows")
@@ -96,8 +97,8 @@ def model_folder(given: Path) -> Iterator[Path]:
         yield out
 
 
-def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
-    """The model in evaluation mode, on the device, and its tokenizer. Raises UserError."""
+def load(folder: Path, *, dtype: str, trusted: bool = False) -> tuple[Any, Any]:
+    """The model in evaluation mode, on the device, and its tokenizer. trusted: its own code is run. Raises UserError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -106,6 +107,7 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
 
     _require_generative(folder)
     settings = json_text.object_in(folder / "config.json")
+    options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trusted}
     try:
         if (folder / "adapter_config.json").is_file():
             from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
@@ -114,19 +116,21 @@ def load(folder: Path, *, dtype: str) -> tuple[Any, Any]:
             adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
             section = _base_of(folder)
             quantised = section.base != "compute"
-            further = {"quantization_config": quantised_base.settings(section)} if quantised else {}
-            model: Any = adapted.from_pretrained(str(folder), dtype=DTYPES[dtype], **further)
+            options |= {"quantization_config": quantised_base.settings(section)} if quantised else {}
+            model: Any = adapted.from_pretrained(str(folder), **options)
             if quantised:
                 quantised_base.compute_as_inputs(model)
         else:
             has_encoder = settings.get("is_encoder_decoder") and "ForCausalLM" not in str(settings.get("architectures"))
             auto = AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM
-            model = auto.from_pretrained(str(folder), dtype=DTYPES[dtype])
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+            model = auto.from_pretrained(str(folder), **options)
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trusted)
     except UserError:
         raise
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file that they cannot parse
-        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); export the checkpoint again") from error
+        own_code = "trust_remote_code" in str(error)
+        fix = "give --trust-remote-code if you trust its code" if own_code else "export the checkpoint again"
+        raise UserError(f"{folder}: cannot be loaded ({one_line(error)}); {fix}") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.to(device).eval(), tokenizer
 

@@ -142,6 +142,24 @@ def test_mistakes_are_one_line(base, tmp_path, capsys, refusal, arguments, probl
     assert problem.format(**places) in refusal(main, [argument.format(**places) for argument in arguments])
 
 
+def test_a_model_with_code_of_its_own_is_run_if_it_is_trusted(base, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(base, tmp_path / "own")
+    code = "class {0}({1}):\n    model_type = 'own'\n"
+    names = {"AutoConfig": ("OwnConfig", "LlamaConfig"), "AutoModelForCausalLM": ("OwnModel", "LlamaForCausalLM")}
+    own, model = (code.format(*each) for each in names.values())
+    imports = "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    (folder / "own.py").write_text(f"{imports}{own}{model}    config_class = OwnConfig\n", encoding="utf-8")
+    shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shape |= {"model_type": "own", "auto_map": {auto: f"own.{mine}" for auto, (mine, _) in names.items()}}
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    command = [str(folder), "--prompt", "the loss", "--tokens", "4"]
+    assert main(command) == 2
+    assert "; give --trust-remote-code if you trust its code\n" in capsys.readouterr().err
+    assert main([*command, "--trust-remote-code"]) == 0
+    assert capsys.readouterr().out == "the loss" + greedy(base, "the loss", 4) + "\n"
+
+
 def test_an_adapter_of_a_masked_language_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base/config.json").write_text('{"architectures": ["BertForMaskedLM"], "model_type": "bert"}')
