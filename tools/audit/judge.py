@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
+from config.errors import one_line
 from precision.dtypes import DTYPES
 from tools.audit.configs import ABSENT, Audit, holds, read_data, verdict_of
 from tools.audit.recompute import Micros, NotRecomputed, Oracle, Recorded, Step, read
@@ -126,8 +127,8 @@ class Judge:
                     raise NotRecomputed("they were computed with other weights than the recorded")
                 micros = self._oracle.recompute(step)
                 self._reduced(micros, self._loss(micros))
-            except NotRecomputed as error:
-                self.unchecked["gradients and losses"] = str(error)
+            except (NotRecomputed, RuntimeError) as error:  # the latter: out of memory, or of what torch does not do
+                self.unchecked["gradients and losses"] = one_line(error)
             self._norm_and_update()
         elif self._gradient:
             self.unchecked[f"step {step.number}"] = "its gradients are not finite"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -241,20 +242,29 @@ class Oracle:
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
         """source: the checkpoint that training started from, if given. reference: DPO's reference model."""
         self._recorded, self._source, self._reference = recorded, source, reference
-        self.stored: Tensors = {name: item.data for name, item in self.model.named_parameters()} if source else {}
+        self.stored: Tensors = {}
         """The checkpoint's weights."""
+        if source is not None:
+            with suppress(NotRecomputed):
+                self.stored = {name: item.data for name, item in self.model.named_parameters()}
 
     @cached_property
     def model(self) -> Any:
-        """The plain model in FP32, from the checkpoint or from the config that the probe kept."""
+        """The plain model in FP32, from the checkpoint or from the config that the probe kept.
+
+        Raises UserError if it is another than was trained, NotRecomputed if that one is no causal language model.
+        """
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as causal
 
         facts, source = self._recorded.facts, self._source
         told = f"--model {source}" if source else "the recorded config"
         config: dict[str, Any] = {"model_type": None, **(facts["model_config"] or {})}
-        known = config["model_type"] and facts["model"] in (config.get("architectures") or [facts["model"]])
+        known = facts["model"] == causal.get(config["model_type"])
         if source is None and not known:
-            raise NotRecomputed(f"{facts['model']} is no model that transformers builds by itself; give --model")
+            told = f"{facts['model']} is no causal language model of transformers"
+            raise NotRecomputed(f"{told}; give --model if one has its parameters")
+        refused = UserError if known else NotRecomputed
         try:
             if source is not None:
                 model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -262,14 +272,16 @@ class Oracle:
                 shape = AutoConfig.for_model(**{key: config[key] for key in config.keys() - {*_OF_RUNTIME}})
                 model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         except (OSError, ValueError) as error:
-            raise UserError(f"{told} cannot be loaded: {one_line(error)}") from error
+            raise refused(f"{told} cannot be loaded: {one_line(error)}") from error
+        if getattr(model.config.get_text_config(), "_experts_implementation", None) is not None:
+            model.set_experts_implementation("eager")  # grouped matmuls do not take FP64
         model.get_input_embeddings().padding_idx = facts.get("padding_idx")  # trainers change the config's later
         own = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         trained = {name: shape for name, (shape, *_) in facts["parameters"].items()}
         if off := sorted(name for name in own.keys() | trained.keys() if own.get(name) != trained.get(name)):
             here, there = (held.get(off[0], "missing") for held in (own, trained))
             differs = f"{off[0]} is {here} in it and {there} in the probe; give the trained one with --model"
-            raise UserError(f"{told} is another model than the one trained: {differs}")
+            raise refused(f"{told} is another model than the one trained: {differs}")
         return model
 
     @cached_property

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
-from lab.audit import main
+from lab.audit import SHAPE, main
 from tools.audit.command import main as command
 from tools.audit.judge import audit_folder
 
@@ -118,6 +119,20 @@ def _evaluate(recorded: dict[str, Any]) -> None:
     recorded["micros"][0]["calls"][0]["training"] = False
 
 
+def _llama(folder: Path, **shape: Any) -> str:
+    """The folder of an untrained Llama that differs from lab.audit's in its shape."""
+    LlamaForCausalLM(LlamaConfig(**SHAPE | shape)).save_pretrained(folder / "llama")
+    return str(folder / "llama")
+
+
+def _mixtral(folder: Path, **config: Any) -> str:
+    """The folder of an untrained Mixtral."""
+    torch.manual_seed(3)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.05}
+    MixtralForCausalLM(MixtralConfig(**SHAPE | experts | config)).save_pretrained(folder / "mixtral")
+    return str(folder / "mixtral")
+
+
 def _step_two(probed: Path, tmp_path: Path) -> Path:
     """A copy of the probe's folder with its second step alone."""
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
@@ -168,6 +183,24 @@ def test_a_step_that_is_not_finite_is_wrong_if_applied_and_never_reads_as_clean(
     out = capsys.readouterr().out
     assert said in out and "step 2: its gradients are not finite" in out and "nothing wrong" not in out
     assert ("WRONG" in out) is applied and "rank 1" not in out
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_of_another_class_of_model_all_is_audited_that_needs_no_model(given, probed, tmp_path, capsys) -> None:
+    """Its parameters are not those of the checkpoint either, as for an adapter."""
+    folder = _step_two(probed, tmp_path)
+    base = _llama(tmp_path, num_hidden_layers=1)
+    _change(folder / "probe.json", lambda held: held.update(model="LlamaForSequenceClassification"))
+    assert command([str(folder), *(["--model", base] if given else [])]) == DONE
+    report = audit_folder(folder, base if given else None, None).report
+    why = report["not_checked"]["gradients and losses"]
+    assert ("is another model than the one trained" if given else "is no causal language model") in why
+    assert {"reported_norm", "update_error"} <= report["steps"][0].keys() and not report["findings"]
+
+
+def test_experts_are_recomputed_in_fp64(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 1, "fp32", "--steps", "2", "--model", _mixtral(tmp_path))
+    assert not report["findings"] and not report["not_checked"]
 
 
 def test_gradients_that_plain_torch_cannot_make_are_not_right(probed: Path, tmp_path: Path) -> None:
