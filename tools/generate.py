@@ -98,7 +98,7 @@ def model_folder(given: Path) -> Iterator[Path]:
 
 
 def load(folder: Path, *, dtype: str, trusted: bool = False) -> tuple[Any, Any]:
-    """The model in evaluation mode, on the device, and its tokenizer. trusted: its own code is run. Raises UserError."""
+    """The model in evaluation mode, on the device, and its tokenizer. trusted: run its own code. Raises UserError."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
