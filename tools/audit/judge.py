@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 from config.errors import one_line
 from precision.dtypes import DTYPES
 from tools.audit.configs import ABSENT, Audit, holds, read_data, verdict_of
-from tools.audit.recompute import Micros, NotRecomputed, Oracle, Recorded, Step, read
+from tools.audit.recompute import KNOWN_LOSSES, Micros, NotRecomputed, Oracle, Recorded, Step, read
 from tools.parity.judge_steps import NORM_ROUNDING
 from tools.parity.plain import Apart, clip_coefficient
 
@@ -214,11 +214,13 @@ class Judge:
         times, right = weights * total, torch.full_like(weights, 1 / total)
         off = Apart((weights @ rows, right @ rows) for rows in micros.exact.values()).error
         said = self._recorded.reported.get(self._step.number)
+        differ, means = _spread(times) / (2 * bound), _spread(weights * counts) / (2 * bound)
+        kind = self._run["trainer"].get("loss")
+        if kind not in KNOWN_LOSSES and (means > 1 if differ > 1 else abs(float(times.mean()) - 1) > bound):
+            raise NotRecomputed(f"{kind} makes another loss than the labels'")
         self._row.update(trained_loss=float(micros.reported.sum()), mean_loss=mean, reported_loss=said)
         self._row.update(least=float(times.min()), most=float(times.max()), times=float(times.mean()), loss_cost=off)
-        self._row.update(
-            labels_differ=_spread(times) / (2 * bound), means_differ=_spread(weights * counts) / (2 * bound)
-        )
+        self._row.update(labels_differ=differ, means_differ=means)
         self._row.update(loss_bound=bound, report_bound=bound + 1e-4 / mean)
         return weights
 

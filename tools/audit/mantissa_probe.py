@@ -110,8 +110,10 @@ class Probe:
             resumed_from: int
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-                facts = {key: getattr(args, key, None) for key in ("beta", "loss_type", "label_smoothing")}
-                facts["class"] = type(trainer).__name__
+                names = ("beta", "loss_type", "label_smoothing", "label_smoothing_factor")
+                facts = {key: getattr(args, key, None) for key in names}
+                loss = getattr(trainer, "compute_loss_func", None) or trainer.compute_loss
+                facts |= {"class": type(trainer).__name__, "loss": getattr(loss, "__qualname__", type(loss).__name__)}
                 scheduler, self.resumed_from = given.get("lr_scheduler"), state.global_step
                 self.probe = Probe(trainer.model_wrapped, folder, scheduler=scheduler, trainer=facts, **options)
                 inner = trainer.compute_loss
@@ -147,7 +149,8 @@ class Probe:
             given |= given.pop(name)
         device = self.engine.device.type
         dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        self._calls.append({"inputs": _copies(given), "autocast": dtype, "training": self.model.training})
+        called = {"inputs": _copies(given), "autocast": dtype, "training": self.model.training}
+        self._calls.append({**called, "routers": bool(given.get("output_router_logits"))})
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]

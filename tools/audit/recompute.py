@@ -36,8 +36,8 @@ _NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_
 _OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
 """Keys of a model's config that are not passed to a plain model."""
 
-Objective = Callable[[Any, dict[str, Any]], tuple[torch.Tensor, int]]
-"""(model, a recorded micro-batch) -> the loss summed over what counts in it, and its count."""
+KNOWN_LOSSES = (None, "Trainer.compute_loss", "SFTTrainer.compute_loss", "DPOTrainer.compute_loss")
+"""The trainers' methods whose losses are known here; None: a loop without a trainer."""
 
 
 @dataclass
@@ -60,6 +60,10 @@ class Step:
     def named(self, kind: str) -> Tensors:
         """Rank 0's recorded tensors of this kind by parameter, FP32."""
         return {name: value.float() for name, value in self.facts.get(kind, {}).items()}
+
+
+Objective = Callable[[Any, Step, dict[str, Any]], tuple[torch.Tensor, int]]
+"""(model, step, a micro-batch of it) -> the loss summed over what counts in it, and its count."""
 
 
 class Recorded(NamedTuple):
@@ -189,13 +193,44 @@ class Micros:
         return apart.error
 
 
-def _labelled(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    """Cross-entropy of the labels, from the model's inputs or the trainer's batch; all calls of a micro-batch."""
-    given = [(call["inputs"], (micro["batch"] | call["inputs"]).get("labels")) for call in micro["calls"]]
-    if any(labels is None for _, labels in given):
+def _cross_entropy(recorded: Recorded) -> Objective:
+    """Cross-entropy of the labels, from the model's inputs or the trainer's batch; all calls of a micro-batch.
+
+    A model that is given labels adds its routers' loss to their mean: over what the Trainer counted, if it said so, and
+    in TRL's SFTTrainer over a micro-batch's equal part of the step.
+    """
+    facts = recorded.facts["trainer"]
+    smoothing, kind = facts.get("label_smoothing_factor") or 0.0, facts.get("loss_type")
+    if kind not in (None, "nll", "chunked_nll"):
+        raise NotRecomputed(f"the loss {kind} is not known here")
+
+    def loss(model: Any, step: Step, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        for call, labels in _labelled(micro):
+            found = _called(model, recorded, call["inputs"], call["routers"])
+            total, counted = total + _nats(found, labels, smoothing).sum(), _count(labels)
+            if "labels" in call["inputs"]:
+                given = float(call["inputs"].get("num_items_in_batch", counted))
+                if "SFT" in facts.get("class", ""):
+                    every = [_count(each) for other in step.micros.values() for _, each in _labelled(other)]
+                    given = sum(every) / len(every)
+                total = total + given * _router_loss(model, recorded, found)
+            count += counted
+        return total, count
+
+    return loss
+
+
+def _labelled(micro: dict[str, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The model's calls in a micro-batch, each with its labels."""
+    found = [(call, (micro["batch"] | call["inputs"]).get("labels")) for call in micro["calls"]]
+    if any(labels is None for _, labels in found):
         raise NotRecomputed("the model was given no labels; set `probe.batch` to the micro-batch before the forward")
-    total = sum((_nats(model, inputs, labels).sum() for inputs, labels in given), torch.zeros((), dtype=torch.float64))
-    return total, sum(int((labels[..., 1:] != IGNORED).sum()) for _, labels in given)
+    return found
+
+
+def _count(labels: torch.Tensor) -> int:
+    return int((labels[..., 1:] != IGNORED).sum())
 
 
 def _preference(recorded: Recorded, source: str | None) -> Objective:
@@ -210,30 +245,49 @@ def _preference(recorded: Recorded, source: str | None) -> Objective:
         _set_weights(reference, recorded, recorded.steps[0], DTYPES[recorded.facts["compute"]])
     settings = {"beta": float(facts["beta"]), "label_smoothing": float(facts.get("label_smoothing") or 0.0)}
 
-    def loss(model: Any, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    def loss(model: Any, step: Step, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
         batch = micro["batch"]
         if not {"input_ids", "completion_mask"} <= batch.keys():
             raise NotRecomputed("the batch has no input_ids and completion_mask, so that pairs cannot be told")
         inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
         answers = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, IGNORED)
         with torch.no_grad():
-            known = _nats(reference, inputs, answers)
-        chosen, rejected = (known - _nats(model, inputs, answers)).chunk(2)
-        return sigmoid_preference(chosen - rejected, **settings).sum(), len(chosen)
+            known = _nats(_called(reference, recorded, inputs), answers)
+        found = _called(model, recorded, inputs)
+        chosen, rejected = (known - _nats(found, answers)).chunk(2)
+        pairs = sigmoid_preference(chosen - rejected, **settings).sum()
+        return pairs + len(chosen) * _router_loss(model, recorded, found), len(chosen)
 
     return loss
 
 
-def _nats(model: Any, inputs: Tensors, labels: torch.Tensor) -> torch.Tensor:
-    """The negative log-probability of each row's labels."""
-    wanted = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
+def _called(model: Any, recorded: Recorded, inputs: Tensors, routers: bool = False) -> Any:
+    """The model's output. routers: the trainer asked for its routers' loss, which the recorded config may do, too."""
+    wanted: dict[str, Any] = {key: value for key, value in inputs.items() if key not in _NO_INPUT}
     ids, size = wanted.get("input_ids", torch.zeros(1)), model.get_input_embeddings().num_embeddings
     if other := ids[(ids < 0) | (ids >= size)].tolist():
         told = f"the batch has token {max(other)} and the model {size} embeddings: another tokenizer or model"
         raise UserError(f"{told}; give the one that was trained with --model")
-    logits = model(**wanted, use_cache=False).logits[..., :-1, :].movedim(-1, 1)
+    asked = (recorded.facts["model_config"] or {}).get("output_router_logits")
+    if asked is not None or routers:
+        wanted["output_router_logits"] = bool(asked or routers)
+    return model(**wanted, use_cache=False)
+
+
+def _nats(found: Any, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
+    """The negative log-probability of each row's labels, part of which `smoothing` gives to all tokens alike."""
+    logits = found.logits[..., :-1, :].movedim(-1, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    return functional.cross_entropy(logits, labels[..., 1:], ignore_index=IGNORED, reduction="none").sum(-1)
+    kept: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": smoothing, "reduction": "none"}
+    return functional.cross_entropy(logits, labels[..., 1:], **kept).sum(-1)
+
+
+def _router_loss(model: Any, recorded: Recorded, found: Any) -> Any:
+    """What a mixture of experts adds to the mean loss; 0 where it was not asked to."""
+    if (loss := getattr(found, "aux_loss", None)) is None:
+        return 0.0
+    config = recorded.facts["model_config"] or {}
+    return config.get("router_aux_loss_coef", getattr(model, "router_aux_loss_coef", 0.0)) * loss
 
 
 class Oracle:
@@ -287,7 +341,7 @@ class Oracle:
     @cached_property
     def _objective(self) -> Objective:
         pairs = "DPO" in self._recorded.facts["trainer"].get("class", "")
-        return _preference(self._recorded, self._reference) if pairs else _labelled
+        return _preference(self._recorded, self._reference) if pairs else _cross_entropy(self._recorded)
 
     def recompute(self, step: Step) -> Micros:
         """Every micro-batch of a step from its recorded masters, rounded to the run's dtype. Raises NotRecomputed."""
@@ -324,7 +378,7 @@ def _passes(model: Any, step: Step, objective: Objective) -> tuple[Any, torch.Te
     trained = {name: item for name, item in model.named_parameters() if item.requires_grad}
     places, rows, gradients = [], [], {name: list[torch.Tensor]() for name in trained}
     for place, micro in step.micros.items():
-        loss, counted = objective(model, micro)
+        loss, counted = objective(model, step, micro)
         if not counted:
             continue
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)

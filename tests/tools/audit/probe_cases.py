@@ -14,6 +14,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from lab import audit
 from lab.audit import bare
 from tools.audit.mantissa_probe import Probe
 
@@ -301,6 +302,24 @@ def little_space(work: Any) -> None:
     """No mistake: the probe may write 2 MB, less than whole steps take."""
     inner = work.probe
     work.probe = lambda engine, **given: inner(engine, max_bytes=2_000_000, **given)
+
+
+def smoothed_labels(work: Any) -> None:
+    """No mistake: the Trainer smooths labels."""
+    inner = audit._arguments
+    audit._arguments = lambda work: inner(work) | {"label_smoothing_factor": 0.1}
+
+
+def own_loss(work: Any) -> None:
+    """No mistake: the Trainer's subclass adds another loss."""
+    import transformers
+
+    class Penalised(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, True, **named)
+            return loss + 0.1 * outputs.logits.square().mean()
+
+    setattr(transformers, "Trainer", Penalised)  # noqa: B010
 
 
 def without_probe_first(work: Any) -> None:

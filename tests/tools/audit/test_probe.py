@@ -203,6 +203,26 @@ def test_experts_are_recomputed_in_fp64(tmp_path: Path) -> None:
     assert not report["findings"] and not report["not_checked"]
 
 
+def test_the_loss_of_routers_is_recomputed(tmp_path: Path) -> None:
+    """Rows of unequal length, for the Trainer adds it to a loss that is divided by the labels of the step."""
+    model = _mixtral(tmp_path, output_router_logits=True, router_aux_loss_coef=0.1)
+    report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", "--unequal", "--model", model)
+    assert not report["findings"] and not report["not_checked"]
+
+
+def test_smoothed_labels_are_recomputed(tmp_path: Path) -> None:
+    report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", plant="smoothed_labels")
+    assert not report["findings"] and not report["not_checked"]
+
+
+def test_a_loss_of_the_trainers_own_is_not_called_wrong(tmp_path: Path) -> None:
+    report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", plant="own_loss")
+    assert not report["findings"] and {"reported_norm", "update_error"} <= report["steps"][0].keys()
+    assert (
+        "own_loss.<locals>.Penalised.compute_loss makes another loss" in report["not_checked"]["gradients and losses"]
+    )
+
+
 def test_gradients_that_plain_torch_cannot_make_are_not_right(probed: Path, tmp_path: Path) -> None:
     folder = _step_two(probed, tmp_path)
     _change(folder / "step-000002.rank0.pt", lambda held: held["before"]["lm_head.weight"].fill_(math.inf))
