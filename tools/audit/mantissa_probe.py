@@ -228,7 +228,7 @@ class Probe:
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                     self._keep(found["frozen"], name, parameter)
             elif (gradient := safe_get_full_grad(parameter)) is not None:
-                found["squares"][name] = float(gradient.double().square().sum())
+                found["squares"][name] = _sum(gradient)[1]
                 self._keep(found["gradient"], name, gradient, stride)
         found |= self._states("before", stride)
         found["groups"] = [
@@ -345,6 +345,8 @@ def _shape(parameter: Any) -> torch.Size:
 
 
 def _sum(values: torch.Tensor) -> list[float]:
-    """A checksum: the sum and the sum of squares, in FP64."""
-    wide = values.detach().double()
-    return [float(wide.sum()), float(wide.square().sum())]
+    """A checksum: the sum and the sum of squares in FP64. A GPU may have no room for a whole parameter in it."""
+    total = square = 0.0
+    for part in values.detach().reshape(-1).split(2**24):
+        total, square = total + float(part.double().sum()), square + float(part.double().square().sum())
+    return [total, square]

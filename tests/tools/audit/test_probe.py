@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
 from lab.audit import SHAPE, main
+from tools.audit import mantissa_probe
 from tools.audit.command import main as command
 from tools.audit.judge import audit_folder
 
@@ -282,6 +284,22 @@ def test_bad_input_is_one_line(name, damage, words, probed, tmp_path, capsys) ->
     assert command([str(folder), "--json", str(tmp_path / "report.json")]) == CONFIG_ERROR
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1) and words in error and not (tmp_path / "report.json").exists()
+
+
+def test_checksums_copy_no_whole_parameter_to_fp64() -> None:
+    largest = [0]
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float64:
+                largest.append(found.numel())
+            return found
+
+    values = torch.full((2**24 + 1,), 0.5)
+    with Seen():
+        assert mantissa_probe._sum(values) == [2**23 + 0.5, 2**22 + 0.25]
+    assert max(largest) == 2**24
 
 
 @pytest.mark.slow
