@@ -58,15 +58,22 @@ class Judge:
         why = "its files are incomplete, as a crash leaves them"
         self.unchecked = {f"step {number}": why for number in recorded.incomplete}
         """Checks that could not be made, and why."""
+        if recorded.ended:
+            self.unchecked["later steps"] = recorded.ended
         self.measured: list[dict[str, Any]] = []
         """Figures of each step."""
         self._found: dict[str, dict[str, Any]] = {}
+        self._open: dict[str, list[int]] = {}
+        """Steps whose gradients were not recomputed, by the reason."""
         self._resumed: float | None = None
         """Updates that the optimizer had counted before the probe started."""
         last: Step | None = None
         for step in recorded.steps:
             self._judge(step, last if last is not None and last.number + 1 == step.number else None)
             last = step
+        for why, steps in self._open.items():
+            some = f", steps {', '.join(map(str, steps))}" if len(steps) < len(recorded.steps) else ""
+            self.unchecked[f"gradients and losses{some}"] = why
 
     @property
     def findings(self) -> list[dict[str, Any]]:
@@ -128,7 +135,7 @@ class Judge:
                 micros = self._oracle.recompute(step)
                 self._reduced(micros, self._loss(micros))
             except (NotRecomputed, RuntimeError) as error:  # the latter: out of memory, or of what torch does not do
-                self.unchecked["gradients and losses"] = one_line(error)
+                self._open.setdefault(one_line(error), []).append(step.number)
             self._norm_and_update()
         elif self._gradient:
             self.unchecked[f"step {step.number}"] = "its gradients are not finite"
@@ -142,12 +149,14 @@ class Judge:
         """Add an entry if masters changed after the end of a step; NaN that stays is no change between steps."""
         after, stride, lasting = step.named("after"), step.facts["stride"], step is not self._step
         equal = partial(torch.allclose, rtol=0.0, atol=0.0, equal_nan=lasting)
-        names = [name for name in after if not equal(_flat(after[name]), self._start(name, stride))]
+        both = math.lcm(stride, self._facts["start_stride"])
+        kept = {name: _flat(value)[:: both // stride] for name, value in after.items()}
+        names = [name for name, value in kept.items() if not equal(value, self._start(name, both))]
         if names:
             self._add(entry, len(names) / len(after), _names(names))
 
     def _start(self, name: str, stride: int) -> torch.Tensor:
-        return _flat(self._before[name])[::stride]
+        return _flat(self._before[name])[:: stride // self._facts["start_stride"]]
 
     def _dtypes(self) -> None:
         micros, stored = self._step.micros.values(), self._oracle.stored
@@ -162,7 +171,9 @@ class Judge:
         if not self._done:
             self._row["start"] = _held(self._before.values())
             if stored:
-                self._row["start_error"] = Apart((value, stored[name]) for name, value in self._before.items()).error
+                every = slice(None, None, self._facts["start_stride"])
+                pairs = ((own.reshape(-1), stored[name].reshape(-1)[every]) for name, own in self._before.items())
+                self._row["start_error"] = Apart(pairs).error
 
     def _batches(self, last: Step | None) -> None:
         seen: dict[bytes, tuple[int, str]] = {}
@@ -194,7 +205,10 @@ class Judge:
                     told = _names(names) if names else f"{other} and {own}"[:120]
                     size = len(names) / len(own) if names else 1.0
                     self._add("ranks-differ", size, told, rank=rank["rank"], what=what)
-        stale = []
+        stale: list[str] = []
+        if self._facts["weights"] and self._facts["start_stride"] > 1:
+            self.unchecked["weights against masters"] = "the probe kept a part of the masters"
+            return False
         for name in (name for name in self._facts["weights"] if name in self._before):
             held = self._before[name].to(DTYPES[self._run["compute"]]).double()
             sums = torch.stack([held.sum(), held.square().sum()])

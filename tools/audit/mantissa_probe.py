@@ -17,7 +17,9 @@ appears whole or not at all. The engine is not modified, and no random number is
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import json
 import os
 import random
@@ -33,8 +35,8 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_SHARES = 3 + 2 * len(MOMENTS)
-"""Number of FP32 copies of all parameters in a step: gradient, masters and moments before and after."""
+_SHARES = 2 + 2 * len(MOMENTS)
+"""FP32 copies of all parameters in a step: gradient, masters after it, moments before and after."""
 
 
 class Probe:
@@ -55,9 +57,9 @@ class Probe:
         """steps: optimizer steps counted from 1 (default: the first three, and three drawn by `seed` up to step 1,000).
 
         scheduler: the learning rate scheduler, if the loop steps it. max_bytes, max_seconds: most that a rank may
-        write, an equal part in each step, and most time for recording, in total; if masters and moments are larger, a
-        part of their values is kept, and only as many of the first steps as have room for the masters. trainer: facts
-        of a Hugging Face trainer, which `callback` fills in.
+        write, and most time for recording, in total. Masters before the update are kept whole in as many of the steps
+        as have room for them; where none has, and of all else, every n-th value is kept. trainer: facts of a Hugging
+        Face trainer, which `callback` fills in.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
         if not hasattr(self.engine, "zero_optimization_stage"):
@@ -68,37 +70,46 @@ class Probe:
         self.scheduler = scheduler if scheduler is not None else getattr(self.engine, "lr_scheduler", None)
         self.batch: dict[str, Any] | None = None
         """The micro-batch as the trainer has it, if it holds more than the model's inputs."""
-        self._max_bytes, self._max_seconds = max_bytes, max_seconds
-        self._seconds, self._failed, self._step, self._applied = 0.0, False, 1, 0
+        self._bytes_left, self._seconds_left = int(max_bytes), max_seconds
+        self._failed, self._step, self._applied = False, 1, 0
         self._micros: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         """Calls of the model since the last backward pass."""
         self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
-        if self._most(self.rank == 0 and (self.folder / "probe.json").exists()):  # as after a restart
-            self._fail(f"nothing is recorded: {self.folder} holds a probe already; give the new one another folder")
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
         self._training = self._most(time.time_ns())
         """Identifies the training: the same on all ranks, and in each file."""
-        self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
-        self._places = self._placed()
-        learns = [(name, each) for name, each in self.model.named_parameters() if each.requires_grad]
-        self._trained = {name: each for name, each in learns if id(each) in self._places}
-        self._least = 4 * sum(_shape(each).numel() for each in self._trained.values())
-        """[bytes] Masters before a step, which are always kept whole."""
-        self.steps = self.steps[: int(max_bytes // max(1, 1.1 * self._least))]
-        if not self.steps:
-            least = f"a step of this model takes {self._least / 1e9:.2f} GB or more on rank 0"
-            self._fail(f"nothing is recorded: {least}; give max_bytes={3 * self._least} for two steps")
+        why = ""
+        try:
+            self._prepare(trainer or {})
+        except Exception as error:  # no failure here may end a training
+            why = f"{type(error).__name__}: {error}"
+        if self._most(bool(why)):
+            self._failed = True
+            warnings.warn(f"mantissa_probe: nothing is recorded: {why or 'another rank cannot'}", stacklevel=2)
             return
-        self._bind = inspect.signature(self.model.forward).bind_partial
-        if self.rank == 0:
-            facts = {**self._facts(), "trainer": trainer or {}}
-            self._write("probe.json", lambda path: path.write_text(json.dumps(facts, default=str), encoding="utf-8"))
         self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._backward, self._engine_step = self.engine.backward, self.engine.step
         self.engine.backward, self.engine.step = self._on_backward, self._on_step
+
+    def _prepare(self, trainer: dict[str, Any]) -> None:
+        """Find parameters and masters, and write the run's facts."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.folder.glob("step-*.pt")):  # as after a restart
+            raise FileExistsError(f"{self.folder} holds a training's steps already; give this one another folder")
+        for left in ("reported.jsonl", f"ended.rank{self.rank}.txt"):
+            (self.folder / left).unlink(missing_ok=True)
+        self._optimizer = getattr(self.engine, "basic_optimizer", None) or self.engine.optimizer
+        self._places = self._placed()
+        named = list(self.model.named_parameters())
+        self._trained = {name: each for name, each in named if each.requires_grad and id(each) in self._places}
+        self._frozen = {name: each for name, each in named if name not in self._trained}
+        """Parameters that only the first recorded step keeps, for no step changes them."""
+        self._frozen_stride = max(1, -(-4 * _bytes(self._frozen) // max(1, self._bytes_left)))
+        self._bind = inspect.signature(self.model.forward).bind_partial
+        if self.rank == 0:
+            facts = json.dumps({**self._facts(), "trainer": trainer}, default=str)
+            self._write("probe.json", lambda path: path.write_text(facts, encoding="utf-8"))
 
     @staticmethod
     def callback(trainer: Any, folder: str | os.PathLike[str], **options: Any) -> Any:
@@ -132,10 +143,14 @@ class Probe:
 
     def report(self, loss: Any, step: int | None = None) -> None:
         """Record the loss that the loop shows for a step (the last one), if not the one passed to `backward`."""
-        if self.rank == 0 and not self._failed:
-            line = {"step": self._step - 1 if step is None else step, "loss": float(loss)}
+        if self.rank or self._failed:
+            return
+        line = {"step": self._step - 1 if step is None else step, "loss": float(loss)}
+        try:
             with (self.folder / "reported.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            self._fail(f"recording ended after step {self._step - 1}: {error}")
 
     # Called by the loop
 
@@ -173,8 +188,8 @@ class Probe:
 
     def _on_step(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self.engine.is_gradient_accumulation_boundary()
-        stride = self._stride() if boundary and self._step in self.steps else 0
-        record = self._guarded(self._before_step, stride) if stride else None
+        strides = self._strides() if boundary and self._step in self.steps else None
+        record = self._guarded(self._before_step, *strides) if strides else None
         result = self._engine_step(*args, **kwargs)
         if boundary or not getattr(self.engine, "managed_gradient_accumulation", lambda: True)():
             applied = getattr(self.engine, "was_step_applied", lambda: True)()
@@ -184,19 +199,30 @@ class Probe:
             self._step, self._micros, self._calls = self._step + 1, [], []
         return result
 
-    def _stride(self) -> int:
-        """Stride of the values of a parameter that are kept in this step; 0 for a step that is not recorded."""
+    def _strides(self) -> tuple[int, int] | None:
+        """Strides of the masters before the update, and of all else, that are kept; None: the step is not recorded."""
         parts = [micro["batch"] for micro in self._micros]
         parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
         given = sum(value.nbytes for part in parts for value in part.values())
-        room = self._max_bytes // len(self.steps) - given - self._least
-        stride = -(-_SHARES * self._least // max(1, room))
-        over = self._seconds > self._max_seconds or stride > 4096
-        if not self._most(over or self._failed):  # the same on all ranks, since reading masters is a collective
-            return stride
-        if not self._failed:
-            self._fail(f"nothing is recorded from step {self._step} on: max_bytes or max_seconds is used up")
-        return 0
+        masters = 4 * sum(_shape(each).numel() for each in self._trained.values())
+        left, found = max(0, self._bytes_left - _bytes(self._frozen) // self._frozen_stride), None
+        steps = sum(step >= self._step for step in self.steps)
+        for whole, share in itertools.product((True, False), range(steps, 0, -1)):
+            room = left // share - given - whole * masters
+            stride = max(1, -(-(_SHARES + (not whole)) * masters // max(1, room)))
+            if found is None and room > 0 and stride <= (64 if whole else 4096):
+                found = 1 if whole else stride, stride
+        needed = f"max_bytes={int(1.2 * (given + masters))} for each step would keep all masters"
+        why = "" if found else f"{left} bytes are left; {needed}"
+        why = "max_seconds is used up" if self._seconds_left < 0 else why
+        if self._most(bool(why) or self._failed):  # the same on all ranks, since reading masters is a collective
+            if why and not self._failed:
+                self._fail(f"nothing is recorded from step {self._step} on: {why}")
+            self._failed = True
+            return None
+        if found and found[0] > 1 and self.rank == 0 and self._step == self.steps[0]:
+            warnings.warn(f"mantissa_probe: masters are kept in part; {needed}", stacklevel=3)
+        return found
 
     def _guarded(self, record: Any, *given: Any) -> Any:
         """The result of a method in a chosen step; None in other steps, or once the recording has ended."""
@@ -209,54 +235,59 @@ class Probe:
         except Exception as error:  # no failure here may end a training
             self._fail(f"recording ended in step {self._step}: {type(error).__name__}: {error}")
         finally:
-            self._seconds += time.monotonic() - started
+            self._seconds_left -= time.monotonic() - started
 
     def _fail(self, why: str) -> None:
         self._failed = True
         warnings.warn(f"mantissa_probe, rank {self.rank}: {why}", stacklevel=2)
+        with contextlib.suppress(OSError):
+            (self.folder / f"ended.rank{self.rank}.txt").write_text(why, encoding="utf-8")  # for the audit
 
     # What is recorded
 
-    def _before_step(self, stride: int) -> dict[str, Any]:
+    def _before_step(self, start_stride: int, stride: int) -> dict[str, Any]:
         found: dict[str, Any] = {key: {} for key in ("weights", "gradients", "squares", "frozen", "gradient")}
         for name, parameter in self.model.named_parameters():
             if self.stage < 3:
                 found["weights"][name] = _sum(parameter)
             if self.stage == 0 and parameter.grad is not None:
                 found["gradients"][name] = _sum(parameter.grad)
-            if name not in self._trained:
+            if name in self._frozen:
                 with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                    self._keep(found["frozen"], name, parameter)
-            elif (gradient := safe_get_full_grad(parameter)) is not None:
+                    self._keep(found["frozen"], name, parameter, self._frozen_stride)
+            elif name in self._trained and (gradient := safe_get_full_grad(parameter)) is not None:
                 found["squares"][name] = _sum(gradient)[1]
                 self._keep(found["gradient"], name, gradient, stride)
-        found |= self._states("before", stride)
+        found |= self._states("before", start_stride, stride)
         found["groups"] = [
             {key: value for key, value in group.items() if isinstance(value, int | float | str | tuple)}
             for group in self.engine.optimizer.param_groups
         ]
         optimizer, scheduler = self.engine.optimizer, getattr(self.scheduler, "scheduler", self.scheduler)
         scale = getattr(optimizer, "loss_scale", None) or getattr(optimizer, "cur_scale", None) or 1.0
-        found |= {"stride": stride, "scale": float(scale), "schedule": getattr(scheduler, "last_epoch", None)}
+        found |= {"start_stride": start_stride, "stride": stride, "frozen_stride": self._frozen_stride}
+        found |= {"scale": float(scale), "schedule": getattr(scheduler, "last_epoch", None)}
         found["fp32"] = sorted({str(each.dtype) for each in self._stepped() if each.is_floating_point()})
         return found
 
     def _after_step(self, found: dict[str, Any], applied: bool) -> None:
         norm = self.engine.get_global_grad_norm()
-        found |= self._states("after", found["stride"])
+        found |= self._states("after", found["stride"], found["stride"])
         found |= {"training": self._training, "step": self._step, "rank": self.rank, "applied": bool(applied)}
         counted = [*self._optimizer.state.values(), *self._optimizer.param_groups]
         steps = next((float(each["step"]) for each in counted if "step" in each), None)
         found |= {"applied_before": self._applied, "optimizer_step": steps, "inner": self._inner}
         found |= {"norm": None if norm is None else float(norm), "micros": self._micros}
         self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
+        self._frozen = {}
 
-    def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int = 1) -> None:
+    def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int) -> None:
         """Keep every `stride`-th value, on rank 0: gathered values are the same on all ranks."""
         if self.rank == 0:
-            kept[name] = (value.detach().reshape(-1)[::stride] if stride > 1 else value.detach()).cpu().clone()
+            part = value.detach().reshape(-1)[::stride] if stride > 1 else value.detach()
+            kept[name] = part.to("cpu", copy=True)
 
-    def _states(self, when: str, stride: int) -> dict[str, dict[str, torch.Tensor]]:
+    def _states(self, when: str, of_masters: int, stride: int) -> dict[str, dict[str, torch.Tensor]]:
         """Masters, and moments if every rank's optimizer has both for all parameters that it steps."""
         known = [self._optimizer.state.get(each, {}) for each in self._stepped()]
         lacks = self._most(any(key not in state for state in known for key in MOMENTS))
@@ -264,7 +295,7 @@ class Probe:
         for key in ("", *(() if lacks else MOMENTS)):
             kept = found[f"{key}_{when}" if key else when] = {}
             for name, parameter in self._trained.items():
-                self._keep(kept, name, self._state(parameter, key), 1 if (key, when) == ("", "before") else stride)
+                self._keep(kept, name, self._state(parameter, key), stride if key else of_masters)
         return found
 
     def _state(self, parameter: Any, key: str) -> torch.Tensor:
@@ -332,8 +363,12 @@ class Probe:
     def _write(self, name: str, save: Callable[[Path], object]) -> None:
         """Write a file, which appears whole or not at all."""
         written = self.folder / f"{name}.tmp"
-        save(written)
-        written.replace(self.folder / name)
+        try:
+            save(written)
+            self._bytes_left -= written.stat().st_size
+            written.replace(self.folder / name)
+        finally:
+            written.unlink(missing_ok=True)  # a full disk is needed by others
 
 
 def _copies(given: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -342,6 +377,10 @@ def _copies(given: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _shape(parameter: Any) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _bytes(parameters: dict[str, Any]) -> int:
+    return sum(_shape(each).numel() * each.element_size() for each in parameters.values())
 
 
 def _sum(values: torch.Tensor) -> list[float]:

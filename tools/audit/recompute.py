@@ -30,7 +30,8 @@ Tensors = dict[str, torch.Tensor]
 """Tensors by the name of a parameter or an input."""
 _NAME = re.compile(r"step-(\d+)\.rank(\d+)\.pt$")
 _OF_RUN = "training world stage compute model model_config parameters optimizer clipping engine trainer"
-_OF_STEP = "training step rank stride scale applied applied_before groups weights micros norm fp32 before after"
+_OF_STEP = "training step rank stride start_stride frozen_stride scale applied applied_before groups weights"
+_OF_STEP += " micros norm fp32 before after"
 IGNORED = -100
 _NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
 _OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
@@ -67,12 +68,14 @@ Objective = Callable[[Any, Step, dict[str, Any]], tuple[torch.Tensor, int]]
 
 
 class Recorded(NamedTuple):
-    """A probe's folder. `reported`: losses by step; `incomplete`: steps that a crash cut short."""
+    """A probe's folder. `reported`: losses by step; `incomplete`: steps that a crash cut short; `ended`: why the probe
+    recorded no more, if it did not go on to its last step."""
 
     facts: dict[str, Any]
     reported: dict[int, float]
     steps: list[Step]
     incomplete: list[int]
+    ended: str
 
 
 def read(folder: Path) -> Recorded:
@@ -88,7 +91,10 @@ def read(folder: Path) -> Recorded:
         seen.setdefault(int(found[1]), set()).add(int(found[2]))
     wanted = set(range(facts["world"]))
     whole, odd = (sorted(number for number in seen if (seen[number] == wanted) is same) for same in (True, False))
+    ended = [" ".join(path.read_text(encoding="utf-8").split()) for path in sorted(folder.glob("ended.rank*.txt"))]
     if not whole or any(seen[number] - wanted or number < max(whole) for number in odd):
+        if ended and not odd:
+            raise UserError(f"{folder}: the probe said: {ended[0]}")
         where = "no step was recorded"
         if odd:
             ranks = ", ".join(map(str, sorted(seen[odd[0]])))
@@ -100,7 +106,7 @@ def read(folder: Path) -> Recorded:
         if not all(isinstance(entry.get(key), int | float) for key in ("step", "loss")):
             raise UserError(f"{path}: {entry} has no step and loss; remove that line")
         reported[entry["step"]] = entry["loss"]
-    return Recorded(facts, reported, steps, odd)
+    return Recorded(facts, reported, steps, odd, "; ".join(ended))
 
 
 def _read(folder: Path, facts: dict[str, Any], number: int, rank: int) -> dict[str, Any]:
@@ -233,8 +239,8 @@ def _count(labels: torch.Tensor) -> int:
     return int((labels[..., 1:] != IGNORED).sum())
 
 
-def _preference(recorded: Recorded, source: str | None) -> Objective:
-    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows."""
+def _preference(recorded: Recorded, source: str | None, start: Tensors) -> Objective:
+    """DPO's sigmoid loss: chosen answers are the first half of a batch's rows. start: the first step's weights."""
     facts = recorded.facts["trainer"]
     if facts.get("loss_type") not in (["sigmoid"], "sigmoid"):
         raise NotRecomputed(f"the DPO loss {facts.get('loss_type')} is not known here, sigmoid is")
@@ -242,7 +248,7 @@ def _preference(recorded: Recorded, source: str | None) -> Objective:
         raise NotRecomputed("the reference is not known: record step 1, or give --reference")
     reference = Oracle(recorded, source, None).model
     if source is None:
-        _set_weights(reference, recorded, recorded.steps[0], DTYPES[recorded.facts["compute"]])
+        _set_weights(reference, recorded, start, DTYPES[recorded.facts["compute"]])
     settings = {"beta": float(facts["beta"]), "label_smoothing": float(facts.get("label_smoothing") or 0.0)}
 
     def loss(model: Any, step: Step, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
@@ -341,7 +347,29 @@ class Oracle:
     @cached_property
     def _objective(self) -> Objective:
         pairs = "DPO" in self._recorded.facts["trainer"].get("class", "")
-        return _preference(self._recorded, self._reference) if pairs else _cross_entropy(self._recorded)
+        if not pairs:
+            return _cross_entropy(self._recorded)
+        start = {} if self._reference else self._weights(self._recorded.steps[0])
+        return _preference(self._recorded, self._reference, start)
+
+    def _weights(self, step: Step) -> Tensors:
+        """All weights at the start of a step: as recorded, or the checkpoint's where the part that was recorded equals
+        them. Raises NotRecomputed if neither is known."""
+        found, dtype = Tensors(), DTYPES[self._recorded.facts["compute"]]
+        first = self._recorded.steps[0]
+        for place, kind, key in ((first, "frozen", "frozen_stride"), (step, "before", "start_stride")):
+            stride = place.facts[key]
+            for name, value in place.named(kind).items():
+                if stride > 1:
+                    whole = self.stored.get(name, torch.zeros(1))
+                    if not torch.equal(whole.reshape(-1)[::stride].to(dtype), value.to(dtype)):
+                        told = "the probe kept a part of the weights; give --model, where step 1 began, or record with"
+                        raise NotRecomputed(f"{told} a larger max_bytes")
+                    value = whole
+                found[name] = value
+        if missing := self._recorded.facts["parameters"].keys() - found.keys():
+            raise NotRecomputed(f"{min(missing)} was kept in the probe's first step alone, whose files are not there")
+        return found
 
     def recompute(self, step: Step) -> Micros:
         """Every micro-batch of a step from its recorded masters, rounded to the run's dtype. Raises NotRecomputed."""
@@ -349,7 +377,7 @@ class Oracle:
         if recorded.facts["dropout"]:
             raise NotRecomputed("the model drops values by chance")
         model, objective = self.model, self._objective
-        _set_weights(model, recorded, step)
+        _set_weights(model, recorded, self._weights(step))
         autocast = {call["autocast"] for micro in step.micros.values() for call in micro["calls"]} - {None}
         inside = getattr(torch, autocast.pop().removeprefix("torch.")) if autocast else None
         wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
@@ -365,11 +393,10 @@ class Oracle:
         return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
 
 
-def _set_weights(model: Any, recorded: Recorded, step: Step, dtype: torch.dtype = torch.float32) -> None:
-    """Give a model the weights at the start of a step, rounded to a dtype."""
-    before = step.named("before") | step.named("frozen")
+def _set_weights(model: Any, recorded: Recorded, weights: Tensors, dtype: torch.dtype = torch.float32) -> None:
+    """Give a model weights, rounded to a dtype."""
     for name, parameter in model.named_parameters():
-        parameter.data = before[name].to(dtype).float()
+        parameter.data = weights[name].to(dtype).float()
         parameter.requires_grad_(recorded.facts["parameters"][name][1])
 
 

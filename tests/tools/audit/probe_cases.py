@@ -298,10 +298,49 @@ def reported_sum(work: Any) -> None:
     setattr(Trainer, "log", log)  # noqa: B010
 
 
-def little_space(work: Any) -> None:
-    """No mistake: the probe may write 2 MB, less than whole steps take."""
+def _limited(work: Any, most: int) -> None:
+    """A probe that may write so many bytes; the masters have 460,032."""
     inner = work.probe
-    work.probe = lambda engine, **given: inner(engine, max_bytes=2_000_000, **given)
+    work.probe = lambda engine, **given: inner(engine, max_bytes=most, **given)
+
+
+def little_space(work: Any) -> None:
+    """No mistake: the probe may write less than three whole steps take."""
+    _limited(work, 2_000_000)
+
+
+def room_for_two_steps(work: Any) -> None:
+    """No mistake: the probe may write less than the masters of three steps take."""
+    _limited(work, 1_300_000)
+
+
+def room_for_no_masters(work: Any) -> None:
+    """No mistake: the probe may write less than the masters of a step take."""
+    _limited(work, 400_000)
+
+
+def no_room(work: Any) -> None:
+    """No mistake: the probe may write less than the inputs of a step take."""
+    _limited(work, 1000)
+
+
+def frozen_matrices(work: Any) -> None:
+    """No mistake: only the norms are trained."""
+    inner = work.model
+
+    def model() -> Any:
+        found = inner()
+        for name, parameter in found.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return found
+
+    work.model = model
+
+
+def large_frozen_matrices(work: Any) -> None:
+    """No mistake: the probe may write less than the matrices take, and only the norms are trained."""
+    frozen_matrices(work)
+    _limited(work, 200_000)
 
 
 def smoothed_labels(work: Any) -> None:
@@ -322,21 +361,31 @@ def own_loss(work: Any) -> None:
     setattr(transformers, "Trainer", Penalised)  # noqa: B010
 
 
+def resumed_trainer(work: Any) -> None:
+    """No mistake: the Trainer saves a checkpoint of its first step, or resumes from it with the probe."""
+    from transformers import Trainer
+
+    inner, train = audit._arguments, Trainer.train
+    audit._arguments = lambda work: inner(work) | {"save_strategy": "steps", "save_steps": 1}
+    if work.probed:
+        setattr(Trainer, "train", lambda self: train(self, f"{work.folder}.out/checkpoint-1"))  # noqa: B010
+
+
 def without_probe_first(work: Any) -> None:
     """No mistake: the bare loop has run without the probe before, and the weights that it ended with are kept; and what
     probes said that left its engine alone."""
     probed, work.probed = work.probed, None
     engine = bare(work)
     work.probed = probed
-    held = Path(f"{work.folder}.held")
+    held, file, steps = Path(f"{work.folder}.held"), Path(f"{work.folder}.file"), engine.step
     held.mkdir(exist_ok=True)
-    (held / "probe.json").touch()
+    (held / "step-000001.rank0.pt").touch()
+    file.touch()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        Probe(engine, held).report(1.0)
-        Probe(engine, f"{work.folder}.large", max_bytes=1000)
-        few = Probe(engine, f"{work.folder}.few", max_bytes=1_200_000)
-    assert few.steps == [1, 2] and not (held / "reported.jsonl").exists()
-    Path(f"{work.folder}.said").write_text("\n".join(str(each.message) for each in said), encoding="utf-8")
+        for folder in (held, file):
+            Probe(engine, folder).report(1.0)
+    assert engine.step == steps and len(list(held.iterdir())) == 1
+    Path(f"{work.folder}.said.{work.rank}").write_text("\n".join(str(each.message) for each in said), encoding="utf-8")
     if work.rank == 0:
         torch.save(engine.module.state_dict(), f"{work.folder}.unprobed")
