@@ -289,7 +289,7 @@ def _nats(found: Any, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Ten
 
 
 def _router_loss(model: Any, recorded: Recorded, found: Any) -> Any:
-    """What a mixture of experts adds to the mean loss; 0 where it was not asked to."""
+    """The term that a mixture of experts adds to the mean loss; 0 where it was not asked to."""
     if (loss := getattr(found, "aux_loss", None)) is None:
         return 0.0
     config = recorded.facts["model_config"] or {}

@@ -356,7 +356,7 @@ def test_a_probe_with_little_space_keeps_a_part_of_the_values(tmp_path: Path) ->
 
 
 def _strides(folder: Path) -> list[tuple[int, bool]]:
-    """Of each step: the stride of the masters before it, and whether that of all else is larger than 1."""
+    """The stride of the masters before each step, and whether that of all else is larger than 1."""
     steps = [torch.load(path) for path in sorted(folder.glob("step-*.rank0.pt"))]
     return [(step["start_stride"], step["stride"] > 1) for step in steps]
 
