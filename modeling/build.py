@@ -28,6 +28,14 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from config.errors import UserError, meant, one_line
 from config.files import file_sha256
@@ -535,13 +543,28 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
             raise UserError(f"model.config.{key} = {value}: is not a probability; give 0 or more, and less than 1")
 
 
-def weights_identity(name: str, commit: str | None = None) -> str:
-    """The identity of a model: sha256 over its weight files, or a hub revision. Raises OSError."""
-    folder = Path(name)
-    if not folder.is_dir():
-        commit = commit or getattr(AutoConfig.from_pretrained(name), "_commit_hash", None)
-        return f"{name}@{commit}"
+def weights_identity(name: str) -> str:
+    """The identity of a model's weights: sha256 over the names and contents of its weight files, wherever they lie.
+    A hub's files are downloaded, as loading them would. Raises OSError."""
     digest = hashlib.sha256()
-    for path in sorted(path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)):
-        digest.update(f"{path.name}\0{file_sha256(path)}\0".encode())
+    for path in _weight_files(name):
+        blob = path.resolve()  # the hub's cache names a large file by its sha256
+        known = blob.parent.name == "blobs" and len(blob.name) == 2 * digest.digest_size
+        digest.update(f"{path.name}\0{blob.name if known else file_sha256(path)}\0".encode())
     return f"sha256:{digest.hexdigest()}"
+
+
+def _weight_files(name: str) -> list[Path]:
+    """A model's weight files: all in a folder; of the hub's those that `from_pretrained` would load."""
+    if Path(name).is_dir():
+        return sorted(path for pattern in ("*.safetensors", "*.bin") for path in Path(name).glob(pattern))
+    problem: OSError | None = None
+    for whole, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
+        try:
+            return [Path(str(cached_file(name, whole)))]
+        except OSError as error:
+            problem = problem or error
+        with suppress(OSError):
+            return sorted(map(Path, get_checkpoint_shard_files(name, cached_file(name, index))[0]))
+    assert problem is not None
+    raise problem

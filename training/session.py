@@ -59,8 +59,8 @@ class Session:
     engine: Engine
     batches: Batches
     base: str | None = None
-    """Identity of an adapter's base model, or of the reference model: sha256 of its files, or a hub revision. None if a
-    run only starts from that model."""
+    """Identity of an adapter's base model, or of the reference model: sha256 of its files. None if a run only starts
+    from that model."""
     teacher: str | None = None
     answers: Any = None
     """`batches`, if they sample answers to prompts (training/rollouts/batches.py); else None."""
@@ -198,8 +198,7 @@ def session(
         seed_everything(config.run.seed + world.zero_rank)
         base, name = None, config.model.name_or_path
         if name is not None and (config.adapter.kind != "none" or config.task == "dpo"):
-            commit = getattr(shape, "_commit_hash", None)
-            base = world.from_main(weights_identity(name, commit) if world.is_main else None)
+            base = world.from_main(weights_identity(name) if world.is_main else None)
         cut = batch_shape(resolved, corpus) | {"seed": config.run.seed, "mixture": corpus.mixture}
         if config.precomputes_reference:
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)

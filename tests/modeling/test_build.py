@@ -1,10 +1,12 @@
 """Models and their parts as they are built: weights, parameter groups, the loss, text samples, mistakes."""
 
+import hashlib
 import json
 import logging
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from modeling.build import (
     drawn_notes,
     empty_model,
     model_config,
+    weights_identity,
 )
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
@@ -481,3 +484,36 @@ def test_what_decays_and_what_muon_takes_is_what_layers_multiply_their_inputs_by
     assert found.get((False, 0.3), set()) == decayed
     assert [name for name in matrices | decayed if _NEVER.search(name)] == []
     assert [name for name in found[False, 0.0] if not _NEVER.search(name)] == []
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_from_a_hub_are_identified_by_what_they_are(tmp_path, monkeypatch, sharded):
+    """Another commit with the same weights is the same base, and so is a copy in a folder; other weights are not."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--me--base"
+
+    def snapshot(commit: str, weights: str) -> Path:
+        folder = repository / "snapshots" / (commit * 40)
+        names = ["part-1.safetensors", "part-2.safetensors"] if sharded else ["model.safetensors"]
+        texts = {"README.md": commit} | {name: f"{weights} of {name}" for name in names}
+        if sharded:
+            index = {"metadata": {}, "weight_map": dict(zip("ab", names, strict=True))}
+            texts["model.safetensors.index.json"] = json.dumps(index)
+        for name, text in texts.items():
+            blob = repository / "blobs" / hashlib.sha256(text.encode()).hexdigest()
+            for path in (blob, folder / name, repository / "refs" / "main"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            blob.write_text(text)
+            (folder / name).symlink_to(f"../../blobs/{blob.name}")
+        (repository / "refs" / "main").write_text(folder.name)
+        return folder
+
+    found = []
+    for commit, weights in (("a", "first"), ("b", "first"), ("c", "second")):
+        copied = snapshot(commit, weights)
+        found.append(weights_identity("me/base"))
+        assert weights_identity(str(copied)) == found[-1]
+    assert found[0] == found[1] != found[2] and found[0].startswith("sha256:")
+    with pytest.raises(OSError, match="couldn't find them"):
+        weights_identity("me/none")

@@ -67,13 +67,16 @@ _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
     "grouping of rows by length": "across epochs",
 }
 """Values for checkpoints that were written before the key existed."""
+_WEIGHTS = ("the base model", "the teacher")
+"""Identities of weights. Earlier versions wrote a hub's as NAME@COMMIT, the commit mostly None: nothing to compare."""
 
 
 def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     """The first value of `current` that differs in `saved`, as an error message; None when all agree."""
     saved = {**_DEFAULTS, **saved}
     for key, value in current.items():
-        if key not in (*LAYOUT, ATTENTION) and saved.get(key) != value:
+        unknown = key in _WEIGHTS and "@" in str(saved.get(key))
+        if key not in (*LAYOUT, ATTENTION) and saved.get(key) != value and not unknown:
             if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
                 fix = f"set data.hold_out=documents, or {_START_ANEW}"
                 return f"the end of the text is held out from training in this run and not there; {fix}"

@@ -322,6 +322,12 @@ def test_another_number_of_ranks_to_a_sequence_may_resume_and_is_named():
     assert layout_difference({}, one) is None  # a checkpoint of an earlier version
 
 
+def test_a_base_whose_commit_was_never_recorded_resumes():
+    now = {"the base model": "sha256:ab12"}
+    assert identity_difference({"the base model": "me/base@None"}, now) is None  # a checkpoint of an earlier version
+    assert "the base model is sha256:cd34 there" in (identity_difference({"the base model": "sha256:cd34"}, now) or "")
+
+
 def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
     saved, now = {"data fingerprint": "ab12"}, {"data fingerprint": "ab12+tail"}
     assert "set data.hold_out=documents" in (identity_difference(saved, now) or "")
