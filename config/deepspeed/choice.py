@@ -18,7 +18,7 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.schema import Config
 
-_FOLDER = "ds_configs"
+FOLDER = "ds_configs"
 _NAME = re.compile(r"zero([0-3])_(fp32|bf16|fp16)(_offload)?\.json")
 _STAGE, _COMPUTE = 2, "bf16"
 
@@ -46,7 +46,7 @@ def _with_json(config: Config, path: Path, place: Callable[[str], Place]) -> Con
     if precision.path == "manifest":
         compute, decides = "fp32", max(place("precision.manifest"), place("precision.path"))
     if section.config is None:
-        return replace(config, deepspeed=replace(section, config=_name(section.stage, compute, section.offload)))
+        return replace(config, deepspeed=replace(section, config=json_name(section.stage, compute, section.offload)))
     chosen = place("deepspeed.config")
     stage = section.stage if place("deepspeed.stage") >= chosen else None
     offload = section.offload if place("deepspeed.offload") >= chosen else None
@@ -57,25 +57,25 @@ def _with_json(config: Config, path: Path, place: Callable[[str], Place]) -> Con
             stage if stage is not None and place("deepspeed.stage") > chosen else own[1],
             offload if offload is not None and place("deepspeed.offload") > chosen else own[2],
         )
-        name = name if asked == own else _name(asked[1], asked[0], asked[2])
+        name = name if asked == own else json_name(asked[1], asked[0], asked[2])
     return replace(config, deepspeed=replace(section, config=name, stage=stage, offload=offload))
 
 
 def _own_json(name: str, path: Path) -> tuple[str, int, str] | None:
     """Dtype, stage and offload of a JSON in Mantissa's own ds_configs/; None for any other, or for none."""
     found = first_file(Path(name).expanduser(), [path.parent, Path(), REPOSITORY])
-    if found is None or found.resolve().parent != (REPOSITORY / _FOLDER).resolve():
+    if found is None or found.resolve().parent != (REPOSITORY / FOLDER).resolve():
         return None
     match = _NAME.fullmatch(found.name)
     return match and (match[2], int(match[1]), "cpu" if match[3] else "none")
 
 
-def _name(stage: int | None, compute: str | None, offload: str | None) -> str:
+def json_name(stage: int | None, compute: str | None, offload: str | None) -> str:
     """Name of the JSON in ds_configs/ for these; None is the default. Raises UserError if there is none."""
     stage = _STAGE if stage is None else stage
     if stage == 0 and offload == "cpu":
         raise UserError("deepspeed.offload = cpu needs deepspeed.stage 1 or more, not 0; remove it, or raise the stage")
-    return f"{_FOLDER}/zero{stage}_{compute or _COMPUTE}{'_offload' if offload == 'cpu' else ''}.json"
+    return f"{FOLDER}/zero{stage}_{compute or _COMPUTE}{'_offload' if offload == 'cpu' else ''}.json"
 
 
 def find_deepspeed_json(name: str | None, config_path: Path, *, first: bool = False, origin: str | None = None) -> Path:
@@ -92,9 +92,9 @@ def find_deepspeed_json(name: str | None, config_path: Path, *, first: bool = Fa
     found = first_file(given, folders)
     if found is not None:
         return found
-    there = sorted(item.name for item in (REPOSITORY / _FOLDER).glob("*.json"))
+    there = sorted(item.name for item in (REPOSITORY / FOLDER).glob("*.json"))
     near = difflib.get_close_matches(given.name, there, n=1)
-    hint = f"did you mean {_FOLDER}/{near[0]}?" if near else f"{_FOLDER}/ has {', '.join(there)}"
+    hint = f"did you mean {FOLDER}/{near[0]}?" if near else f"{FOLDER}/ has {', '.join(there)}"
     raise UserError(f"{origin or config_path}: deepspeed.config = '{name}' does not exist; {hint}")
 
 

@@ -4,12 +4,15 @@ import json
 import math
 import re
 import shlex
+import shutil
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.cli import REPOSITORY
@@ -152,6 +155,21 @@ def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatc
     start = shlex.join([*deepspeed_program(), "--num_gpus", "8"])
     assert command.startswith(f"use this: {start} ") and "batch.micro_size=32" not in command
     words = shlex.split(command.partition("train.py ")[2])
+    resolved = read_command_line(words, as_launched(8))
+    assert resolved.zero_stage == 3 and resolved.batch.micro_size == 16
+
+
+@pytest.mark.parametrize("named", ["--deepspeed_config JSON", "deepspeed.config=JSON", "in the config"])
+def test_another_stage_replaces_a_json_that_was_named(tmp_path, capsys, named: str) -> None:
+    mine = tmp_path / "mine.json"
+    shutil.copy(REPOSITORY / "ds_configs/zero2_bf16.json", mine)
+    arguments = [*BIG, "--gpus", "8", "batch.micro_size=32", *named.replace("JSON", str(mine)).split()]
+    if named == "in the config":
+        changed = yaml.safe_load(Path(BIG[1]).read_text()) | {"deepspeed": {"config": str(mine)}}
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(changed))
+        arguments = ["--config", str(tmp_path / "run.yaml"), *BIG[2:], "--gpus", "8", "batch.micro_size=32"]
+    assert plan.main(arguments) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].partition("train.py ")[2])
     resolved = read_command_line(words, as_launched(8))
     assert resolved.zero_stage == 3 and resolved.batch.micro_size == 16
 
