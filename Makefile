@@ -36,9 +36,8 @@ ifneq ($(TORCH_INDEX),)
 	@echo "$(TORCH_INDEX)" > $(CHOSEN)
 endif
 	$(BIN)/python -m pip install --quiet -r requirements.txt
-ifneq ($(wildcard /dev/nvidia*),)
-	$(BIN)/python -m pip install --quiet -r requirements-cuda.txt
-endif
+	if $(BIN)/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
+		$(BIN)/python -m pip install --quiet -r requirements-cuda.txt; fi
 	@touch $@
 
 $(STAMP): $(RUNS) requirements-extras.txt requirements-dev.txt
