@@ -17,7 +17,15 @@ from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
-from config.schema import SAMPLING_TASKS, Config, DataSection, ParitySection, SourceSection, ValidationSection
+from config.schema import (
+    SAMPLING_TASKS,
+    UNPACKED_TASKS,
+    Config,
+    DataSection,
+    ParitySection,
+    SourceSection,
+    ValidationSection,
+)
 from config.secrets import ADVICE, WITH_PASSWORD
 from config.task import CAUSAL_LM, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
@@ -333,6 +341,8 @@ def _task(config: Config) -> Iterator[Problem]:
     if config.task != "dpo" and pairs:
         problem = f"which task = {config.task} does not read; set task=dpo"
         yield "data.format", f"= preference has pairs of answers, {problem}"
+    if data.packing == "best_fit" and config.task in UNPACKED_TASKS:
+        yield "data.packing", f"= best_fit: rows are not packed by task = {config.task}; remove it"
     if data.document_masking and data.packing == "none" and config.task != "seq2seq":
         yield "data.document_masking", "= true: rows are not packed by data.packing = none; remove one of them"
 
@@ -370,6 +380,9 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if section.max_new_tokens >= data.sequence_length:
         fix = f"leaves a prompt no token of data.sequence_length = {data.sequence_length}; raise that"
         yield "grpo.max_new_tokens", f"= {section.max_new_tokens} {fix}"
+    if data.target_length != section.max_new_tokens:
+        fix = f"answers end after grpo.max_new_tokens = {section.max_new_tokens}; remove it, or set that"
+        yield "data.target_length", f"= {data.target_length}: {fix}"
     if batch.global_size % section.group_size:
         fix = "counts answers; make it a multiple of grpo.group_size = "
         yield "batch.global_size", f"= {batch.global_size} {fix}{section.group_size}"
@@ -447,9 +460,7 @@ def _encoder(config: Config) -> Iterator[Problem]:
 def _seq2seq(config: Config) -> Iterator[Problem]:
     if config.task != "seq2seq":
         return
-    data, without = config.data, "a decoder would see the sources of other rows through its"
-    if data.packing == "best_fit":
-        yield "data.packing", f"= best_fit: {without} cross-attention, which task = seq2seq has no mask for; remove it"
+    data = config.data
     if data.document_masking:
         yield "data.document_masking", "= true: rows are not packed by task = seq2seq; remove it"
     for key, format in _formats(data):

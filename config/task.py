@@ -80,13 +80,13 @@ def settle_task(config: Config) -> Config:
         if config.preference.reference == "auto":
             reference: Any = "precomputed" if config.adapter.kind == "none" else "adapter_off"
             config = replace(config, preference=replace(config.preference, reference=reference))
-        data = replace(_of_format(data, "preference"), packing="none")
+        data = _of_format(data, "preference")
     if config.task == "grpo":
         chosen = zip(DECIDED, ALGORITHMS[config.grpo.algorithm], strict=True)
         given: Any = {key: value for key, value in chosen if getattr(config.grpo, key) is None}
         config = replace(config, grpo=replace(config.grpo, **given))
     if config.task in SAMPLING_TASKS:
-        data = replace(data, target_length=config.grpo.max_new_tokens)
+        data = replace(data, target_length=data.target_length or config.grpo.max_new_tokens)
     if config.task == "seq2seq":
         data = replace(data, target_length=data.label_length)
     if config.learns_rows and data.packing == "auto":
