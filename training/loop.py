@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from config.cli import BROKEN, DIVERGED, DONE, PREEMPTED, UNSAVED
 from precision.guard import Verdict
-from training.checkpoint.outcome import NotFinite, SaveFailed
+from training.checkpoint.outcome import NotFinite, NotUploaded, SaveFailed
 from training.parts import Parts
 from training.progress import Progress
 from training.record import record_checkpoint, record_evaluation, record_warnings
@@ -27,7 +27,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
     failed."""
     config, saves = parts.resolved.config, parts.checkpoints
     saving, evaluating = config.checkpoint, config.evaluate
-    problem: SaveFailed | None = None
+    problem = record_saves(parts)
     planned = config.run.steps
     gc.collect()
     gc.freeze()  # else each rank would scan half a million library objects at a different step, and the others wait
@@ -51,6 +51,8 @@ def train(parts: Parts, progress: Progress) -> Ending:
         if health.preempted:
             # before an evaluation, for which no time may be left
             problem = save_now(parts, progress, parts.preemption.reason)
+            if isinstance(problem, NotUploaded):  # the next session resumes from the run folder, and uploads it
+                return Ending(progress, PREEMPTED, f"{parts.preemption.reason}; {problem}")
             if problem is not None or progress.step < planned:
                 return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
         validation_loss = None

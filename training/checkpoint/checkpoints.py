@@ -71,7 +71,7 @@ class Checkpoints:
         self._save: Save | None = None
         self._outcomes: list[Saved | SaveFailed] = []
         self._save_world = save_world
-        self._fetched = False
+        self._started = False
         self._notes: list[str] = []
         self._verified: set[Path] = set()
 
@@ -142,8 +142,8 @@ class Checkpoints:
                 self._remote.require_empty(self.world)
             return None
         refused, damaged = dict[Path, str](), list[Path]()
-        if resume == "auto" and self._remote is not None and (beside or not self._fetched):
-            self._fetched = True  # once: later the folder has this session's own saves
+        starts, self._started = not self._started or bool(beside), True
+        if resume == "auto" and self._remote is not None and starts:  # later the folder has this session's own saves
             refused |= self._remote.fetch(self.world, self.folder, beside)
         chosen, paths = self.world.on_main(lambda: self._candidates(resume))
         for path in paths:
@@ -153,6 +153,8 @@ class Checkpoints:
                     commit.rename_damaged(old)
                 self._notes += [self._log(f"passed over checkpoint {text}") for text in refused.values()]
                 self.any_saved = self._continue_from(path, refused if chosen else None, record=resume != "auto")
+                if starts and resume == "auto" and self._remote is not None:
+                    self._make_up(self._remote, path)
                 return path
             refused[path] = f"{path}: {problem}"
             damaged += [path] * (differs and resume == "auto")
@@ -231,6 +233,15 @@ class Checkpoints:
         if remark is not None:
             self._notes.append(self._log(remark))
         return own
+
+    def _make_up(self, remote: Remote, path: Path) -> None:
+        """Upload the checkpoint that a session starts from if its upload failed in an earlier one."""
+        try:
+            uploaded = remote.make_up(self._save_world or self.world, path)
+        except SaveFailed as failure:
+            self._note_outcome(failure)
+        else:
+            self._notes += [self._log(uploaded)] if uploaded else []
 
     def _check(self, path: Path, *, of_any_run: bool = True) -> tuple[str | None, bool]:
         """Why the run cannot resume from `path`, or None; and whether it is damaged. Remembers usable ones."""

@@ -17,6 +17,10 @@ class NotFinite(SaveFailed):
     """A checkpoint was not written because its masters or moments are not finite."""
 
 
+class NotUploaded(SaveFailed):
+    """A checkpoint is in the run folder, but not in the object store, to which the next start uploads it."""
+
+
 @dataclass(frozen=True)
 class Saved:
     path: Path

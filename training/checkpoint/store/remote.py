@@ -12,7 +12,7 @@ from config.errors import UserError
 from training.checkpoint import commit
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import MANIFEST, Unusable, Written, read_manifest, shares_of
-from training.checkpoint.outcome import SaveFailed, on_main
+from training.checkpoint.outcome import NotUploaded, SaveFailed, on_main
 from training.checkpoint.retention import Retention
 from training.checkpoint.run_record import Order, Record, order_in, read_record
 from training.checkpoint.store.errors import StoreError
@@ -33,18 +33,35 @@ class Remote:
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Upload the published checkpoint `folder`, then delete the expired ones. Raises SaveFailed on every rank."""
+        """Upload the published checkpoint `folder`, then delete the expired ones. Raises NotUploaded on every rank."""
         there = self.url_of(step)
-        on_main(world, lambda: self.store.delete(step), there)
-        problem = None
         try:
-            for name, file in files.items():
-                if file.rank == world.rank:
-                    self.store.upload(folder / name, f"step-{step}/{name}", sha256=file.sha256, size=file.bytes)
-        except OSError as error:
-            problem = f"checkpoint {there} was not saved: {error}"
-        world.raise_first(problem, SaveFailed)
-        on_main(world, lambda: self._publish(folder, step), there)
+            on_main(world, lambda: self.store.delete(step), there)
+            problem = None
+            try:
+                for name, file in files.items():
+                    if file.rank == world.rank:
+                        self.store.upload(folder / name, f"step-{step}/{name}", sha256=file.sha256, size=file.bytes)
+            except OSError as error:
+                problem = f"checkpoint {there} was not saved: {error}"
+            world.raise_first(problem, SaveFailed)
+            on_main(world, lambda: self._publish(folder, step), there)
+        except SaveFailed as failure:
+            raise NotUploaded(str(failure)) from failure
+
+    def make_up(self, world: World, folder: Path) -> str | None:
+        """Upload the checkpoint `folder` if the store lacks it, as after an upload that failed; returns a line that
+        says so. Raises UserError if the store cannot be reached, NotUploaded if the upload fails again."""
+        manifest = world.from_main(read_manifest(folder) if world.is_main else None)
+        step = int(manifest["step"])
+        if _asked(world, lambda: self._manifest(step) == manifest):
+            return None
+        shares = enumerate(shares_of(manifest, world.world_size))
+        files = {
+            name: replace(Written(**manifest["files"][name]), rank=rank) for rank, names in shares for name in names
+        }
+        self.upload(world, folder, step, files)
+        return f"checkpoint {self.url_of(step)}: uploaded now, which an earlier session did not end"
 
     def fetch(self, world: World, folder: Path, beside: Collection[Path]) -> dict[Path, str]:
         """Fetch the store's newest checkpoint into the run's checkpoints folder, unless that has a newer one that is

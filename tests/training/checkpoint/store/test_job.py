@@ -79,6 +79,29 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
 
 
+def test_what_was_not_uploaded_is_uploaded_by_the_next_start(store: S3Server, tmp_path: Path) -> None:
+    """A job that is preempted while the store is away may be started again; one that ends says that it is unsaved."""
+    store.direct.create_bucket(Bucket="late")
+    given = settings(store, "late")
+
+    def job(exit_code: int, *further: str) -> None:
+        finish(command("python", tmp_path, "late", *given, *further), exit_code=exit_code)
+        store.proxy.clear()
+
+    def uploads() -> list[str]:
+        notes = [event["text"] for event in events(tmp_path, "late", "note")]
+        return [text for text in notes if "uploaded now" in text]
+
+    store.proxy.fail("PUT .*step-1/", 403, times=100)
+    job(75, "run.max_minutes=1e-9")
+    store.proxy.fail("PUT .*step-6/manifest", 403, times=100)
+    job(74)
+    assert uploads() and "step-1: uploaded now" in uploads()[0]
+    assert store.content("late", "mine/late/LATEST") == b"step-4\n"
+    job(0)
+    assert store.content("late", "mine/late/LATEST") == b"step-6\n" and len(uploads()) == 2
+
+
 def check_encryption(path: Path) -> None:
     """Every .pt file begins as an encrypted one, and all are for their owner alone."""
     manifest = json.loads((path / "manifest.json").read_text())
