@@ -131,7 +131,8 @@ def merge(
     before = {layer: module.base_layer.weight.clone() for layer, module in layers}
     model: Any = wrapped.merge_and_unload(safe_merge=True)
     modules = dict(model.named_modules())
-    lost = {layer: _loss_of_rounding(weight, modules[layer].weight, dtype) for layer, weight in before.items()}
+    # each copy is freed here: the comparison on rows makes another copy of the model
+    lost = {layer: _loss_of_rounding(before.pop(layer), modules[layer].weight, dtype) for layer, _ in layers}
     facts: dict[str, Any] = {
         "layers": len(lost),
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
