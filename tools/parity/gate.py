@@ -103,7 +103,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
     nudged, whole = [trajectory(run) for run in controls], fp32[0] if twins else None
     for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
         if twins and run.settling is not None:
-            fp32[index] = trajectory(train_twin(chosen, seed, log, settling=run.settling))
+            fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.settling.steps))
     apart, again, of_runs = list[Trajectory](), list[Trajectory](), list[Check]()
 
     def whole_runs() -> list[Check]:
@@ -111,6 +111,10 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         return judge_whole(half, fp32, bounds, nudged, whole=whole, apart=apart, again=again)
 
     if whole is not None:
+        of_runs = whole_runs()
+        for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
+            if in_doubt(of_runs) and len(run.lost) > len(run.settling.steps if run.settling else ()):
+                fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.lost))
         of_runs = whole_runs()
         while in_doubt(of_runs) and len(apart) < MOST_APART:  # by a defect, or by chaos alone
             apart.append(trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=len(apart))))

@@ -41,7 +41,7 @@ from launch.job import (
 )
 from tools.parity.energy import joules, used
 from tools.parity.every_step import seldom, settings
-from tools.parity.judge_runs import NUDGE, Settling, Trajectory, rounding_to, settling_of
+from tools.parity.judge_runs import NUDGE, Trajectory, rounding_to, settling_of
 from tools.parity.judge_steps import COMPARED, Walk, lengths
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
@@ -200,16 +200,16 @@ def train_twin(
     log: Log,
     *,
     control: int | None = None,
-    settling: Settling | None = None,
+    lost: Sequence[int] = (),
     a_bit: int | None = None,
 ) -> Run:
     """Train the job in FP32. Raises UserError if it fails, since there is then nothing to compare with.
 
-    control: its index, which sets a slightly different learning rate. settling: its steps are not applied here either.
+    control: its index, which sets a slightly different learning rate. lost: steps that are not applied.
     a_bit: draw of starting weights that differ by so little that only chaos makes it matter.
     """
     overrides = _in_fp32(chosen.resolved, chosen.folder)
-    if control is None and settling is None and a_bit is None:
+    if control is None and not lost and a_bit is None:
         overrides += seldom(chosen.watching, chosen.resolved.config.parity.whole_steps)
         overrides += _saving(chosen) if seed == chosen.resolved.config.run.seed else []
     name = f"{TWIN}seed-{seed}"
@@ -221,9 +221,9 @@ def train_twin(
         factor = 1 + (-1) ** control * NUDGE * (control // 2 + 1)  # 1 + 2^-8, 1 - 2^-8, 1 + 2^-7 ...
         rate = chosen.resolved.config.optimizer.learning_rate * factor
         name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
-    if settling is not None:
-        lost = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in settling.steps)
-        name, overrides = f"{TWIN}settling-seed-{seed}", [*overrides, f"faults=[{lost}]"]
+    if lost:
+        faults = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in lost)
+        name, overrides = f"{TWIN}without-{len(lost)}-seed-{seed}", [*overrides, f"faults=[{faults}]"]
     run = _train(chosen, name, seed, overrides, log, program=program)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
@@ -382,6 +382,7 @@ def trajectory(run: Run) -> Trajectory:
         nonfinite=max(len(unexpected), bad_losses),
         validation=losses[-1] if losses else None,
         settling=settling_of(steps, scales),
+        lost=[event["step"] for event in steps if not event["applied"] and event["step"] in expected],
     )
 
 

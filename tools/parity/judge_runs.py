@@ -64,6 +64,8 @@ class Trajectory:
     """Last validation loss, in nats."""
     settling: Settling | None = None
     """The settling; None if the first step was applied, or the loss scale did not settle."""
+    lost: Sequence[int] = ()
+    """All steps that the loss scale skipped."""
 
 
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
@@ -102,8 +104,8 @@ def judge_trajectories(
 ) -> list[Check]:
     """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed.
 
-    twin: without the updates that the candidate's loss scale lost while it settled. whole: the first seed's twin with
-    all updates, to compare the controls with; None if that is `twin[0]`.
+    twin: without the updates that the candidate's loss scale lost, at least while it settled. whole: the first seed's
+    twin with all updates, to compare the controls with; None if that is `twin[0]`.
     """
     whole = whole or twin[0]
     pairs = list(zip(candidate, twin, strict=True))
@@ -298,8 +300,8 @@ def _validation(
         chance = half_width(spread, known["pairs"], known["degrees"], confidence=1 - ALPHA)
         each = "deltas " + ", ".join(f"{_delta(*pair):+.3%}" for pair in zip(candidate, twin, strict=True))
     settled, lost = "", _delta(twin[0], whole)
-    if candidate[0].settling is not None and lost is not None:
-        settled = f"with the updates that the scale's settling lost, FP32 ends {lost:+.2%} apart"
+    if candidate[0].lost and lost:
+        settled = f"with the updates that the loss scale lost, FP32 ends {lost:+.2%} apart"
     note = "; ".join(filter(None, [each, _controls_note(nudged), settled]))
     delta, allowed = known["delta"], max(bounds.validation_delta, chance)
     return Check("validation_delta", delta, allowed, abs(delta) <= allowed, note=note)
