@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from config.cli import REPOSITORY
 from config.machine.processes import free_port
 from config.printable import printable
-from tests.support.rows.chats import write_base
+from tests.support.rows.chats import with_own_code, write_base
 from tools.generate import answers, load, main, read_options, scores
 from tracking.serve.notes import Notes, read_notes, write_notes
 
@@ -144,15 +144,7 @@ def test_mistakes_are_one_line(base, tmp_path, capsys, refusal, arguments, probl
 
 def test_a_model_with_code_of_its_own_is_run_if_it_is_trusted(base, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = shutil.copytree(base, tmp_path / "own")
-    code = "class {0}({1}):\n    model_type = 'own'\n"
-    names = {"AutoConfig": ("OwnConfig", "LlamaConfig"), "AutoModelForCausalLM": ("OwnModel", "LlamaForCausalLM")}
-    own, model = (code.format(*each) for each in names.values())
-    imports = "from transformers import LlamaConfig, LlamaForCausalLM\n"
-    (folder / "own.py").write_text(f"{imports}{own}{model}    config_class = OwnConfig\n", encoding="utf-8")
-    shape = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shape |= {"model_type": "own", "auto_map": {auto: f"own.{mine}" for auto, (mine, _) in names.items()}}
-    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    folder = with_own_code(shutil.copytree(base, tmp_path / "own"))
     command = [str(folder), "--prompt", "the loss", "--tokens", "4"]
     assert main(command) == 2
     assert "; give --trust-remote-code if you trust its code\n" in capsys.readouterr().err

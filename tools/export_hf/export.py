@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from config.errors import UserError, one_line
 from config.files import file_sha256, flush
@@ -123,7 +125,7 @@ def export(
                 tokenizer.save_pretrained(aside)
             else:
                 write_shards(tensors, aside, shard_size)
-                _write_settings(aside, source.config, shape, tokenizer)
+                _write_settings(aside, source.config, shape, tokenizer, skeleton)
         except OSError as error:
             raise UserError(f"{out}: cannot be written ({error.strerror or error}); choose another OUT") from error
         if tensors is not None:
@@ -215,9 +217,11 @@ def build_skeleton(
     return skeleton, shape
 
 
-def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any) -> None:
-    """config.json, the tokenizer and, for models that generate, the base's generation settings or new ones, with every
-    token that ends a text of the base or of the run."""
+def _write_settings(
+    folder: Path, config: Config, shape: PretrainedConfig, tokenizer: Any, skeleton: PreTrainedModel | None = None
+) -> None:
+    """config.json, the code of a model that brings its own, the tokenizer and, for models that generate, the base's
+    generation settings or new ones, with every token that ends a text of the base or of the run."""
     section, ends = config.model, [tokenizer.eos_token_id]
     if config.task in ("sft", "dpo", *SAMPLING_TASKS):
         ends += [Chat(tokenizer, template=None, train_on="assistant").end_of_turn()]
@@ -227,6 +231,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
             shape.pad_token_id = tokenizer.pad_token_id
     elif config.task not in ENCODER_TASKS and (own := getattr(shape, "eos_token_id", None)) is not None:
         shape.eos_token_id = _joined(own, ends)
+    if skeleton is not None and skeleton._auto_class is not None:
+        custom_object_save(skeleton, folder, config=shape)
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.task in ENCODER_TASKS:
@@ -242,7 +248,8 @@ def _write_settings(folder: Path, config: Config, shape: PretrainedConfig, token
             bos_token_id=getattr(shape, "bos_token_id", None), pad_token_id=tokenizer.eos_token_id
         )
     generation.eos_token_id = _joined(generation.eos_token_id, ends)
-    generation.save_pretrained(folder)
+    # `save_pretrained` refuses what published bases have, such as a temperature without do_sample
+    (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
 
 
 def _joined(given: int | list[int] | None, further: list[int | None]) -> Any:

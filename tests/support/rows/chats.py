@@ -1,5 +1,6 @@
 """Small chats, a tokenizer and a base model for them, as a user would have them in files."""
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,3 +102,16 @@ def write_teacher(folder: Path, **sizes: int) -> None:
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.dim() == 2 else 1)
     model.save_pretrained(folder)
+
+
+def with_own_code(base: Path) -> Path:
+    """Give a Llama's folder classes of its own, in a file that transformers runs only if it is trusted."""
+    code = "class {0}({1}):\n    model_type = 'own'\n"
+    names = {"AutoConfig": ("OwnConfig", "LlamaConfig"), "AutoModelForCausalLM": ("OwnModel", "LlamaForCausalLM")}
+    own, model = (code.format(*each) for each in names.values())
+    imports = "from transformers import LlamaConfig, LlamaForCausalLM\n"
+    (base / "own.py").write_text(f"{imports}{own}{model}    config_class = OwnConfig\n", encoding="utf-8")
+    shape = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    shape |= {"model_type": "own", "auto_map": {auto: f"own.{mine}" for auto, (mine, _) in names.items()}}
+    (base / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return base

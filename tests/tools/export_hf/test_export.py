@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from config.cli import REPOSITORY
 from config.errors import UserError
-from config.schema import Config, ModelSection
+from config.schema import Config, DataSection, ModelSection
 from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support.jobs import launches
 from tests.support.jobs.process_group import ProcessGroup
-from tests.support.rows.chats import write_base
+from tests.support.rows.chats import with_own_code, write_base
 from tests.support.runs.exports import exported, exported_adapter, source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.checkpoint import resume_cases as cases
@@ -31,7 +31,7 @@ from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained
 from tests.training.tasks.conftest import folder
 from tools.export_hf import tensors as export_write
 from tools.export_hf.command import main
-from tools.export_hf.export import _seal, _write_settings, export, find_source
+from tools.export_hf.export import _seal, _write_settings, build_skeleton, export, find_source
 from tools.export_hf.facts import run_facts
 from tools.export_hf.gap import row_gap
 from tools.export_hf.rows import rows_of_run
@@ -153,6 +153,29 @@ def test_generation_ends_where_a_text_of_the_base_or_of_the_run_ends(tmp_path):
         _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), tokenizer)
         assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
         assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == (ends if section.name_or_path else end)
+
+
+def test_the_generation_settings_of_a_base_are_kept_also_where_transformers_would_refuse_them(tmp_path):
+    base = write_base(tmp_path / "base")
+    (base / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.9, "top_p": 0.6}')
+    config = Config(task="sft", model=ModelSection(name_or_path=str(base)))
+    _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), AutoTokenizer.from_pretrained(base))
+    found = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (found.temperature, found.top_p) == (0.9, 0.6) and 7 in found.eos_token_id and len(found.eos_token_id) == 3
+
+
+def test_a_model_with_code_of_its_own_is_exported_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    tokenizer = AutoTokenizer.from_pretrained(write_base(tmp_path / "base"))
+    base = with_own_code(tmp_path / "base")
+    section = ModelSection(name_or_path=str(base), trust_remote_code=True)
+    config = Config(model=section, data=DataSection(sequence_length=64))
+    skeleton, shape = build_skeleton(config, tokenizer, dtype=torch.bfloat16)
+    (tmp_path / "out").mkdir()
+    _write_settings(tmp_path / "out", config, shape, tokenizer, skeleton)
+    shutil.rmtree(base)
+    alone = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(AutoModelForCausalLM.from_config(alone, trust_remote_code=True)).__name__ == "OwnModel"
 
 
 def test_a_config_without_an_end_token_is_written(tmp_path):
