@@ -181,7 +181,7 @@ def by_rule(events: Path, config: Config) -> Check:
 
 
 def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequence[int] = ()) -> list[Check]:
-    """The checks of a run's record, recomputed outside the engine: its evaluations, and these steps if any.
+    """The checks of a run's record, recomputed outside the engine: its order, its evaluations, and these steps if any.
 
     Measured is the largest difference in units of its bound; what the oracle does not support becomes a note, any other
     exception a failed check with its line.
@@ -202,7 +202,7 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
     took = time.monotonic() - began
     notes = "; ".join([*found.notes, f"in {took:.0f} s, {took / (times[-1] - times[0]):.2g} times the run's own"])
     return [
-        *([_worst("oracle", of_steps, notes)] if steps else []),
+        _worst("oracle", of_steps, notes) if steps else _worst("order", of_steps, ""),
         _worst(evaluation, of_evaluations, "" if steps else notes),
     ]
 

@@ -41,12 +41,14 @@ from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs, write_teacher
 from tests.training.tasks.mlm_cases import write_text
-from tools.parity.gate import main
+from tools.parity.gate import main, outside
+from tools.parity.jobs import Run
 from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted
+from tracking.run_dir import RunDir
 from training.corruption.rates import schedule
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
@@ -444,6 +446,32 @@ def test_a_wrong_record_is_named(finished, tmp_path, kind, change, named) -> Non
     found = tampered(finished, tmp_path, at_step_2)
     assert failed(found) == {named}
     assert found.lines()[-1] == f"2 steps differs from the oracle in: {named}"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda event, before: event.update(sample_ids_sha256="0" * 64), "samples"),
+        (
+            lambda event, before: event.update({key: before[key] for key in ("position", "sample_ids_sha256")}),
+            "samples",
+        ),
+        (lambda event, before: event.update(tokens=event["tokens"] - 1), "tokens"),
+    ],
+)
+def test_the_order_of_steps_that_are_not_recomputed_is_compared(finished, tmp_path, change, named) -> None:
+    before: dict[str, Any] = {}
+
+    def at_step_5(event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            if event["step"] == 5:
+                change(event, before)
+            before.update(event)
+
+    assert failed(tampered(finished, tmp_path, at_step_5)) == {named}
+    run = Run(RunDir(tmp_path / "it"), True, "", None)
+    order, _ = outside(run, lambda line: None, "evaluation")
+    assert not order.passed and named in order.where
 
 
 def test_a_rate_that_magnifies_rounding_widens_bounds(folder: Path) -> None:

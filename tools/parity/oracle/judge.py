@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ _DRAWS = 0.05
 """Largest distance between random numbers and the answers drawn with them; 1/3 for unrelated numbers."""
 _AMPLIFIED, _ROUNDINGS = ("loss", "norm"), 4
 """Comparisons that depend on earlier updates; and the factor allowed on what rounding the initial weights changes."""
+_ORDERED = 100_000
+"""About how many samples the order of steps is compared with; half a second, a few for rows that are padded."""
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -94,7 +98,7 @@ class Unknown(UserError):
 def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log = print) -> Judged:
     """Recompute a run's first steps, the one after each of `points`, and its evaluations that have a checkpoint.
 
-    steps: 0 for evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
+    The samples and tokens of all its steps are compared, too. steps: 0 for these and evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
     support, and UserError for one that it cannot read.
     """
     run_dir = RunDir(run)
@@ -130,6 +134,10 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     teacher = None if held_out.frozen is None else held_out.frozen[1]
     compared = _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
+    without_passes = {START}
+    if config.task not in SAMPLING_TASKS:
+        _compare_order(held_out, _undisturbed(events), compared, size=config.batch.global_size)
+        without_passes |= {"samples", "tokens"}
     oracle = _Oracle(config, corpus, task, model, movement)
     reused = [event for event in later if config.task == "grpo" and event["position"] % config.grpo.updates]
     for event in reused:
@@ -140,7 +148,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         later = []
     notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
     del oracle, movement
-    of_steps = [row for what, row in compared.items() if first or what == START]
+    of_steps = [row for what, row in compared.items() if first or what in without_passes]
     if config.task in SAMPLING_TASKS:
         notes.append("evaluations not compared: what they sample is not recorded")
         return Judged(len(first) + len(later), of_steps, notes)
@@ -245,14 +253,43 @@ def _recorded(
     run: Path, events: Sequence[Mapping[str, Any]], count: int, points: Sequence[int]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], list[str]]:
     """The `step` events 1 to `count` and those after later points, up to the first incident; and notes."""
-    by_step = {event["step"]: event for event in events if event["event"] == "step"}
-    reacted = min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
-    first = [by_step[step] for step in range(1, count + 1) if step in by_step and step < reacted]
+    reacted = _reacted(events)
+    by_step = {event["step"]: event for event in _undisturbed(events)}
+    first = [by_step[step] for step in range(1, count + 1) if step in by_step]
     if count and not first:
         raise UserError(f"{run}: has no first step to recompute")
-    after = [point + 1 for point in points if point >= count and point + 1 in by_step]
+    after = [point + 1 for point in points if point >= count]
     notes = [f"step {reacted} had an incident: what comes after it is not compared"]
-    return first, [by_step[step] for step in after if step < reacted], notes if reacted <= max(count, *after, 0) else []
+    later = [by_step[step] for step in after if step in by_step]
+    return first, later, notes if reacted <= max(count, *after, 0) else []
+
+
+def _reacted(events: Sequence[Mapping[str, Any]]) -> float:
+    """The step of the first incident; infinite without one."""
+    return min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
+
+
+def _undisturbed(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The `step` events before the first incident."""
+    reacted = _reacted(events)
+    return [event for event in events if event["event"] == "step" and event["step"] < reacted]
+
+
+def _compare_order(
+    task: Task, steps: Sequence[Mapping[str, Any]], compared: Mapping[str, Comparison], *, size: int
+) -> None:
+    """Compare samples and tokens of all steps, or of some drawn ones, and whether each follows the one before."""
+    began = {"step": 0, "position": -1, "tokens": 0}
+    pairs = [pair for pair in pairwise([began, *steps]) if pair[1]["step"] == pair[0]["step"] + 1]
+    for before, event in random.Random(0).sample(pairs, min(len(pairs), max(_ORDERED // size, 1))):
+        ids, where = task.order.batch(event["position"]), f"step {event['step']}"
+        next_one = event["position"] == before["position"] + 1 and event["sample_ids_sha256"] == _digest(ids)
+        compared["samples"].add(float(not next_one), where)
+        compared["tokens"].add(float(event["tokens"] - before["tokens"] != task.tokens(ids)), where)
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
 
 
 def _checkpoint(run_dir: RunDir, step: int) -> Path:
@@ -339,8 +376,7 @@ class _Oracle:
         named = self._model.named_parameters()
         norms = {name: float(item.grad.norm()) for name, item in named if item.grad is not None}
         norm = math.sqrt(sum(value**2 for value in norms.values()))
-        digest = hashlib.sha256(np.array(ids, dtype="<i8").tobytes()).hexdigest()
-        compared["samples"].add(float(event["sample_ids_sha256"] != digest), where)
+        compared["samples"].add(float(event["sample_ids_sha256"] != _digest(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
         if isinstance(self._task, OnAnswers) and "draws" in compared:
             compared["draws"].add(self._task.misdrawn(event["position"]), where)
