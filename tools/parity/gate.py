@@ -132,9 +132,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         by_rule(candidates[0].folder.events, chosen.resolved.config),
         judge_every_step([run.folder.events for run in (*candidates, *twins)], bounds.whole_steps),
     ]
-    if bounds.oracle_steps and twins:
-        checks += outside(twins[0], log, "fp32_evaluation", steps=bounds.oracle_steps, points=chosen.points[1:])
-        checks += outside(candidates[0], log, "evaluation")
+    checks += recomputed(chosen, candidates[0], twins[0] if twins else None, log)
     for judged in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
         shutil.rmtree(judged.folder.checkpoints, ignore_errors=True)
     failed = [check.name for check in checks if not check.passed]
@@ -178,6 +176,16 @@ def by_rule(events: Path, config: Config) -> Check:
                 worst, where = off, f"{what} at step {event['step']}"
         applied += event["applied"]
     return Check("by_rule", worst, SAME_RATE, worst <= SAME_RATE, where=where)
+
+
+def recomputed(chosen: Plan, candidate: Run, twin: Run | None, log: Log) -> list[Check]:
+    """The checks of both records by the oracle. twin: whose steps it recomputes; None: those of the run itself."""
+    most: dict[str, Any] = {"steps": chosen.resolved.config.parity.oracle_steps, "points": chosen.points[1:]}
+    if not most["steps"]:
+        return []
+    if twin is None:
+        return outside(candidate, log, "evaluation", **most)
+    return [*outside(twin, log, "fp32_evaluation", **most), *outside(candidate, log, "evaluation")]
 
 
 def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequence[int] = ()) -> list[Check]:

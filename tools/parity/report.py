@@ -33,7 +33,7 @@ _WORDS = {
     "dropout": "modules whose dropout differs from the declared rate",
     "every_step": "self-checks of both runs against plain torch, step by step",
     "by_rule": "learning rate and loss scale, replayed by the config's rules",
-    "oracle": "steps of the FP32 run recomputed outside of the engine, in bounds",
+    "oracle": "steps of the FP32 run, if any, recomputed outside of the engine, in bounds",
     "order": "samples of all steps, and initial weights, by the config's rules",
     "evaluation": "reported evaluations recomputed in plain torch and this dtype, in bounds",
     "fp32_evaluation": "reported evaluations of the FP32 run recomputed in plain torch, in bounds",

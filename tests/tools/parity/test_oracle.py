@@ -41,8 +41,8 @@ from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs, write_teacher
 from tests.training.tasks.mlm_cases import write_text
-from tools.parity.gate import main, outside
-from tools.parity.jobs import Run
+from tools.parity.gate import main, outside, recomputed
+from tools.parity.jobs import Run, plan
 from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
@@ -472,6 +472,15 @@ def test_the_order_of_steps_that_are_not_recomputed_is_compared(finished, tmp_pa
     run = Run(RunDir(tmp_path / "it"), True, "", None)
     order, _ = outside(run, lambda line: None, "evaluation")
     assert not order.passed and named in order.where
+
+
+def test_the_gate_recomputes_steps_of_a_run_that_has_no_twin(finished, tmp_path) -> None:
+    """Tasks that sample have none; with one its steps are recomputed, and the run's order and evaluations alone."""
+    run = Run(RunDir(finished / "runs/it"), True, "", None)
+    chosen = plan(str(run.folder.config), ["parity.points=1"], folder=tmp_path, processes=2)
+    for twin, names in ((None, ["oracle", "evaluation"]), (run, ["oracle", "fp32_evaluation", "order", "evaluation"])):
+        checks = recomputed(chosen, run, twin, lambda line: None)
+        assert [check.name for check in checks] == names and all(check.passed for check in checks)
 
 
 def test_a_rate_that_magnifies_rounding_widens_bounds(folder: Path) -> None:

@@ -98,8 +98,9 @@ class Unknown(UserError):
 def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log = print) -> Judged:
     """Recompute a run's first steps, the one after each of `points`, and its evaluations that have a checkpoint.
 
-    The samples and tokens of all its steps are compared, too. steps: 0 for these and evaluations alone. points: steps with a checkpoint. Raises Unknown for a run that the oracle does not
-    support, and UserError for one that it cannot read.
+    The samples and tokens of all its steps are compared, too. steps: 0 for these and evaluations alone. points: steps
+    with a checkpoint. Raises Unknown for a run that the oracle does not support, and UserError for one that it cannot
+    read.
     """
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None, started=True)
