@@ -81,6 +81,8 @@ def evaluate(parts: Parts, progress: Progress) -> float:
         parts.record.event("self_check", step=progress.step, tokens=progress.tokens, **parts.self_check.finish())
         record_warnings(parts, progress, unlike)
         parts.guard.warn((each.signal, each.reason) for each in unlike)
+    if parts.self_check:
+        parts.self_check.happened("evaluation")
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
     sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
     record_evaluation(parts, progress, evaluation, by_source, sample=sample)
@@ -90,6 +92,8 @@ def evaluate(parts: Parts, progress: Progress) -> float:
 def start_save(parts: Parts, progress: Progress, validation_loss: float | None = None) -> None:
     """Begin to save a checkpoint in the background. A failure does not stop the run: see `checkpoint.max_failures`."""
     parts.checkpoints.start_save(parts.engine, parts.state_dict(progress), validation_loss)
+    if parts.self_check:
+        parts.self_check.happened("save")
 
 
 def _unsaved(progress: Progress, problem: SaveFailed | None) -> Ending | None:

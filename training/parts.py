@@ -73,9 +73,10 @@ class Parts:
         self.warnings.load_state_dict(reactions.get("warnings"))
         self.batches.restore(progress.position)
         self.batches.record = dict(state.get("batches", {}))
-        for check in (self.checks, self.self_check):
-            if check is not None:
-                check.forget()
+        if self.checks is not None:
+            self.checks.forget()
+        if self.self_check is not None:
+            self.self_check.forget(state["scaler"])
         return progress
 
     def watching(self, progress: Progress) -> AbstractContextManager[Any]:

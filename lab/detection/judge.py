@@ -24,24 +24,22 @@ def judged(
     twin: RunDir,
     measured: Sequence[dict[str, Any]],
     resolved: Resolved,
+    whole: Sequence[Check],
     *,
     code: int,
     recomputed: int,
     points: Sequence[int] | None,
-    apart: Sequence[Path] = (),
-    again: Sequence[Path] = (),
 ) -> dict[str, Any]:
     """{"found_by", "modules", "ranks", "said", "oracle", "chaotic"} of a finished run.
 
-    code: its exit code. recomputed: first steps that `--oracle` recomputes; 0: none. points: attempted steps
-    after which the gate's oracle recomputes one of the twin; None: the twin is not recomputed. apart, again: as for
-    `of_whole_runs`. found_by: names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it
-    was not asked.
+    whole: its checks `of_whole_runs`. code: its exit code. recomputed: first steps that `--oracle` recomputes; 0: none.
+    points: attempted steps after which the gate's oracle recomputes one of the twin; None: the twin is not recomputed.
+    found_by: names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
     """
     run, bounds = Run(run_dir, code == 0, "", None), resolved.config.parity
     checks = [
         Check("finished_runs", float(code == 0), 1.0, code == 0, at_least=True),
-        *of_whole_runs(run_dir, twin, bounds, apart, again),
+        *whole,
         *judge_steps(walks_of(measured, run), bounds),
         judge_dtypes(inner_dtypes(run), bounds),
         judge_every_step([run_dir.events], bounds.whole_steps),

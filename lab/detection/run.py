@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lab.detection.made_of import made_of
 from lab.detection.plants.site import planted
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import settings
-from tools.parity.jobs import WALK
+from tools.parity.jobs import WALK, Run, trajectory
 from tools.parity.judge_runs import AGAIN, MOST_APART, in_doubt, rounding_to
 from tools.parity.steps import measure
 from tracking.run_dir import RunDir
@@ -30,17 +31,21 @@ from training.loop import train
 from training.session import locked_run_dir, run_dir_of, session
 
 
-def twin(world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: int | None = None) -> None:
+def twin(
+    world: World, *, folder: str, cell: Cell, name: str, code: str, a_bit: int | None = None, lost: Sequence[int] = ()
+) -> None:
     """The FP32 run that a cell is compared with, unless it is there, made by this code from the same arguments.
 
-    a_bit: draw of weights that are off by the cell's rounding, a change that only a chaotic run amplifies.
+    a_bit: draw of weights that are off by the cell's rounding, a change that only a chaotic run amplifies. lost: steps
+    that are not applied.
     """
     where = Path(folder)
     mark = where / "runs" / name / "made_of.json"
     overrides = [*precision(where, "fp32", 2), "checkpoint.every_steps=0"]
+    overrides += [f"faults=[{', '.join(f'{{kind: lost_update, step: {step}}}' for step in lost)}]"] if lost else []
     if not (cell.is_wide or shares_defect(cell)):
         overrides.append("checkpoint.at_end=false")
-    elif a_bit is None:
+    elif a_bit is None and not lost:
         overrides.append(f"checkpoint.also_after=[{cell.points[-1]}]")
     made = json.dumps([code, *_arguments(where, cell, name), *overrides])
     if world.from_main(mark.exists() and mark.read_text(encoding="utf-8") == made):
@@ -86,13 +91,17 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     with _planted(cell.defect, world, size):
         measured = measure(run_dir_of(resolved), resolved, list(cell.points), length=WALK, world=world)
     mine, other = run_dir_of(resolved), RunDir(where / "runs" / twin_name(cell))
-    apart, again = list[Path](), list[Path]()
+    alike, apart, again = other, list[Path](), list[Path]()
 
     def doubtful() -> bool:
         return cell.is_wide and bool(
-            world.from_main(world.is_main and in_doubt(of_whole_runs(mine, other, bounds, apart, again)))
+            world.from_main(world.is_main and in_doubt(of_whole_runs(mine, alike, bounds, apart, again)))
         )
 
+    lost = world.from_main(trajectory(Run(mine, True, "", None)).lost if world.is_main else None)
+    if lost and doubtful():
+        alike = RunDir(where / "runs" / f"{twin_name(cell)}-{cell.path}-without-{len(lost)}")
+        twin(world, folder=folder, cell=cell, name=alike.path.name, code=made_of(), lost=lost)
     while len(apart) < MOST_APART and doubtful():  # by a defect, or by chaos alone
         apart.append(where / "runs" / f"{twin_name(cell)}-{cell.path}-apart-{len(apart) + 1}")
         twin(world, folder=folder, cell=cell, name=apart[-1].name, code=made_of(), a_bit=len(apart) - 1)
@@ -106,7 +115,14 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
     points = [point for point in cell.points if point] if cell.is_wide or shares_defect(cell) else None
     recomputed = 0 if cell.is_wide else cell.every
     found = judged(
-        mine, other, measured, resolved, code=code, recomputed=recomputed, points=points, apart=apart, again=again
+        mine,
+        other,
+        measured,
+        resolved,
+        of_whole_runs(mine, alike, bounds, apart, again),
+        code=code,
+        recomputed=recomputed,
+        points=points,
     )
     return {**found, "alone": by_itself, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
 

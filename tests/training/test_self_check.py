@@ -1,8 +1,10 @@
 """A run compares its own steps with plain torch: what is wrong is named, and nothing is said of a sound one."""
 
+import copy
+import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
+from config.schema import Config
 from data.text.prepare import prepare
 from lab.detection.plants.site import ATTENTION, LAYER, LINEAR, NORM
 from modeling.objectives.label_prediction import LabelPrediction
@@ -105,7 +108,7 @@ def under_a_manifest(folder: Path, head: str, default: str = "bf16", stage: int 
 def test_the_loss_is_compared_under_a_manifest_too(pair, folder, head, default, stage, further) -> None:
     events = events_of(pair, folder, [*under_a_manifest(folder, head, default, stage), *further])
     for event in of(events, "self_check"):
-        assert event["checks"]["loss"]["compared"] == 3 and not event["skipped"].keys() & {"loss", "between"}
+        assert event["checks"]["loss"]["compared"] == 4 and not event["skipped"].keys() & {"loss", "between"}
     assert not of(events, "warning")
 
 
@@ -381,15 +384,92 @@ def test_a_bias_that_cancels_a_rounded_product_is_sound_at_zero_3(monkeypatch: p
 
 
 def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compared_in_every_step(pair, folder) -> None:
-    """One bit of one of 24,576 values, by which it grows; no other step is blamed, and nothing else is compared in it.
+    """One bit of one of 24,576 values, by which it grows; no other step is blamed, and only samples are compared in it
+    besides.
 
     At ZeRO-3, where a hook that asked for a partitioned weight would break the next step's gathers.
     """
     flip = f"faults=[{{kind: flipped_bit, place: gradient, module: {LINEAR}, bit: 10, step: 2}}]"
     each = ["guard.self_check_every=500", "guard.gradient_checks=1"]
     events = events_of(pair, folder, [*cast("bf16", 3), *each, flip])
-    assert [set(event["checks"]) == {"gradients", "norm"} for event in of(events, "self_check")] == [False, True, False]
+    small = {"gradients", "norm", "samples"}
+    assert [set(event["checks"]) == small for event in of(events, "self_check")] == [False, True, False]
     assert [(event["step"], event["modules"]) for event in of(events, "warning")] == [(2, [f"{LINEAR}.weight"])]
+
+
+def unlike(change: Callable[[Any], None]) -> list[str]:
+    """What differs between a changed model and what its config makes."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape = AutoConfig.for_model("gemma3_text", **sizes, head_dim=16, num_key_value_heads=1, attention_dropout=0.1)
+    mine, fresh = (AutoModelForCausalLM.from_config(copy.deepcopy(shape)).train() for _ in range(2))
+    check = SelfCheck.__new__(SelfCheck)
+    check._engine = SimpleNamespace(model=mine, group_of={}, trainable=[], stage=0)  # type: ignore[assignment]
+    check._resolved = SimpleNamespace(config=Config())  # type: ignore[assignment]
+    check._fresh = fresh.requires_grad_(False)  # type: ignore[misc]
+    mine.requires_grad_(False)
+    change(mine)
+    return [*check._unlike()]
+
+
+def test_modules_of_another_class_and_settings_in_words_are_unlike() -> None:
+    """A fused norm without the epsilon's attribute, another activation, a window, a model left in evaluation mode."""
+
+    class FusedNorm(torch.nn.Module):
+        def __init__(self, weight: torch.nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+    def fuse(model: Any) -> None:
+        model.model.layers[1].input_layernorm = FusedNorm(model.model.layers[1].input_layernorm.weight)
+
+    def exchange(model: Any) -> None:
+        model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+
+    def widen(model: Any) -> None:
+        model.config.layer_types = ["full_attention", *model.config.layer_types[1:]]
+
+    assert unlike(lambda model: None) == []
+    assert unlike(fuse) == ["model.layers.1.input_layernorm"]
+    assert unlike(exchange) == ["model.layers.0.mlp.act_fn"]
+    assert unlike(widen) == ["config.layer_types"]
+    assert ".training" in unlike(lambda model: model.eval())
+
+
+def test_equal_random_numbers_of_ranks_or_steps_are_found() -> None:
+    """A model that drops values; of one that draws nothing, nothing is said."""
+    check, model = SelfCheck.__new__(SelfCheck), torch.nn.Dropout(0.1)
+    check._whole, check._drawn, theirs = True, set(), list[str]()
+    world = SimpleNamespace(device=torch.device("cpu"), gather_objects=lambda mine: [mine, *theirs])
+    check._engine = SimpleNamespace(model=model, world=world)  # type: ignore[assignment]
+
+    def draws(*, draw: bool = True) -> list[str]:
+        outcome: Any = SimpleNamespace(generators={"cpu": torch.get_rng_state()})
+        if draw:
+            model(torch.ones(4))
+        return [row.where for row in check._draws(outcome)]
+
+    before = torch.get_rng_state()
+    assert draws() == draws() == ["all"] and draws(draw=False) == []
+    torch.set_rng_state(before)
+    assert draws() == ["random numbers of two steps"]
+    theirs[:] = [hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()]
+    assert "random numbers of two ranks" in draws()
+
+
+def test_the_step_after_something_new_is_compared() -> None:
+    check = SelfCheck.__new__(SelfCheck)
+    check._policy, check._every, check._gradients, check._turn, check._drawn = None, 10**6, 0, 1, set()
+    check._happened, check._after = set(), False
+    check._engine = SimpleNamespace(scaler_state=lambda: None)  # type: ignore[assignment]
+    check._resolved = SimpleNamespace(config=Config())  # type: ignore[assignment]
+    due = []
+    for step in range(101, 113):
+        due += [step] if check.due(step, 1) else []
+        if step in (103, 106):
+            check.happened("evaluation")
+        if step == 108:
+            check.forget()
+    assert due == [104, 109]
 
 
 def test_an_error_that_is_no_number_is_a_breach() -> None:

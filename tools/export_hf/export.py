@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -232,7 +232,7 @@ def _write_settings(
     elif config.task not in ENCODER_TASKS and (own := getattr(shape, "eos_token_id", None)) is not None:
         shape.eos_token_id = _joined(own, ends)
     if skeleton is not None and skeleton._auto_class is not None:
-        custom_object_save(skeleton, folder, config=shape)
+        custom_object_save(skeleton, folder, config=cast(Any, shape))
     shape.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if config.task in ENCODER_TASKS:

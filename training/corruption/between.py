@@ -1,6 +1,6 @@
 """Check of the code between blocks: masks, positions and hidden states as the model's own forward passes them on.
 
-That forward runs again on the first sample, with stand-ins for the blocks that return their input. Where it hands the
+That forward runs again on one sample, with stand-ins for the blocks that return their input. Where it hands the
 output of a block, a norm or the embedding straight to the next, the run must too, which is compared on some rows.
 """
 
@@ -24,9 +24,9 @@ _ROWS = 16  # rows kept of a module's input and output
 class Between:
     """Checks one forward pass: run it inside `watching`, then call `compared`."""
 
-    def __init__(self, engine: Engine, stations: Mapping[str, nn.Module], attention: str) -> None:
-        """stations: the model's blocks, and the norms and the output embedding after them."""
-        self._engine, self._stations, self._attention = engine, stations, attention
+    def __init__(self, engine: Engine, stations: Mapping[str, nn.Module], attention: str, *, row: int = 0) -> None:
+        """stations: the model's blocks, and the norms and the output embedding after them. row: the sample."""
+        self._engine, self._stations, self._attention, self._row = engine, stations, attention, row
         self._inside = tuple(f"{name}." for name in stations)
         named = engine.model.named_modules()
         outside = [item for name, item in named if not f"{name}.".startswith(self._inside)]
@@ -64,10 +64,10 @@ class Between:
         wrong, before, draws = [], None, self._draws
         for name, (hidden, further) in kept.items():
             mine = self._handed[name]
-            same = all(_alike(mine[key], value) for key, value in _tensors(further).items() if key in mine)
+            same = all(_alike(mine[key], value) for key, value in _tensors(further, 0).items() if key in mine)
             got, _ = self._rows[name]
             if before is None:
-                same = same and (draws or _alike(got, _some(hidden)))
+                same = same and (draws or _alike(got, _some(hidden, 0)))
             elif torch.equal(hidden, kept[before][0]) and not draws:
                 same = same and torch.equal(got, self._rows[before][1])
             draws = draws and is_norm(self._stations[name])  # values are dropped before the first block
@@ -78,20 +78,20 @@ class Between:
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         self._forwards += 1
         if self._given is None:
-            self._given = tree_map_only(torch.Tensor, _first, (args, kwargs))
+            self._given = tree_map_only(torch.Tensor, partial(_one, row=self._row), (args, kwargs))
 
     def _enter(self, name: str, module: Any, args: Any, kwargs: Any) -> None:
         again = name in self._handed and self._forwards == 1 and torch._C._current_graph_task_id() == -1
         if again or not args:  # called twice, or with hidden states by keyword, which no stand-in hands on
             self._plain = False
         elif name not in self._handed:
-            self._handed[name] = _tensors(kwargs)
-            self._rows[name] = [_some(args[0])]
+            self._handed[name] = _tensors(kwargs, self._row)
+            self._rows[name] = [_some(args[0], self._row)]
 
     def _leave(self, name: str, module: Any, args: Any, output: Any) -> None:
         if len(self._rows.get(name, ())) == 1:
             self._plain = self._plain and torch.is_tensor(output)
-            self._rows[name].append(_some(output if torch.is_tensor(output) else output[0]))
+            self._rows[name].append(_some(output if torch.is_tensor(output) else output[0], self._row))
 
 
 class _Handing(nn.Module):
@@ -109,17 +109,18 @@ class _Handing(nn.Module):
         return hidden
 
 
-def _first(value: torch.Tensor) -> torch.Tensor:
-    return value[:1] if value.dim() > 1 else value
+def _one(value: torch.Tensor, row: int) -> torch.Tensor:
+    """One sample; of what all share, such as a rotary table, the only one."""
+    return value[min(row, len(value) - 1) :][:1] if value.dim() > 1 else value
 
 
-def _tensors(tree: Any) -> dict[str, torch.Tensor]:
+def _tensors(tree: Any, row: int) -> dict[str, torch.Tensor]:
     found, _ = tree_flatten_with_path(tree)
-    return {keystr(path): _first(value).detach() for path, value in found if torch.is_tensor(value)}
+    return {keystr(path): _one(value, row).detach() for path, value in found if torch.is_tensor(value)}
 
 
-def _some(values: torch.Tensor) -> torch.Tensor:
-    rows = values.detach()[0].reshape(-1, values.shape[-1])
+def _some(values: torch.Tensor, row: int) -> torch.Tensor:
+    rows = _one(values.detach(), row).reshape(-1, values.shape[-1])
     return rows[:: max(1, len(rows) // _ROWS)][:_ROWS].clone()
 
 

@@ -1,6 +1,6 @@
 """Comparison of one step's forward and backward on this rank with plain torch. Hooks record it and change nothing.
 
-- *Modules*: outputs in one micro-batch, recomputed from the module's own inputs, for some tokens or the first sample.
+- *Modules*: outputs in one micro-batch, recomputed from the module's own inputs, for some tokens or one sample.
 - *Gradients*: of linear layers and embeddings; in a whole comparison, of norms and the output embedding as well
   (gradient_sums.py).
 - *Loss*: the recorded loss, and the gradient of the output embedding's input at some labels of each micro-batch.
@@ -70,7 +70,8 @@ class Passes:
         """turn: number of steps checked before, which selects what is compared; the same on all ranks. whole: compare
         everything, else only gradients. trains: whether a backward pass follows."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
-        self._drawn, self._micro = turn % len(batch.input_ids) if trains else 0, -1
+        self._drawn, self._micro = -turn % len(batch.input_ids) if trains else 0, -1
+        self._row = _row_of(batch, self._drawn, turn)
         self.skipped: dict[str, str] = {}
         """Maps what was not compared to the reason."""
         self._head: Any = engine.model.get_output_embeddings()
@@ -87,7 +88,7 @@ class Passes:
         self._between: Between | None = None
         if self._stations and self._head_name:
             stations = self._stations | {self._head_name: self._head}
-            self._between = Between(engine, stations, resolved.config.model.attention)
+            self._between = Between(engine, stations, resolved.config.model.attention, row=self._row)
         self._calls: dict[str, _Call] = {}
         self._back: dict[str, dict[str, torch.Tensor]] = {}
         self._of_loss: list[list[torch.Tensor]] = []
@@ -147,7 +148,9 @@ class Passes:
         attentions = [name for name, kind in kinds.items() if kind == "attention"]
         blocks = list(dict.fromkeys(name.rpartition(".")[0] for name in attentions))
         turns = range(self._turn * _BLOCKS, (self._turn + 1) * _BLOCKS) if blocks else ()
-        drawn = {blocks[number % len(blocks)] for number in turns}
+        # the last block first, the others spread out: what differs in some layers is not met layer by layer
+        spread = [*blocks[-1:], *(blocks[at] for at in sorted(range(len(blocks) - 1), key=lambda n: n * 0.618034 % 1))]
+        drawn = {spread[number % len(blocks)] for number in turns}
         self._of_samples = {*blocks, *attentions}
         named = dict(self._engine.model.named_modules())
         after = {name: item for name, item in named.items() if is_norm(item) and not re.search(r"\.\d+\.", name)}
@@ -192,7 +195,7 @@ class Passes:
         if not (due and args and args[0].requires_grad):
             return None
         seen, kept = args[0].view_as(args[0]), self._back.setdefault(name, {})
-        seen.register_hook(lambda came: kept.update(given=came.detach()[:1]))
+        seen.register_hook(lambda came: kept.update(given=came.detach()[self._row :][:1]))
         return seen, *args[1:]
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -207,13 +210,13 @@ class Passes:
             return
         alone = name not in self._of_samples and not kwargs and [*map(torch.is_tensor, (*args, output))] == [True, True]
         call = _of_tokens(args[0].detach(), output.detach(), self._turn) if alone else None
-        self._calls[name] = call or _of_first_sample(args, kwargs, output)
+        self._calls[name] = call or _of_one_sample(self._row, args, kwargs, output)
         if name in self._back and torch.is_tensor(output):
-            output.register_hook(lambda came: self._back[name].update(output=came.detach()[:1]))
+            output.register_hook(lambda came: self._back[name].update(output=came.detach()[self._row :][:1]))
 
     def _compare(self, name: str, module: Any, weights: Any, call: _Call) -> list[tuple[str, torch.Tensor]]:
-        """Compare a module's outputs, and the gradient of a block's input for the first sample, recomputed from that of
-        its output."""
+        """Compare a module's outputs, and the gradient of a block's input for one sample, recomputed from that of its
+        output."""
         if any(tensor._version != version for tensor, version in call.versions):
             raise ValueError("its inputs are changed in place")
         regions, attention = self._engine.regions, self._resolved.config.model.attention
@@ -382,15 +385,28 @@ def _of_tokens(given: torch.Tensor, output: torch.Tensor, turn: int) -> _Call | 
     return _Call((next(few),), {}, [*few], [])
 
 
-def _of_first_sample(args: Any, kwargs: dict[str, Any], output: Any) -> _Call:
+def _row_of(batch: Batch, micro: int, turn: int) -> int:
+    """The compared sample of a micro-batch: each with labels in turn, and every other time the one with the most
+    documents, or else with the most labels."""
+    labels = batch.labels[micro]
+    if labels.shape != batch.input_ids[micro].shape:
+        return 0
+    counted = labels != IGNORED_LABEL
+    starts = counted & (batch.position_ids[micro] == 0) if batch.position_ids is not None else counted
+    filled: list[int] = counted.any(-1).nonzero().flatten().tolist() or [0]
+    most = starts.sum(-1) * labels.shape[-1] + counted.sum(-1)
+    return int(most.argmax()) if turn % 2 else filled[turn // 2 % len(filled)]
+
+
+def _of_one_sample(row: int, args: Any, kwargs: dict[str, Any], output: Any) -> _Call:
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     samples = next((len(item) for item in tensors if item.dim() > 1), 1)
 
-    def first(value: torch.Tensor) -> torch.Tensor:
-        return value[:1] if value.dim() > 1 and len(value) == samples else value
+    def one(value: torch.Tensor) -> torch.Tensor:
+        return value[row : row + 1] if value.dim() > 1 and len(value) == samples else value
 
-    args, kwargs = tree_map_only(torch.Tensor, first, (args, kwargs))
-    outputs = [_some_rows(first(item)).clone() for item in _floats(output)]
+    args, kwargs = tree_map_only(torch.Tensor, one, (args, kwargs))
+    outputs = [_some_rows(one(item)).clone() for item in _floats(output)]
     return _Call(args, kwargs, outputs, [(item, item._version) for item in tensors])
 
 

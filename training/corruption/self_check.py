@@ -5,6 +5,7 @@ An unchecked step costs a comparison of integers. A checked step has the same re
 """
 
 import copy
+import hashlib
 import math
 import random
 from collections import deque
@@ -30,6 +31,7 @@ from precision.loss_scale import ScalePolicy, make_policy
 from precision.step_health import Health
 from training.corruption.copies import Copies, follows_length
 from training.corruption.passes import Passes, Row, verdicts
+from training.corruption.plain import drops, is_random
 from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import is_in_order, wrong_samples
 from training.corruption.settings import decay_and_factor
@@ -38,6 +40,7 @@ from training.early_warnings import EarlyWarning
 from training.engine import Engine
 from training.engine.health import Evaluation, Outcome, Update
 from training.engine.masters import sum_of_squares
+from training.engine.rng import generators
 from training.engine.tensors import local_gradient, own_shards, trainable_parameters
 
 SIGNAL = "self_check"
@@ -62,11 +65,15 @@ _WORDS = {
     "scale": "the loss scale or its counters do not follow their rule",
     "schedule": "it departed from the schedule in as many steps as the error says",
     "samples": "the batch is not what its samples and their order say",
-    "constants": "its numbers are not those of a model that the config makes",
+    "constants": "it is not that of a model that the config makes",
+    "draws": "they are the same, so the same values are dropped",
 }
-_STATES = ("training", "gradient_checkpointing", "use_cache")
-"""Attributes of modules that are not constants of the architecture."""
-_OF_ALL = ("gradients", "norm", "constants", "evaluation", "scale", "schedule")
+_STATES = (
+    *("training", "gradient_checkpointing", "use_cache"),
+    *("dtype", "torch_dtype", "architectures", "name_or_path", "transformers_version"),
+)
+"""Attributes of modules and configs that are not constants of the architecture."""
+_OF_ALL = ("gradients", "norm", "constants", "draws", "evaluation", "scale", "schedule")
 """Checks of what ranks share or sum, so that no single rank is to blame."""
 
 
@@ -87,6 +94,9 @@ class SelfCheck:
         self._samples: list[Row] = []
         self._policy: ScalePolicy | None = None
         self._scales = self._rates = 0
+        self._happened = set[str]()
+        self._after = False
+        self._drawn = set[str]()
 
     def due(self, step: int, first: int) -> bool:
         """Whether an attempted step, from 1, is checked. first: the session's first step."""
@@ -99,8 +109,14 @@ class SelfCheck:
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
             own = step - first + 1
-            self._whole = own == 1 or (own in _EARLY and own < self._every) or step == start + 1 + drawn
+            self._whole = self._after or own == 1 or (own in _EARLY and own < self._every) or step == start + 1 + drawn
+            self._after = False
         return self._whole or bool(self._gradients and step % self._gradients == 0)
+
+    def happened(self, what: str) -> None:
+        """Call on all ranks after something that comes between steps: the step after the session's first is checked."""
+        self._after |= what not in self._happened
+        self._happened.add(what)
 
     def watching(self, batch: Batch, position: int) -> AbstractContextManager[None]:
         """Context of a due step's forward and backward. position: number of global batches before this one."""
@@ -117,6 +133,7 @@ class SelfCheck:
             self._skipped["passes"] = "the step is not finite"
             return []
         rows = [*passes.compared(), self._norm(health), *passes.recorded(outcome), *self._samples, *self._constants()]
+        rows += [*self._draws(outcome), *self._reported(outcome, health)]
         rows += self._copies(health.step) if self._whole and not self._turn else []  # weights as they were loaded
         self._skipped |= passes.skipped
         return self._judge(rows, health.step)
@@ -141,14 +158,21 @@ class SelfCheck:
         config = self._resolved.config
         return schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
 
-    def forget(self) -> None:
-        """Call after a checkpoint was loaded: the replay of the loss scale starts again."""
-        self._policy = None
+    def forget(self, scaler: dict[str, Any] | None = None) -> None:
+        """Call after a checkpoint was loaded, with its loss scaler's state, from which the replay goes on."""
+        self._policy, self._drawn = None, set()
+        if scaler is not None and self._engine.scaler_state() is not None:
+            self._policy = make_policy(self._resolved.config.precision.loss_scale)
+            self._policy.load_state_dict(scaler)
+        if self._turn:
+            self.happened("load")
 
     def follow(self, health: Health, update: Update, *, lr: float, applied: int, factor: float) -> None:
         """Call after every attempted step, to replay loss scale and schedule. applied: updates before it. factor: the
         guard's, on the rate."""
         self._rates += update.applied and not math.isclose(lr, self._schedule(applied) * factor, rel_tol=SAME_RATE)
+        if not update.applied:
+            self.happened("skip")
         if self._policy is not None and (update.applied or health.scale_overflowed):
             self._policy.update(not update.applied)
             self._scales += self._engine.scaler_state() != self._policy.state_dict()
@@ -175,7 +199,7 @@ class SelfCheck:
     def after_evaluation(self, found: Evaluation, batches: Iterable[Batch], step: int) -> list[EarlyWarning]:
         """Warnings about an evaluation, which is repeated with modules compared in the first micro-batch; of one with
         more than `_EVALUATED` batches, the first ones and the last are evaluated alone. A collective."""
-        engine, self._rows, self._skipped = self._engine, [], {}
+        engine, self._rows, self._skipped, training = self._engine, [], {}, self._engine.model.training
         totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
         wrong, rows, first = list[str](), list[Row](), True
         few, last, count = list[Batch](), deque[Batch](maxlen=1), 0
@@ -197,7 +221,7 @@ class SelfCheck:
                     totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.detach().double()
                 rows, first = passes.compared() if passes else rows, False
             totals[1] += int(batch.counted.sum())
-        engine.model.train()
+        engine.model.train(training)
         total, count = engine.world.sum(totals).tolist()
         again, finite = total / max(count, 1.0), math.isfinite(found.loss) or math.isfinite(total)
         error = abs(found.loss - again) / max(abs(found.loss), 1e-30) if finite else 0.0
@@ -244,7 +268,7 @@ class SelfCheck:
         return self._resolved.config.task in ("pretrain", "sft") and self._resolved.batch.sequence == 1
 
     def _compare_samples(self, batch: Batch, position: int) -> list[Row]:
-        if not self._whole or not self._reads_samples:
+        if not self._reads_samples:
             return []
         found = [] if is_in_order(batch, position, self._resolved, self._corpus) else ["the order of samples"]
         return verdicts("samples", found + wrong_samples(batch, self._resolved, self._corpus))
@@ -275,11 +299,17 @@ class SelfCheck:
             return []
 
     def _unlike(self) -> Iterator[str]:
-        mine = dict(self._engine.model.named_modules())
+        mine, quantised = dict(self._engine.model.named_modules()), self._resolved.config.adapter.base != "compute"
+        still = (name for name, item in mine.items() if not item.training and (drops(item) or not name))
+        yield from (f"{name}.training" for name in still)
         for name, right in self._fresh.named_modules():
             if follows_length(right):
                 continue
-            own, buffers = vars(mine.get(name, right)), dict(mine.get(name, right).named_buffers(recurse=False))
+            other = mine.get(name)
+            if other is None or (type(other).__name__ != type(right).__name__ and not quantised):
+                yield name
+                continue
+            own, buffers = vars(other), dict(other.named_buffers(recurse=False))
             yield from (f"{name}.{key}" for key in _differing(vars(right), own))
             for key, value in right.named_buffers(recurse=False):
                 if key in buffers and not torch.equal(buffers[key].cpu(), value.cpu().to(buffers[key].dtype)):
@@ -298,6 +328,30 @@ class SelfCheck:
         kind = model_class_of(config)
         model = empty_model(config.model, copy.deepcopy(self._shape), model_class=kind)
         return add_adapter(model, config.adapter, seed=config.run.seed, model_class=kind)
+
+    def _draws(self, outcome: Outcome) -> list[Row]:
+        """Whether ranks or steps of a model that drops values have the same random numbers. A collective."""
+        if not self._whole or not is_random(self._engine.model):
+            return []
+        now = generators(self._engine.world.device)
+        if all(torch.equal(now[name], state) for name, state in outcome.generators.items()):  # a rate that nothing uses
+            return []
+        states = {name: state.cpu().numpy().tobytes() for name, state in outcome.generators.items()}
+        # a GPU's is a seed of 8 bytes and an offset
+        seed = hashlib.sha256(states["cuda"][:8] if "cuda" in states else states["cpu"]).hexdigest()
+        seeds, state = self._engine.world.gather_objects(seed), repr(sorted(states.items()))
+        wrong = ["random numbers of two ranks"] if len({*seeds}) < len(seeds) else []
+        wrong += ["random numbers of two steps"] if state in self._drawn else []
+        self._drawn.add(state)
+        return verdicts("draws", wrong)
+
+    def _reported(self, outcome: Outcome, health: Health) -> list[Row]:
+        """Comparison of the step's recorded loss with the mean of the ranks' sums. A collective."""
+        if not self._whole:
+            return []
+        total = float(self._engine.world.sum(outcome.loss_sum.clone()))
+        mean = total / max(float(outcome.label_tokens), 1.0)
+        return [Row("loss", "reported loss", abs(health.loss - mean) / max(abs(mean), 1e-30), 1e-9)]
 
     def _norm(self, health: Health) -> Row:
         """Comparison of the recorded norm with that of the reduced gradients. A collective."""
@@ -325,8 +379,18 @@ def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str
     for key, value in right.items():
         if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
             yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))
-        elif type(value) in (bool, int, float) and own.get(key, value) != value and key not in _STATES:
+        elif _is_plain(value) and _as_json(own.get(key, value)) != _as_json(value) and key not in _STATES:
             yield from () if key.startswith("_") else (key,)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a flag, or a sequence of these."""
+    each = value if isinstance(value, list | tuple) else (value,)
+    return all(type(one) in (bool, int, float, str) for one in each)
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _excess(item: tuple[Row, int]) -> float:
