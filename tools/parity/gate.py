@@ -196,21 +196,20 @@ def outside(run: Run, log: Log, evaluation: str, *, steps: int = 0, points: Sequ
     evaluation: name of the check. steps: number of first ones, besides those after `points`; 0: none.
     """
     log(f"{run.folder.name}: recomputed outside of the engine")
-    began = time.monotonic()
+    began, of_steps = time.monotonic(), "oracle" if steps else "order"
     try:
         found = judge(run.folder.path, steps=steps, points=points if steps else (), log=log)
     except Unknown as problem:
-        passed = Check("oracle" if steps else evaluation, math.nan, 1.0, True, note=f"not judged: {problem}")
-        return [passed, *(outside(run, log, evaluation) if steps else [])]
+        return [Check(what, math.nan, 1.0, True, note=f"not judged: {problem}") for what in (of_steps, evaluation)]
     except Exception as problem:  # all runs have been trained and judged
-        return [Check("oracle" if steps else evaluation, math.inf, 1.0, False, note=one_line(problem))]
+        return [Check(of_steps, math.inf, 1.0, False, note=one_line(problem))]
     of_evaluations = [each for each in found.comparisons if each.what.startswith("validation")]
-    of_steps = [each for each in found.comparisons if each not in of_evaluations]
+    others = [each for each in found.comparisons if each not in of_evaluations]
     times = [event["time"] for event in read_events(run.folder.events)]
     took = time.monotonic() - began
     notes = "; ".join([*found.notes, f"in {took:.0f} s, {took / (times[-1] - times[0]):.2g} times the run's own"])
     return [
-        _worst("oracle", of_steps, notes) if steps else _worst("order", of_steps, ""),
+        _worst(of_steps, others, notes if steps else ""),
         _worst(evaluation, of_evaluations, "" if steps else notes),
     ]
 

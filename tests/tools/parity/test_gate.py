@@ -169,7 +169,8 @@ def test_what_the_oracle_does_not_know_is_said_and_what_it_cannot_read_fails(tmp
     copied, text = dataclasses.replace(twin, folder=folder), folder.config.read_text()
     folder.config.write_text(text.replace("balance_loss: 0.0\n", "balance_loss: 0.1\n"))
     check, of_evaluations = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
-    assert check.passed and check.note.startswith("not judged: model.balance_loss = 0.1")
+    assert check.passed and "model.balance_loss = 0.1: the oracle does not compute it" in check.note
+    assert check.where.startswith("loss ") and "step 1" in check.where
     assert of_evaluations.passed and of_evaluations.measured > 0
     folder.config.write_text(text + "\nparallel: {sequence: 2}\n")
     [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)

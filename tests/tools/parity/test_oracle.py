@@ -638,22 +638,54 @@ def test_a_run_with_an_attention_of_gpus_alone_is_recomputed_without_it(finished
         assert judge(run, steps=1, log=lambda line: None).holds
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"balance_loss: 0.0": "balance_loss: 0.1"}, "model.balance_loss = 0.1: the oracle does not compute it"),
-        (
-            {"name: adamw": "name: muon", "orthogonalization: auto": "orthogonalization: bf16"},
-            "optimizer.orthogonalization = bf16: the oracle does not compute it",
-        ),
-    ],
-)
-def test_what_it_does_not_compute_is_one_line(finished, tmp_path, capsys, changes, problem) -> None:
-    run = shutil.copytree(finished / "runs/it", tmp_path / "it", ignore=shutil.ignore_patterns("checkpoints"))
+def configured(finished: Path, folder: Path, changes: dict[str, str]) -> Path:
+    """The finished run, as if it had another config."""
+    run = shutil.copytree(finished / "runs/it", folder / "it", ignore=shutil.ignore_patterns("checkpoints"))
     text = (run / "config.yaml").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert f"{old}\n" in text
         text = text.replace(f"{old}\n", f"{new}\n")
     (run / "config.yaml").write_text(text, encoding="utf-8")
-    assert main(["--oracle", str(run)]) == 2
-    assert problem in capsys.readouterr().err
+    return run
+
+
+DORA = {
+    "adapter:\n  kind: none": "adapter:\n  kind: dora",
+    "architecture: llama": "architecture: null",
+    "name_or_path: null": "name_or_path: base",
+}
+
+
+def test_what_it_does_not_compute_in_any_pass_is_one_line(finished, tmp_path, capsys) -> None:
+    assert main(["--oracle", str(configured(finished, tmp_path, DORA))]) == 2
+    assert "adapter.kind = dora: the oracle does not compute it" in capsys.readouterr().err
+
+
+ALWAYS = {"masters at the start", "samples", "tokens", "learning rate"}
+DROPPED = {
+    "document_masking: false": "document_masking: true",
+    "num_hidden_layers: 2": "num_hidden_layers: 2\n    attention_dropout: 0.1",
+}
+MUON = {"name: adamw": "name: muon", "orthogonalization: auto": "orthogonalization: bf16"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "compared"),
+    [
+        ({"balance_loss: 0.0": "balance_loss: 0.1"}, "model.balance_loss = 0.1", {"loss"}),
+        (MUON, "optimizer.orthogonalization = bf16", {"loss", FIRST_NORM, "norm"}),
+        (DROPPED, "the model has attention_dropout = 0.1; the oracle drops values of documents end to end only", set()),
+    ],
+)
+def test_what_it_does_not_compute_in_training_spares_the_rest(finished, tmp_path, changes, key, compared) -> None:
+    run = configured(finished, tmp_path, changes)
+    found = judge(run, steps=4, log=lambda line: None)
+    assert found.holds and {each.what for each in found.comparisons} == ALWAYS | compared
+    assert any(note.startswith(f"compared as far as it does not depend on it: {key}") for note in found.notes)
+    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    for row in rows:
+        if row["event"] == "step" and row["step"] == 4:
+            row |= {"sample_ids_sha256": "0" * 64, "lr": row["lr"] * 1.001, "loss": 0.0, "grad_norm": 0.0}
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    assert failed(judge(run, steps=4, log=lambda line: None)) == {"samples", "learning rate"}

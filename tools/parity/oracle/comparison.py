@@ -21,9 +21,12 @@ class Comparison:
     """Relative difference; for samples and tokens 1 if they differ; for masters relative to their movement."""
     where: str = ""
     """The step, or the parameter, where it is largest."""
+    made: int = 0
+    """How many differences were taken into account."""
 
     def add(self, difference: float, where: str) -> None:
         """Take one more difference into account."""
+        self.made += 1
         if not (difference <= self.largest or math.isnan(self.largest)):
             self.largest, self.where = difference, where
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -60,7 +60,9 @@ _LAYERS = 4
 """Number of layers of the models that the bounds were set with."""
 _DRAWS = 0.05
 """Largest distance between random numbers and the answers drawn with them; 1/3 for unrelated numbers."""
-_AMPLIFIED, _ROUNDINGS = ("loss", "norm"), 4
+_LOSS, _NORM = "loss", "norm"
+_PASSES = frozenset({_LOSS, _NORM})
+_AMPLIFIED, _ROUNDINGS = (_LOSS, _NORM), 4
 """Comparisons that depend on earlier updates; and the factor allowed on what rounding the initial weights changes."""
 _ORDERED = 100_000
 """About how many samples the order of steps is compared with; half a second, a few for rows that are padded."""
@@ -105,7 +107,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     run_dir = RunDir(run)
     config = load_config(run_dir.config, [], None, started=True)
     config = replace(config, run=replace(config.run, dir=str(run.parent), name=run.name))  # wherever it is now
-    _require_known(config, recomputes=steps > 0)
+    _require_known(config)
     events = surviving(read_run_events(run_dir.events))
     first, later, notes = _recorded(run, events, steps, points)
     corpus = prepare(config, progress=True)
@@ -120,9 +122,11 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
             setattr(shape, key, 0.0)
     drops, start = dropout_keys(shape), next(event for event in events if event["event"] == "run_start")
     device = (environment.get("accelerator") or {}).get("device", "cpu")
-    why = undropped(config, device) if drops and steps else None
-    if why is not None:
-        raise Unknown(f"{run}: the model has {drops[0]} = {getattr(shape, drops[0])}; {why}")
+    unknown = _unknown_in_training(config) if steps else {}
+    if steps and drops and (why := undropped(config, device)) is not None:
+        unknown[f"the model has {drops[0]} = {getattr(shape, drops[0])}; {why}"] = frozenset()
+    computes = _PASSES.intersection(*unknown.values())
+    notes += [f"compared as far as it does not depend on it: {text}" for text in unknown]
     model = _model(run, config, shape)
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     movement = Movement(model, config.optimizer)
@@ -130,26 +134,26 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     at_start = Start("", {name: as_text(checksum(values, 0)) for name, values in trained})
     given = config, corpus, shape, model.double().train()
     held_out = TASKS[config.task](*given)
-    task = DroppedOut(*given, ranks=start["world_size"]) if drops and steps else held_out
+    repeats = steps and drops and _LOSS in computes
+    task = DroppedOut(*given, ranks=start["world_size"]) if repeats else held_out
     layers = int(getattr(shape.get_text_config(), "num_hidden_layers", 0))
     teacher = None if held_out.frozen is None else held_out.frozen[1]
     compared = _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
-    without_passes = {START}
     if config.task not in SAMPLING_TASKS:
         _compare_order(held_out, _undisturbed(events), compared, size=config.batch.global_size)
-        without_passes |= {"samples", "tokens"}
-    oracle = _Oracle(config, corpus, task, model, movement)
+    oracle = _Oracle(config, corpus, task, model, None if unknown else movement, computes=computes)
     reused = [event for event in later if config.task == "grpo" and event["position"] % config.grpo.updates]
     for event in reused:
         notes.append(f"not recomputed: step {event['step']}, since the weights that scored its answers are gone")
         later.remove(event)
+    later = later if _LOSS in computes else []
     if later and drops:
         notes.append("no later step recomputed: what was dropped there follows from all steps before")
         later = []
     notes += _compare_steps(oracle, first, later, run_dir, events, compared, log)
     del oracle, movement
-    of_steps = [row for what, row in compared.items() if first or what in without_passes]
+    of_steps = [row for row in compared.values() if row.made]
     if config.task in SAMPLING_TASKS:
         notes.append("evaluations not compared: what they sample is not recorded")
         return Judged(len(first) + len(later), of_steps, notes)
@@ -183,7 +187,7 @@ def _compare_steps(
         if checkpoint.is_dir() and oracle.movement is not None:
             oracle.movement.compare(open_saved_model(checkpoint).tensors, compared, f"step {event['step']}")
             notes.append(f"masters compared: step {event['step']}")
-    if first and not notes:
+    if first and oracle.movement is not None and not notes:
         notes.append("masters not compared: the run has no checkpoint of these steps; set checkpoint.every_steps")
     if oracle.movement is not None and not all(compared[what].holds for what in _AMPLIFIED):
         notes += _widen(oracle, own, compared)
@@ -231,23 +235,28 @@ def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
     return model
 
 
-def _require_known(config: Config, *, recomputes: bool) -> None:
-    """Raises Unknown, naming the key, for what the oracle does not compute. recomputes: whether it computes steps."""
-    model, adapter, optimizer = config.model, config.adapter, config.optimizer
-    in_any_pass = (
+def _require_known(config: Config) -> None:
+    """Raises Unknown, naming the key, for what the oracle does not compute in any pass."""
+    adapter = config.adapter
+    for key, value, known in (
         ("adapter.kind", adapter.kind, adapter.kind != "dora"),
         ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
-    )
-    in_training = (
-        ("adapter.dropout", adapter.dropout, not adapter.dropout),
-        ("optimizer.orthogonalization", optimizer.orthogonalization, optimizer.orthogonalization != "bf16"),
-        ("model.balance_loss", model.balance_loss, not model.balance_loss),
-        ("model.router_z_loss", model.router_z_loss, not model.router_z_loss),
-        ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha),
-    )
-    for key, value, known in (*in_any_pass, *(in_training if recomputes else ())):
+    ):
         if not known:
             raise Unknown(f"{key} = {value}: {UNKNOWN}")
+
+
+def _unknown_in_training(config: Config) -> dict[str, frozenset[str]]:
+    """What the oracle does not compute in training, naming the key: which results of a step do not depend on it."""
+    model, optimizer = config.model, config.optimizer
+    rows: tuple[tuple[str, Any, bool, frozenset[str]], ...] = (
+        ("adapter.dropout", config.adapter.dropout, not config.adapter.dropout, frozenset()),
+        ("optimizer.orthogonalization", "bf16", optimizer.orthogonalization != "bf16", _PASSES),
+        ("model.balance_loss", model.balance_loss, not model.balance_loss, frozenset({_LOSS})),
+        ("model.router_z_loss", model.router_z_loss, not model.router_z_loss, frozenset({_LOSS})),
+        ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha, frozenset()),
+    )
+    return {f"{key} = {value}: {UNKNOWN}": left for key, value, known, left in rows if not known}
 
 
 def _recorded(
@@ -353,10 +362,20 @@ def _comparisons(
 class _Oracle:
     """The model, its optimizer and its data order, step by step."""
 
-    def __init__(self, config: Config, corpus: Corpus, task: Task, model: PreTrainedModel, movement: Movement) -> None:
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        task: Task,
+        model: PreTrainedModel,
+        movement: Movement | None,
+        *,
+        computes: Collection[str],
+    ) -> None:
+        """movement: None: without updates. computes: of _PASSES, where the weights are known."""
         self._config, self._task, self._model, self._order = config, task, model, task.order
         self._names = corpus.mixture.names if corpus.mixture is not None else ()
-        self.movement: Movement | None = movement
+        self.movement, self._computes, self._has_weights = movement, computes, True
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)
         self._scale = loss_scale(config.precision.loss_scale)
@@ -372,14 +391,16 @@ class _Oracle:
     def step(self, event: Mapping[str, Any], compared: Mapping[str, Comparison], log: Log) -> dict[str, float]:
         """One step, compared with its event; returns the event's results. One that the run skipped is not applied."""
         ids, where = self._order.batch(event["position"]), f"step {event['step']}"
-        rate, (loss, by_source) = self._rate(self._applied), self._gradients(ids, event["position"])
+        computes = self._computes if self._has_weights else ()
+        rate = self._rate(self._applied)
+        loss, by_source = self._gradients(ids, event["position"], passes=_LOSS in computes)
         self._tokens += self._task.tokens(ids)
         named = self._model.named_parameters()
         norms = {name: float(item.grad.norm()) for name, item in named if item.grad is not None}
         norm = math.sqrt(sum(value**2 for value in norms.values()))
         compared["samples"].add(float(event["sample_ids_sha256"] != _digest(ids)), where)
         compared["tokens"].add(float(event["tokens"] != self._tokens), where)
-        if isinstance(self._task, OnAnswers) and "draws" in compared:
+        if isinstance(self._task, OnAnswers) and "draws" in compared and _LOSS in computes:
             compared["draws"].add(self._task.misdrawn(event["position"]), where)
         compared["learning rate"].add(relative_difference(event["lr"], rate), where)
         if self._scale is not None and "loss scale" in compared:
@@ -388,40 +409,47 @@ class _Oracle:
             )
         # advantages of a group add up to zero, and so does the loss of their first step
         scale = max(1.0, abs(loss)) if self._config.task == "grpo" else abs(loss)
-        compared["loss"].add(relative(abs(event["loss"] - loss), scale), where)
+        if _LOSS in computes:
+            compared["loss"].add(relative(abs(event["loss"] - loss), scale), where)
         for number, name in enumerate(self._names):
             count, total = by_source.get(number, (0.0, 0.0))
             compared["labels by source"].add(relative_difference(event["labels_by_source"].get(name, 0), count), where)
-            if count:
+            if count and _LOSS in computes:
                 compared["loss by source"].add(
                     relative_difference(event["loss_by_source"].get(name, math.nan), total / count), f"{name}, {where}"
                 )
         if event["applied"]:
-            compared["norm"].add(relative_difference(event["grad_norm"], norm), where)
-            if not self._applied and FIRST_NORM in compared:
-                compared[FIRST_NORM].add(relative_difference(event["grad_norm"], norm), where)
+            if _NORM in computes:
+                compared["norm"].add(relative_difference(event["grad_norm"], norm), where)
+                if not self._applied and FIRST_NORM in compared:
+                    compared[FIRST_NORM].add(relative_difference(event["grad_norm"], norm), where)
             if self.movement is not None:
                 shares = {name: value / norm if norm else 0.0 for name, value in norms.items()}
                 factor = clip_coefficient(norm, self._config.optimizer.gradient_clipping)
                 self.movement.update(rate, shares=shares, factor=factor)
-            self._applied += 1
+            self._applied, self._has_weights = self._applied + 1, self.movement is not None
         self._model.zero_grad()
-        log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
+        if computes:
+            log(f"{where}: loss {loss:.8g}, recorded {event['loss']:.8g}; norm {norm:.6g}, {event['grad_norm']:.6g}")
         return {"loss": loss, "grad_norm": norm}
 
-    def _gradients(self, ids: Sequence[int], position: int) -> tuple[float, dict[int, tuple[float, float]]]:
+    def _gradients(
+        self, ids: Sequence[int], position: int, *, passes: bool
+    ) -> tuple[float, dict[int, tuple[float, float]]]:
         """The loss of a global batch, whose gradient is left in the parameters: the mean over everything that counts.
 
-        For a mixture also the count and the sum of losses by source.
+        For a mixture also the count and the sum of losses by source. passes: False: counts alone.
         """
         parts = list(self._task.parts(ids, position))
         everything, loss = sum(part.counts for part in parts), 0.0
         by_source: dict[int, tuple[float, float]] = {}
-        for part in parts:
-            with as_fp64():
-                summed = part.loss()
-            (summed / everything).backward()
-            value = float(summed.detach())
+        for part in parts if passes or self._names else ():
+            value = 0.0
+            if passes:
+                with as_fp64():
+                    summed = part.loss()
+                (summed / everything).backward()
+                value = float(summed.detach())
             loss += value / everything
             if self._names:
                 number = self._order.source(part.sample)
@@ -437,3 +465,4 @@ class _Oracle:
         before = [event for event in events if event["event"] == "step" and event["step"] <= point]
         self._applied, self._tokens = sum(event["applied"] for event in before), before[-1]["tokens"]
         self._scale = self.movement = None  # these depend on all earlier steps
+        self._has_weights = True
