@@ -76,13 +76,11 @@ def train(parts: Parts, progress: Progress) -> Ending:
 def evaluate(parts: Parts, progress: Progress) -> float:
     """Record metrics on the validation set, as a whole and by part; returns the loss on the whole."""
     evaluation = parts.engine.evaluate(parts.validation())
-    if parts.self_check and parts.self_check.due_evaluation():
+    if parts.self_check and parts.self_check.due_evaluation(progress.applied):
         unlike = parts.self_check.after_evaluation(evaluation, parts.validation(), progress.step)
         parts.record.event("self_check", step=progress.step, tokens=progress.tokens, **parts.self_check.finish())
         record_warnings(parts, progress, unlike)
         parts.guard.warn((each.signal, each.reason) for each in unlike)
-    if parts.self_check:
-        parts.self_check.happened("evaluation")
     by_source = {name: parts.engine.evaluate(own) for name, own in parts.validation_by_source().items()}
     sample = parts.examples() or (parts.sample() if parts.resolved.config.generate.at_evaluations else "")
     record_evaluation(parts, progress, evaluation, by_source, sample=sample)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,7 +19,10 @@ from lab.detection.cells import defect_of
 from lab.detection.plants.site import planted
 from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.training.checkpoint.resume_cases import last_by_step, trained
+from training.corruption.self_check import SelfCheck
 from training.distributed import World
+from training.engine import Engine
+from training.engine.tensors import own_shards
 from training.session import locked_run_dir, session
 
 WIDTH = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536}
@@ -141,3 +145,25 @@ def kept_of_an_evaluation(world: World, *, folder: str, name: str, overrides: Se
     with register_module_forward_hook(look):
         planted_job(world, folder=folder, name=name, overrides=overrides)
     return kept
+
+
+def changed_job(world: World, *, folder: str, name: str, change: str) -> None:
+    """A job in which somebody changes a group's weight decay, or sets moments to zero, after the first step."""
+    step = Engine.step
+
+    def changing(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        update = step(engine, *args, **kwargs)
+        optimizer = engine.deepspeed.optimizer
+        if change == "decay" and engine.deepspeed.global_steps == 2:
+            optimizer.param_groups[0]["weight_decay"] += 0.01
+        return update
+
+    def emptying(check: SelfCheck, number: int, first: int) -> bool:
+        if change == "moments" and number == 2:
+            for _, _, shard in own_shards(check._engine):
+                shard.states(check._engine)["exp_avg"].zero_()
+        return due(check, number, first)
+
+    due = SelfCheck.due
+    with patch.object(Engine, "step", changing), patch.object(SelfCheck, "due", emptying):
+        planted_job(world, folder=folder, name=name, overrides=cast("bf16", 2))

@@ -28,6 +28,7 @@ from tests.training.observer_cases import cast, manifest
 from tools.parity.alternatives import _halves
 from tracking.compare.surviving import read_events
 from training.corruption.between import Between
+from training.corruption.gradient_sums import GradientSums
 from training.corruption.passes import Passes, Row, _Call
 from training.corruption.plain import is_random
 from training.corruption.self_check import SelfCheck
@@ -456,10 +457,27 @@ def test_equal_random_numbers_of_ranks_or_steps_are_found() -> None:
     assert "random numbers of two ranks" in draws()
 
 
+def test_a_loss_that_is_not_the_mean_of_the_ranks_is_found() -> None:
+    check, step = SelfCheck.__new__(SelfCheck), 64.0
+    check._whole, check._engine = True, SimpleNamespace(world=SimpleNamespace(sum=lambda mine: mine + 20.0))  # type: ignore
+    outcome: Any = SimpleNamespace(loss_sum=torch.tensor(12.0).double(), label_tokens=torch.tensor(step).double())
+    rows = [check._reported(outcome, SimpleNamespace(loss=loss))[0] for loss in (0.5, 12.0 / 32)]  # type: ignore
+    assert [row.error > row.bound for row in rows] == [False, True]
+
+
+def test_settings_that_change_between_steps_are_counted(pair: ProcessGroup, folder: Path) -> None:
+    """A group's weight decay in the second step; masters and moments between the first and the second."""
+    for change, where in (("decay", "learning rate"), ("moments", "masters or moments between two steps")):
+        given = {"folder": str(folder), "name": f"changed-{change}", "change": change}
+        pair.run(observer_cases.changed_job, seconds=600.0, **given)
+        events = list(read_events(folder / "runs" / f"changed-{change}" / "events.jsonl"))
+        assert any(where in event["modules"] for event in of(events, "warning")), change
+
+
 def test_the_step_after_something_new_is_compared() -> None:
     check = SelfCheck.__new__(SelfCheck)
     check._policy, check._every, check._gradients, check._turn, check._drawn = None, 10**6, 0, 1, set()
-    check._happened, check._after = set(), False
+    check._happened, check._after, check._updates, check._history = set(), False, None, {}
     check._engine = SimpleNamespace(scaler_state=lambda: None)  # type: ignore[assignment]
     check._resolved = SimpleNamespace(config=Config())  # type: ignore[assignment]
     due = []
@@ -470,6 +488,25 @@ def test_the_step_after_something_new_is_compared() -> None:
         if step == 108:
             check.forget()
     assert due == [104, 109]
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_factor_below_the_rounding_of_one_step_is_found_over_steps(factor: float) -> None:
+    torch.manual_seed(0)
+    sums, u, found = GradientSums.__new__(GradientSums), unit_roundoff(torch.bfloat16), list[torch.Tensor]()
+    sums._history = {}
+    for _ in range(6):
+        total, exact = torch.zeros(128, 64), torch.zeros(128, 64, dtype=torch.float64)
+        for _ in range(4):
+            came, given = (torch.randn(128, width).bfloat16() for width in (128, 64))
+            total += (came.t() @ given).float()
+            exact += came.double().t() @ given.double()
+        v, w = (torch.randint(2, (size, 8)).double() * 2 - 1 for size in (128, 64))
+        mine, right = (torch.einsum("ik,ij,jk->k", v, matrix, w) for matrix in (factor * total.double(), exact))
+        least, zero = exact.norm(), torch.zeros((), dtype=torch.float64)
+        assert (mine - right).norm() / 8**0.5 / least < 4 * u
+        found += [row for _, row in sums._over_steps("a", (mine - right) / least, right / least, u, zero)]
+    assert len(found) == 3 and all(bool(error > bound) == (factor > 1) for error, bound in found)
 
 
 def test_an_error_that_is_no_number_is_a_breach() -> None:

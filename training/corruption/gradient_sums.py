@@ -37,15 +37,19 @@ class _Sum:
     """Factor on the rounding error of a kernel that adds tokens one by one in the run's dtype."""
     rounded: int = 1
     """Numbers in a term that are each rounded before they are added: the products of a norm's tokens."""
+    linear: bool = False
+    """Whether it is a linear layer's, whose products are rounded without a bias."""
 
 
 class GradientSums:
     """The sums of one step: `follow` each call of the modules, then call `compared` between backward and step."""
 
-    def __init__(self, engine: Engine, modules: Mapping[str, Any], *, turn: int) -> None:
+    def __init__(
+        self, engine: Engine, modules: Mapping[str, Any], *, turn: int, history: dict[str, torch.Tensor] | None = None
+    ) -> None:
         """modules: by name, all of which `can_follow`; parameters shared with others are left out. turn: seed of the
-        signs, the same on all ranks."""
-        self._engine = engine
+        signs, the same on all ranks. history: sums over the steps compared until now, by parameter; updated."""
+        self._engine, self._history = engine, {} if history is None else history
         users: dict[Any, set[nn.Module]] = defaultdict(set)
         for module in engine.model.modules():
             for parameter in module._parameters.values():
@@ -61,7 +65,8 @@ class GradientSums:
                     sizes = (1, *shape_of(parameter))[-2:]
                     signs = torch.randint(2, (sum(sizes), _SIGNS), generator=dice).mul_(2).sub_(1)
                     v, u = signs.to(engine.world.device, self.wide).split(sizes)
-                    self._sums[parameter] = _Sum(f"{name}.{key}", [name], v, u)
+                    linear = key == "weight" and type(module) in (nn.Linear, Conv1D)
+                    self._sums[parameter] = _Sum(f"{name}.{key}", [name], v, u, linear=linear)
 
     @property
     def wide(self) -> torch.dtype:
@@ -130,7 +135,8 @@ class GradientSums:
     def compared(self, terms: int, skipped: dict[str, str]) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, (2,) error and bound) of each parameter, relative to its gradient. Allowed are four roundings of each
         of the `terms` of the sum over micro-batches and ranks, subnormal ones too, added in quadrature, and FP32's over
-        tokens. A collective."""
+        tokens. Linear layers' errors are also pooled over the steps compared, since rounding has no direction and a
+        wrong factor has one. A collective."""
         engine, regions, ranks = self._engine, self._engine.regions, self._engine.world.world_size
         if not self._sums:
             return
@@ -155,7 +161,24 @@ class GradientSums:
             tiny = torch.finfo(torch.float16).smallest_normal * u * rounded**0.5
             bound = 4 * (u * size * sizes[2] + tiny) + 8 * unit_roundoff(torch.float32) * sizes[1]
             error = ((mine - expected).norm() / _SIGNS**0.5).nan_to_num(torch.inf)
-            yield own.name, torch.stack([error, bound]) / size.clamp_min(torch.finfo(torch.float64).tiny)
+            least = size.clamp_min(torch.finfo(torch.float64).tiny)
+            yield own.name, torch.stack([error, bound]) / least
+            if own.linear and kept != ["fp32"]:
+                yield from self._over_steps(own.name, (mine - expected) / least, expected / least, u, tiny / least)
+
+    def _over_steps(
+        self, name: str, error: torch.Tensor, expected: torch.Tensor, u: float, tiny: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The part of the error that is a multiple of the gradient, with six of its standard errors and a fifth of a
+        rounding as bound, once that is known from four steps."""
+        parts = [(error * expected).sum(), expected.square().sum(), error.square().sum()]
+        total = torch.stack([*parts, error.new_tensor(float(len(error)))]).nan_to_num(torch.inf)
+        self._history[name] = total = total + self._history.get(name, torch.zeros_like(total))
+        along, square, errors, count = total
+        if count >= 4 * _SIGNS:
+            other = (errors - along.square() / square).clamp_min(0.0)
+            bound = 0.2 * u + tiny + 6 * (other / square / count).sqrt()
+            yield name, torch.stack([(along / square).abs(), bound])
 
     def _reduced(self, parameter: Any, own: _Sum) -> torch.Tensor:
         """(_SIGNS + 1,) float64: v G u of this rank's part of a reduced gradient, and its norm squared."""

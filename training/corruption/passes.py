@@ -65,10 +65,19 @@ class Passes:
     """The record of one step: `watching` its passes, then `compared`, between backward and step."""
 
     def __init__(
-        self, engine: Engine, resolved: Resolved, batch: Batch, *, turn: int, whole: bool, trains: bool = True
+        self,
+        engine: Engine,
+        resolved: Resolved,
+        batch: Batch,
+        *,
+        turn: int,
+        whole: bool,
+        trains: bool = True,
+        history: dict[str, torch.Tensor] | None = None,
     ) -> None:
         """turn: number of steps checked before, which selects what is compared; the same on all ranks. whole: compare
-        everything, else only gradients. trains: whether a backward pass follows."""
+        everything, else only gradients. trains: whether a backward pass follows. history: of the gradients' errors in
+        the steps before."""
         self._engine, self._resolved, self._batch, self._turn = engine, resolved, batch, turn
         self._drawn, self._micro = -turn % len(batch.input_ids) if trains else 0, -1
         self._row = _row_of(batch, self._drawn, turn)
@@ -84,7 +93,7 @@ class Passes:
         self._judges_loss = whole and trains and self._can_judge_loss()
         self._followed = self._draw_followed() if trains else {}
         again = {self._head_name: self._head} if self._judges_loss else {}
-        self._sums = GradientSums(engine, self._followed | again, turn=turn)
+        self._sums = GradientSums(engine, self._followed | again, turn=turn, history=history)
         self._between: Between | None = None
         if self._stations and self._head_name:
             stations = self._stations | {self._head_name: self._head}
@@ -133,7 +142,10 @@ class Passes:
             self.skipped["between"] = one_line(error, 120)
         terms = len(self._batch.input_ids) * self._engine.world.world_size
         found += [("gradients", name, item) for name, item in self._sums.compared(terms, self.skipped)]
-        found += [("loss", "loss", item) for item in self._compare_loss()]
+        try:
+            found += [("loss", "loss", item) for item in self._compare_loss()]
+        except torch.OutOfMemoryError:  # for copies of a large output embedding
+            self.skipped["loss"] = "there is no memory for it"
         numbers = torch.stack([item for *_, item in found]).tolist() if found else []
         rows = [Row(check, name, *pair) for (check, name, _), pair in zip(found, numbers, strict=True)]
         rows[first:first] = between

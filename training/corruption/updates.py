@@ -72,6 +72,11 @@ class UpdateCheck:
             total = total + (count if count.device == total.device else count.to(total.device))
         return total
 
+    def changed(self) -> int:
+        """Number of slices whose master or state is not what the last update left; each is looked at once."""
+        compared, self.compared = self.compared, []
+        return sum(not all(map(torch.equal, done.found, self._held(done.slice))) for done in compared)
+
     @torch.no_grad()
     def before_update(self) -> None:
         """Copy the slice's reduced gradient, which the update consumes."""
