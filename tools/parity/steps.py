@@ -19,7 +19,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from config.schema import ParitySection
 from data.batches.loader import Batch, Batches
+from modeling.embedding_noise import KEYS
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
 from precision.dtypes import DTYPES
@@ -51,6 +52,7 @@ from tools.parity.judge_steps import (
     COMPARED,
     MOST_NAMED,
     PLAIN_MARGIN,
+    SAME_LOSS,
     Walk,
     beyond_bounds,
     blamed,
@@ -222,15 +224,22 @@ class StepParity:
         """How an evaluation of a batch differs from what it should be. Changes no weight.
 
         evaluation_error: relative distance between the losses of two evaluations with different random numbers, which
-        shows whatever is drawn or changed in evaluation; bitwise 0 on a CPU for a sound model. evaluated_otherwise:
-        modules in training mode, or with another output dtype than in training, to what they did.
+        shows whatever is drawn or changed in evaluation, and between those of a micro-batch in the two modes, if
+        nothing is dropped; bitwise 0 on a CPU for a sound model. evaluated_otherwise: modules in training mode, or with
+        another output dtype than in training, to what they did.
         """
         engine, drawn = self._engine, generators(self._engine.world.device)
         with _watched(engine.model) as evaluated:
             first, second = (engine.evaluate([batch]).loss for _ in range(2))
-        engine.model.train(not self.no_dropout)
-        with _watched(engine.model) as trained, torch.no_grad():
-            engine.loss_path.score(*next(batch.micro_batches(engine.world.device)), 1.0)
+        inputs, labels = next(batch.micro_batches(engine.world.device))
+        inputs = {name: item for name, item in inputs.items() if name != KEYS}  # noise is of training alone
+        with _watched(engine.model) as trained:
+            apart = self._modes_apart(engine.model, lambda: engine.loss_path.score(inputs, labels, 1.0))
+        if apart > SAME_LOSS:  # or as transformers' own code differs, as that of Phi-MoE and of fused kernels
+            reference = self._reference
+            reference.load((name, whole_master(engine, item)) for name, item in trainable_parameters(engine).items())
+            if self._modes_apart(reference.model, lambda: reference.score(inputs, labels)):
+                apart = 0.0
         restore_generators(drawn, engine.world.device)
         otherwise = {}
         for name, (training, dtype) in evaluated.items():
@@ -239,7 +248,19 @@ class StepParity:
             elif dtype != (of_training := trained.get(name, (True, dtype))[1]):
                 otherwise[name] = f"in {dtype}, in training {of_training}"
         off = relative(abs(second - first), abs(first))
-        return {"evaluation_error": off, "evaluated_otherwise": otherwise}
+        return {"evaluation_error": max(off, apart), "evaluated_otherwise": otherwise}
+
+    @torch.no_grad()
+    def _modes_apart(self, model: torch.nn.Module, score: Callable[[], Scored]) -> float:
+        """The largest relative distance of any rank between its losses in training and in evaluation mode; 0 for a
+        model with dropout, which stays in evaluation mode, and a compiled one, whose two graphs may round differently.
+        """
+        losses = []
+        for training in (False, True):  # training last, whose dtypes are then those that were watched
+            model.train(training and not self.no_dropout)
+            losses.append(float(score().loss))
+        apart = relative(abs(losses[1] - losses[0]), abs(losses[0]))
+        return 0.0 if self._resolved.config.model.compile else max(self._engine.world.gather_objects(apart))
 
     def dropout_errors(self, batch: Batch) -> dict[str, Any]:
         """dropped_otherwise: modules, with the rank, that drop another share in training than the architecture's own

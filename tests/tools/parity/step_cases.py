@@ -234,10 +234,14 @@ def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:
 
 
 def evaluated(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
-    """Measurements of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated."""
+    """Measurements of an evaluation. planted: the head is in training mode, or in FP32, while it is evaluated, or its
+    output is scaled in evaluation mode; also where the reference's own is."""
     with compared(world, **how) as (engine, parity):
         head: Any = engine.model.lm_head
         right, forward = engine.evaluate, head.forward
+        others: list[Any] = [parity._reference.model.lm_head] if planted == "both" else []
+        for each in [head, *others] if planted in ("scale", "both") else ():
+            each.register_forward_hook(lambda module, args, output: output if module.training else output * 1.01)
 
         def evaluate(batches: Any) -> Any:
             if planted == "mode":

@@ -155,6 +155,13 @@ def test_an_evaluation_in_another_mode_or_dtype_than_it_should_be_is_named(pair,
             assert found == {"evaluation_error": 0.0, "evaluated_otherwise": expected}
 
 
+def test_a_model_that_computes_otherwise_in_evaluations_is_named(pair):
+    """Unless transformers' own code does."""
+    for planted, wrong in (("scale", True), ("both", False)):
+        for found in pair.run(step_cases.evaluated, stage=2, compute="bf16", planted=planted):
+            assert (found["evaluation_error"] > 1e-4) == wrong and not found["evaluated_otherwise"], found
+
+
 def test_dropout_at_another_rate_than_declared_is_named_with_its_rank(pair):
     for planted, named in {
         "": {},
