@@ -42,7 +42,7 @@ from launch.job import (
 from tools.parity.energy import joules, used
 from tools.parity.every_step import seldom, settings
 from tools.parity.judge_runs import NUDGE, Trajectory, rounding_to, settling_of
-from tools.parity.judge_steps import COMPARED, Walk, lengths
+from tools.parity.judge_steps import COMPARED, RECORDED, Walk, lengths
 from tracking.compare.surviving import read_events, surviving
 from tracking.environment import git_state
 from tracking.jsonl import Follower
@@ -352,11 +352,14 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
 
 def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
     """The measurements of `tools.parity.steps` at each point, with what the run itself recorded there."""
-    recorded = {event["step"]: event for event in read_events(run.folder.events) if event["event"] == "step"}
+    events = [*read_events(run.folder.events)]
+    recorded = {event["step"]: event for event in events if event["event"] == "step"}
+    same = () if any(event["event"] == "incident" for event in events) else RECORDED  # reactions change them
     found = []
     for point in measured:
         first = recorded.get(point["point"] + 1, {})
         known = {"recorded_loss": first.get("loss"), "recorded_scale": first.get("loss_scale")}
+        known["recorded"] = {key: first[key] for key in same if key in first}
         found.append(Walk(point["point"], point["restored"], point["steps"], why=point.get("why", ""), **known))
     return found
 

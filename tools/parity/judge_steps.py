@@ -11,7 +11,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -23,6 +23,8 @@ from tools.parity.rounding import findings, pooled, resolutions
 
 COMPARED = "step compared:"
 """Start of the line that `tools.parity.steps` prints for each step it has compared."""
+RECORDED = ("lr", "position", "sample_ids_sha256")
+"""Fields of a `step` event that a restored run repeats, as it counts updates and batches."""
 MOST_NAMED = 8
 """Largest number of modules that a check names."""
 SAME_LOSS = 1e-5
@@ -99,6 +101,8 @@ class Walk:
     """Why the point was not restored."""
     recorded_scale: float | None = None
     """Loss scale that the run itself recorded on the first of these steps."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """What it recorded there of RECORDED."""
 
 
 def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
@@ -482,6 +486,9 @@ def _restored(walks: Sequence[Walk], bounds: ParitySection) -> Check:
         elif walk.recorded_scale is not None and first.get("loss_scale", walk.recorded_scale) != walk.recorded_scale:
             scales = f"{first['loss_scale']:g} after restoring, {walk.recorded_scale:g} in the run"
             bad.append(f"step {walk.point}: loss scale {scales}")
+        else:
+            for key in [key for key, value in walk.recorded.items() if first.get(key, value) != value][:1]:
+                bad.append(f"step {walk.point}: {key} {first[key]} after restoring, {walk.recorded[key]} in the run")
     share = 1 - len(bad) / max(len(walks), 1)
     passed = share >= bounds.restored_share
     return Check("restored_share", share, bounds.restored_share, passed, at_least=True, note="; ".join(bad))

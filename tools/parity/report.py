@@ -51,7 +51,7 @@ _WORDS = {
     "unexplained": "modules with an error that rounding does not explain",
     "applied_points": "points with an applied step",
     "lower_dtypes": "softmax, norm statistics, loss, rotary table in a lower dtype than FP32",
-    "restored_share": "points restored with the recorded loss",
+    "restored_share": "points restored with the recorded loss, loss scale, rate and samples",
 }
 _SHARES = frozenset(
     {"finished_runs", "validation_delta", "loss_gap", "skipped_share", "restored_share", "update_rounding"}

@@ -35,7 +35,7 @@ from config.launcher import without_accelerate
 from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from config.schema import ParitySection
-from data.batches.loader import Batch, Batches
+from data.batches.loader import Batch, Batches, sample_ids_sha256
 from modeling.embedding_noise import KEYS
 from modeling.objectives.objective import Scored
 from modeling.router_balance import router_balance
@@ -183,6 +183,7 @@ class StepParity:
             "reference_grad_norm": reference_norm,
             "own_grad_norm": _norm(found),
             "applied": update.applied,
+            "lr": lr,
             "loss_scale": update.loss_scale,
             "roundoff": unit_roundoff(DTYPES[self._coarsest]),
             "parameters": agreement,
@@ -557,7 +558,8 @@ def walk(
         found = repeated | summed | weighted
         found |= steps.step(batch, applied=progress.applied + applied, modules=closely)
         applied += found["applied"]
-        measured.append({"step": progress.step + len(measured) + 1, **found})
+        of_batch = {"position": batch.position, "sample_ids_sha256": sample_ids_sha256(batch.sample_ids)}
+        measured.append({"step": progress.step + len(measured) + 1, **of_batch, **found})
         if steps.speaks:
             what = COMPARED if found["applied"] else "step skipped by the loss scaler:"
             print(f"{what} {measured[-1]['step']}", flush=True)

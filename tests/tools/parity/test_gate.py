@@ -234,6 +234,16 @@ def test_the_skips_of_a_settling_loss_scale_are_read_from_the_events(tmp_path):
     assert (found.skipped, found.settling, found.lost) == (2, Settling([1, 2], 65536, 32768), [1, 2])
 
 
+def test_what_a_restored_run_has_to_repeat_is_read_from_the_events_without_incidents(tmp_path):
+    recorded = {"lr": 0.1, "position": 4, "sample_ids_sha256": "a"}
+    rows = [{"event": "step", "step": 5, "loss": 2.0, **recorded}, {"event": "incident", "step": 9}]
+    point = {"point": 4, "restored": True, "steps": [{"step": 5}]}
+    for count, expected in ((1, recorded), (2, {})):
+        (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:count]))
+        [walk] = parity_jobs.walks_of([point], parity_jobs.Run(RunDir(tmp_path), True, "", None))
+        assert (walk.recorded_loss, walk.recorded) == (2.0, expected)
+
+
 def test_the_warm_up_shrinks_with_the_steps_and_points_fit(folder):
     chosen = parity.plan(DEMO, [], folder=folder, steps=45, processes=2)
     assert chosen.resolved.config.schedule.warmup_steps == 4

@@ -426,6 +426,11 @@ def test_a_point_has_to_come_back_as_it_was() -> None:
     assert failed(walked(step(), recorded_loss=4.001)) == {"restored_share"}
     assert not failed(walked(step(), recorded_loss=4.0 + 1e-6))
     assert not failed(walked(step(loss_scale=512.0), recorded_scale=512.0))
+    recorded = {"lr": 1e-3, "position": 7, "sample_ids_sha256": "a"}
+    assert not failed(walked(step(**recorded), recorded=recorded))
+    for key, other in (("lr", 2e-3), ("position", 0), ("sample_ids_sha256", "b")):
+        found = walked(step(**{**recorded, key: other}), recorded=recorded)
+        assert failed(found) == {"restored_share"} and key in found["restored_share"].note
     checks = walked(step(loss_scale=1024.0), recorded_scale=512.0)
     assert failed(checks) == {"restored_share"}
     assert checks["restored_share"].note == "step 0: loss scale 1024 after restoring, 512 in the run"
