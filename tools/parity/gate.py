@@ -23,6 +23,7 @@ import argparse
 import dataclasses
 import json
 import math
+import random
 import shlex
 import shutil
 import time
@@ -37,8 +38,9 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError, one_line
 from config.options import positive_int
 from config.redact import redact, redact_arguments
-from config.schema import Config
+from config.schema import Config, LossScaleSection
 from launch.job import add_processes_option
+from precision.loss_scale import make_policy
 from precision.tolerance import relative
 from tools.parity.every_step import compared_alike, judge_every_step
 from tools.parity.jobs import (
@@ -157,7 +159,8 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
 def by_rule(events: Path, config: Config) -> Check:
     """Compare learning rate and loss scale of every step with the config's rules, computed outside the engine.
 
-    Measured is the largest relative difference up to the first incident, after which the guard changes both.
+    Measured is the largest relative difference up to the first incident, after which the guard changes both. The rule
+    of the loss scale is also compared over more steps than most runs have.
     """
     found = surviving(read_events(events))
     incident = min((event["step"] for event in found if event["event"] == "incident"), default=math.inf)
@@ -165,7 +168,8 @@ def by_rule(events: Path, config: Config) -> Check:
     rate = schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
     scaled = "fp16" in {start["compute"], *(start["regions"] or {}).values()}
     scale = loss_scale(config.precision.loss_scale) if scaled else None
-    applied, worst, where = 0, 0.0, ""
+    note = f"loss scale not judged: policy {config.precision.loss_scale.policy}" if scaled and scale is None else ""
+    applied, worst, where = 0, *(unlike_rule(config.precision.loss_scale) if scale is not None else (0.0, ""))
     for event in (event for event in found if event["event"] == "step" and event["step"] < incident):
         pairs = [("learning rate", event["lr"], rate(applied))]
         if scale is not None:
@@ -175,7 +179,21 @@ def by_rule(events: Path, config: Config) -> Check:
             if not off <= worst:
                 worst, where = off, f"{what} at step {event['step']}"
         applied += event["applied"]
-    return Check("by_rule", worst, SAME_RATE, worst <= SAME_RATE, where=where)
+    return Check("by_rule", worst, SAME_RATE, worst <= SAME_RATE, where=where, note=note)
+
+
+def unlike_rule(section: LossScaleSection) -> tuple[float, str]:
+    """How far the policy of the run is from its rule, and where, over 20 windows in which every other one overflows."""
+    section = dataclasses.replace(section, window=min(section.window, 1000))
+    policy, scale, dice = make_policy(section), loss_scale(section), random.Random(0)
+    assert scale is not None
+    for step in range(1, 20 * section.window + 1):
+        overflow = dice.random() < 0.5 / section.window
+        expected = scale(overflow)
+        if policy.scale != expected:
+            return relative(abs(policy.scale - expected), expected), f"loss scale at step {step} of a drawn pattern"
+        policy.update(overflow)
+    return 0.0, ""
 
 
 def recomputed(chosen: Plan, candidate: Run, twin: Run | None, log: Log) -> list[Check]:

@@ -12,8 +12,10 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.schema import LossScaleSection
 from lab.detection.planted import MODULE
 from launch.job import launch
+from precision.loss_scale import DeepSpeedPolicy, make_policy
 from tests.support.jobs import launches
 from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.runs.compare_runs import SCALE, TOKENS_PER_STEP, step_fields
@@ -282,6 +284,21 @@ def test_rates_and_scales_that_no_rule_gives_are_named(tmp_path):
     early = measured(**{f"at_{grown - 1}": {"loss_scale": 2048.0}})
     assert early.where == f"loss scale at step {grown - 1}"
     assert measured({"event": "incident", "step": 7}, at_7={"lr": steps[5]["lr"]}).passed
+    adaptive = dataclasses.replace(config.precision, loss_scale=LossScaleSection(policy="adaptive"))
+    config = dataclasses.replace(config, precision=adaptive)
+    assert (measured().passed, measured().note) == (True, "loss scale not judged: policy adaptive")
+
+
+@pytest.mark.parametrize("section", [LossScaleSection(), LossScaleSection(policy="static", initial=7.0)])
+def test_a_rule_that_no_run_is_long_enough_to_show_is_replayed(section, monkeypatch):
+    assert parity.unlike_rule(section) == (0.0, "")
+    shorter = lambda given: make_policy(dataclasses.replace(given, window=999))  # noqa: E731
+    plants = ((parity, "make_policy", shorter), (DeepSpeedPolicy, "_FACTOR", 4.0))
+    for plant in plants if section.policy == "deepspeed" else ():
+        with monkeypatch.context() as planted:
+            planted.setattr(*plant)
+            off, where = parity.unlike_rule(section)
+        assert off >= 0.5 and where.endswith("of a drawn pattern")
 
 
 @pytest.mark.parametrize(
