@@ -69,7 +69,7 @@ from tools.parity.reference import Reference, dropouts, tokens_by_expert
 from tools.parity.routing import Choices, choosing, differ
 from tools.parity.signature import Signatures, own_errors
 from tools.parity.slices import Slices, whole_state
-from tools.parity.task_loss import loss_errors
+from tools.parity.task_loss import loss_errors, router_errors
 from tracking.record import Record
 from tracking.run_dir import RunDir
 from training.build import assemble
@@ -277,12 +277,14 @@ class StepParity:
         return {"dropped_otherwise": _by_rank(engine.world.gather_objects(otherwise(own, declared)))}
 
     def task_loss(self, batch: Batch) -> dict[str, Any]:
-        """The errors of the task's loss and its gradient on a micro-batch (`tools.parity.task_loss`), by rank, and the
-        constants that differ from the config's. Changes no weight."""
+        """The errors of the task's and of routers' losses and their gradients on a micro-batch
+        (`tools.parity.task_loss`), by rank, and the constants that differ from the config's. Changes no weight."""
         engine = self._engine
         drawn = generators(engine.world.device)
         engine.model.train(not self.no_dropout)
-        found = loss_errors(engine, self._resolved.config, *next(batch.micro_batches(engine.world.device)))
+        given, config = next(batch.micro_batches(engine.world.device)), self._resolved.config
+        errors, note = loss_errors(engine, config, *given)
+        found = errors | router_errors(engine, config.model, *given), note
         restore_generators(drawn, engine.world.device)
         errors, notes = zip(*engine.world.gather_objects(found), strict=True)
         return {"task_loss": _by_rank(errors), "other_constants": [note for note in notes if note]}

@@ -16,6 +16,7 @@ from data.batches.loader import Batch
 from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
 from modeling.build import model_config
+from modeling.router_balance import RouterBalance
 from precision import fp8
 from precision.inner_dtypes import promises
 from precision.observe import Observation
@@ -213,6 +214,34 @@ def weighted(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
 
             engine.forward_backward = summed  # type: ignore[method-assign]
         return parity.weighting_errors(batch)
+
+
+def router_losses(world: World, *, wrong: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> float:
+    """The error of the routers' terms, where both twins compute something else of them."""
+    right = RouterBalance.loss
+
+    def loss(self: RouterBalance, counts: torch.Tensor) -> Any:
+        found, parts = right(self, counts)
+        return wrong(found), parts
+
+    with patch.object(RouterBalance, "loss", loss), compared(world, **how) as (_, parity):
+        errors: dict[str, float] = parity.task_loss(batch_of(world, 2, seed=1))["task_loss"]
+        return max(error for name, error in errors.items() if name.startswith("(balancing loss)"))
+
+
+def doubled(loss: torch.Tensor) -> torch.Tensor:
+    """Twice the loss."""
+    return 2 * loss
+
+
+def of_half_the_gradient(loss: torch.Tensor) -> torch.Tensor:
+    """The loss, with half its gradient."""
+    return (loss + loss.detach()) / 2
+
+
+def unchanged(loss: torch.Tensor) -> torch.Tensor:
+    """The loss."""
+    return loss
 
 
 def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:

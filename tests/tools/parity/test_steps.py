@@ -372,6 +372,16 @@ def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, co
         assert min(value for name, value in errors.items() if ".gate." in name) > 10 * BOUNDS.weighting_error
 
 
+@pytest.mark.parametrize(
+    ("overrides", "compute"), [((), "bf16"), (("model.router_z_loss=0",), "fp32"), (("model.balance_loss=0",), "fp32")]
+)
+def test_a_wrong_definition_of_routers_losses_that_both_twins_share_is_named(pair, overrides, compute):
+    given = {"stage": 2, "compute": compute, "overrides": [*ROUTED, *overrides]}
+    assert max(pair.run(step_cases.router_losses, wrong=step_cases.unchanged, **given)) < 0.1
+    for wrong in (step_cases.doubled, step_cases.of_half_the_gradient):
+        assert min(pair.run(step_cases.router_losses, wrong=wrong, **given)) > 100
+
+
 def test_weight_decay_on_what_should_have_none_is_named(pair):
     """The update is judged by the rule that the config states, not by what the engine's groups say."""
     for steps in pair.run(step_cases.decaying_norms, stage=2, compute="bf16", steps=2):
