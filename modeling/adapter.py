@@ -175,6 +175,15 @@ def base_name(name: str) -> str:
     return name
 
 
+def layers_with_factors(model: torch.nn.Module) -> dict[str, Any]:
+    """`peft`'s layers by the name, in the model without its adapter, of the weight to which each adds its factors.
+
+    Fused experts lie in one layer for each of their parameters, each inside of the next.
+    """
+    layers = ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_A"))
+    return {f"{base_name(name)}.{getattr(module, 'parameter_name', 'weight')}": module for name, module in layers}
+
+
 @contextmanager
 def adapter_off(model: torch.nn.Module) -> Iterator[None]:
     """Context manager: the model computes as its base, without dropout. Parameters and requires_grad stay unchanged."""

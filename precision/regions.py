@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from config.errors import UserError
 from config.schema import Fp8Section
@@ -260,11 +261,18 @@ def own_parameters_in(
     """Context manager: the module's code sees its parameters in `dtype`; gradients still reach the FP32 parameters.
 
     names: the parameters to cast; None: all. An instance attribute hides the parameter of the same name from
-    `self.weight` only: hooks, state_dict and ZeRO still see the parameter.
+    `self.weight` only: hooks, state_dict and ZeRO still see the parameter. A weight that `peft` replaces by W + BA
+    while it calls the module is a property, whose value torch keeps until `peft` takes it away again.
     """
     own = [item for item in module.named_parameters(recurse=False) if names is None or item[0] in names]
     shadows = {name: item.to(dtype) for name, item in own if item.dtype in _FLOATS and item.dtype != dtype}
     module.__dict__.update(shadows)
+    for name, added in getattr(module, "parametrizations", {}).items():
+        if parametrize._cache_enabled and (names is None or name in names):
+            whole = added.original.to(torch.promote_types(added.original.dtype, dtype))
+            for factors in added:
+                whole = factors(whole)
+            parametrize._cache[id(module), name] = whole.to(dtype)
     try:
         yield
     finally:

@@ -8,6 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.cli import REPOSITORY
+from config.schema import AdapterSection
+from modeling.adapter import add_adapter, layers_with_factors
 from precision.manifest import load_manifest
 from precision.regions import Regions
 from precision.routers import compute_routers_in_fp32
@@ -66,3 +68,21 @@ def test_logits_are_fp32_on_both_paths_and_are_not_rounded_before_the_choice(kin
         return
     assert routers and [seen.dtypes for seen in found] == [{torch.float32}] * 2
     assert [seen.rounded for seen in found] == [False, kind in ROUND_THEMSELVES]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "mixtral", "qwen3_moe"])
+def test_a_router_with_an_adapter_adds_it_in_fp32(kind: str, tmp_path: Path) -> None:
+    """`peft` gives factors to routers and fused experts, too, by replacing their parameters while it calls them."""
+    model = add_adapter(mixture(kind, KINDS[kind]), AdapterSection(kind="lora", r=2), seed=0)
+    (tmp_path / "bf16.json").write_text('{"default": "bf16"}')
+    regions = Regions(model, load_manifest(tmp_path / "bf16.json"))
+    assert logits_of(kind, model).dtypes == {torch.float32}
+    regions.close()
+    compute_routers_in_fp32(model.bfloat16())
+    assert logits_of(kind, model).dtypes == {torch.float32}
+    layer = next(layer for name, layer in layers_with_factors(model).items() if name.endswith("gate.weight"))
+    states, outputs = torch.randn(64, layer.in_features, dtype=torch.bfloat16), []
+    for size in (0.0, 2.0**-24):  # too little to change a BF16 weight
+        torch.nn.init.constant_(layer.lora_B["default"].weight, size)
+        outputs.append(layer(states)[0])
+    assert float((outputs[0] != outputs[1]).double().mean()) > 0.5
