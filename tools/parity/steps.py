@@ -89,6 +89,9 @@ from training.session import Session, session
 MAX_SKIPS = 12
 """Number of skipped steps after which a point is abandoned: a loss scale of 65536 needs fewer to settle."""
 
+_ACTS_BEYOND = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings")
+"""Lengths in a model's config up to which attention or rotary positions are as without them."""
+
 
 class StepParity:
     """Measures steps of one engine. Every method is a collective."""
@@ -176,6 +179,8 @@ class StepParity:
         states = self._states()
         update = engine.step(health, lr, apply=apply)
         signature = signatures.measured()
+        shape, length = reference.model.config.get_text_config().to_dict(), self._resolved.config.data.longest
+        signature["not_measured"] = idle(shape, length) | signature["not_measured"]
         measured: dict[str, Any] = {
             "loss": compared.loss,
             "reference_loss": loss,
@@ -528,6 +533,17 @@ class StepParity:
                 given = UpdateInputs(before[0], clipped, states[name], matrix=name in self._hidden, **options)
                 constants[name] = of_update(given, whole_master(engine, parameter), now)
         return {"update_error": errors, "update_rounding": beyond, "constants": constants}
+
+
+def idle(shape: Mapping[str, Any], length: int) -> dict[str, str]:
+    """What of a model's config does not act on sequences of a length, to why."""
+    found = dict[str, str]()
+    for key, value in shape.items():
+        if isinstance(value, Mapping):  # by kind of layer
+            found |= idle(value, length)
+        elif key in _ACTS_BEYOND and value and value >= length:
+            found[key] = f"{value} is not shorter than the sequences ({length})"
+    return found
 
 
 def roundings_of_master(decay: float) -> float:

@@ -382,6 +382,16 @@ def test_a_wrong_definition_of_routers_losses_that_both_twins_share_is_named(pai
         assert min(pair.run(step_cases.router_losses, wrong=wrong, **given)) > 100
 
 
+def test_a_window_that_sequences_do_not_reach_is_said_to_be_unmeasured(pair):
+    for length, expected in ((16, {"sliding_window": "16 is not shorter than the sequences (16)"}), (17, {})):
+        assert single_steps.idle({"sliding_window": 16, "attention_chunk_size": None}, length) == expected
+    yarn = {"full_attention": {"original_max_position_embeddings": 4096}}
+    assert [*single_steps.idle({"rope_parameters": yarn}, 128)] == ["original_max_position_embeddings"]
+    overrides = ["model.architecture=mistral", "model.config.sliding_window=4096"]
+    for steps in pair.run(step_cases.measured_steps, stage=2, compute="bf16", steps=1, overrides=overrides):
+        assert "not measured: sliding_window: 4096 is not shorter than" in sound(steps)["unexplained"].note
+
+
 def test_weight_decay_on_what_should_have_none_is_named(pair):
     """The update is judged by the rule that the config states, not by what the engine's groups say."""
     for steps in pair.run(step_cases.decaying_norms, stage=2, compute="bf16", steps=2):
