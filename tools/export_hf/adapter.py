@@ -22,7 +22,7 @@ from config.errors import UserError, one_line
 from config.files import flush
 from config.schema import Config
 from config.task import model_class_of
-from modeling.adapter import NAME, adapter_config, base_name
+from modeling.adapter import NAME, adapter_config, base_name, layers_with_factors
 from modeling.build import build_model
 from precision.dtypes import DTYPES
 from tools.dequantise import dequantise
@@ -127,12 +127,16 @@ def merge(
         if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
             raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is not the base that was trained on")
         parameters[key].copy_(saved.tensors[key].read())
-    layers = [(layer, module) for layer, module in adapted.named_modules() if hasattr(module, "lora_A")]
-    before = {layer: module.base_layer.weight.clone() for layer, module in layers}
+    before = {
+        weight: getattr(layer.get_base_layer(), weight.rpartition(".")[2]).clone()
+        for weight, layer in layers_with_factors(adapted).items()
+    }
     model: Any = wrapped.merge_and_unload(safe_merge=True)
-    modules = dict(model.named_modules())
     # each copy is freed here: the comparison on rows makes another copy of the model
-    lost = {layer: _loss_of_rounding(before.pop(layer), modules[layer].weight, dtype) for layer, _ in layers}
+    lost = {
+        weight.removesuffix(".weight"): _loss_of_rounding(before.pop(weight), model.get_parameter(weight), dtype)
+        for weight in list(before)
+    }
     facts: dict[str, Any] = {
         "layers": len(lost),
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},

@@ -23,7 +23,7 @@ from config.version import VERSION
 from precision.dtypes import DTYPES
 from tests.support.jobs import launches
 from tests.support.jobs.process_group import ProcessGroup
-from tests.support.rows.chats import with_own_code, write_base
+from tests.support.rows.chats import with_own_code, write_base, write_folder
 from tests.support.runs.exports import exported, exported_adapter, source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.checkpoint import resume_cases as cases
@@ -499,6 +499,16 @@ def test_a_merge_from_fp32_is_that_of_plain_peft_rounded_once(run: Path, tmp_pat
         found = AutoModelForCausalLM.from_pretrained(tmp_path / merge_from, dtype=torch.bfloat16).state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_adapters_of_fused_experts_and_routers_are_merged(pair: ProcessGroup, tmp_path: Path) -> None:
+    base = write_folder(tmp_path, "mixtral") / "base"
+    overrides = cases.task_job(tmp_path, "adapter={kind: lora, r: 4}", "precision.compute=bf16", "deepspeed.stage=3")
+    checkpoint, inputs = cases.checkpoint_of(pair, tmp_path, "lora", overrides), {"input_ids": torch.arange(40)[None]}
+    exported_adapter(checkpoint, tmp_path, lambda auto: auto.from_pretrained(base, dtype=torch.bfloat16), inputs)
+    merged = json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]
+    own = {name.partition("mlp.")[2] for name in merged["lost by rounding"] if ".mlp." in name}
+    assert own == {"experts.gate_up_proj", "experts.down_proj", "gate"}
 
 
 def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
