@@ -31,6 +31,7 @@ from launch.plan.timed import LIGER, LOSS_KERNEL, SOFTMAX_BYTES, kernels_of, lev
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import DEMO
+from tests.support.marks import slow
 from tests.support.runs.compare_runs import start_fields, step_fields
 from tracking.jsonl import encode
 
@@ -181,7 +182,7 @@ def test_the_last_line_starts_the_run_as_configured_where_no_other_setting_is_fa
     assert last.startswith(f"use this: {start} ") and last.endswith(" batch.micro_size=16 run.seed=3")
 
 
-@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("columns", [80, slow(120)])
 def test_a_plan_fits_the_terminal_but_for_the_command(capsys, monkeypatch, columns: int) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     monkeypatch.setenv("COLUMNS", str(columns))
