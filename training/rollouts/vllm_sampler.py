@@ -26,7 +26,7 @@ from config.errors import UserError, one_line
 from config.printable import tell
 from config.schema import GrpoSection
 from data.corpora.sampler import splitmix
-from modeling.adapter import NAME, base_name
+from modeling.adapter import NAME, base_name, layers_with_factors
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
@@ -114,13 +114,13 @@ class VllmSampler(TransformersSampler):
     def _whole(self, *, tied: bool = True) -> dict[str, torch.Tensor]:
         """The copy's weights by the base model's names, an adapter merged. tied: a tied weight under all its names."""
         found: dict[str, torch.Tensor] = {}
+        adapted = layers_with_factors(self.model)
         for name, value in self.model.named_parameters(remove_duplicate=not tied):
-            layer, _, key = name.partition(".base_layer.")
-            if key == "weight":
-                adapted: Any = self.model.get_submodule(layer)
-                value = (value.float() + adapted.get_delta_weight(NAME).float()).to(value.dtype)
+            own = base_name(name)
+            if own in adapted:
+                value = (value.float() + adapted[own].get_delta_weight(NAME).float()).to(value.dtype)
             if ".lora_" not in name:
-                found[base_name(name)] = value.detach().contiguous()
+                found[own] = value.detach().contiguous()
         return found
 
     def sample(self, requests: Sequence[Request], *, version: str) -> list[Answer]:

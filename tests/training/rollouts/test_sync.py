@@ -1,10 +1,18 @@
-"""Settings that modules compute with, compared between sampler and trainer."""
+"""What a sampler gets: settings that modules compute with are compared, and an adapter is merged for a server."""
 
 from typing import Any
 
+import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from config.schema import AdapterSection
+from modeling.adapter import wrapped_with_adapter
 from training.rollouts.sync import _settings
+from training.rollouts.vllm_sampler import VllmSampler
+
+SIZES = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64, "num_local_experts": 4}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 class Rope(torch.nn.Module):
@@ -30,3 +38,18 @@ def test_frequencies_by_type_of_layer_are_compared_unless_they_move() -> None:
 
 def test_a_model_without_buffers_has_numbers_alone() -> None:
     assert _settings(torch.nn.Sequential(torch.nn.LayerNorm(2)))["0.eps"] == 1e-5
+
+
+def test_a_server_gets_fused_experts_and_routers_with_their_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZES))
+    wrapped = wrapped_with_adapter(base, AdapterSection(kind="lora", r=2), seed=0)
+    for name, value in wrapped.named_parameters():
+        if ".lora_" in name:
+            torch.nn.init.normal_(value, std=0.05)
+    sampler = VllmSampler.__new__(VllmSampler)
+    monkeypatch.setattr(sampler, "model", wrapped.get_base_model(), raising=False)
+    found = {name: value.clone() for name, value in sampler._whole().items()}
+    merged = dict(wrapped.merge_and_unload().named_parameters())
+    assert found.keys() == merged.keys()
+    for name, value in merged.items():
+        torch.testing.assert_close(found[name], value.detach())
