@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from data.batches.loader import Batch
-from precision.findings import MOST_FINDINGS, Finding, check_parameters, describe
+from precision.findings import MOST_FINDINGS, Description, Finding, check_parameters, describe
 from precision.nonfinite import Inspector
 from training.engine import Engine
+from training.engine.gradients import reduced_gradient
 from training.engine.health import Outcome
 from training.engine.rng import generators, restore_generators
 
@@ -24,7 +25,7 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
     """(rank, finding), first causes first; without any, as after an overflow in the reduction, the parameters with a
     non-finite reduced gradient, under rank 0. A collective between backward and step; discard the gradients afterwards.
     """
-    reduced = [(name, describe(gradient)) for name, gradient in engine.gradients.nonfinite_gradients()]
+    reduced = [(name, _reduced(engine, parameter)) for name, parameter in engine.model.named_parameters()]
     engine.discard_gradients()
     device = engine.world.device
     after = generators(device)
@@ -48,6 +49,12 @@ def attribute(engine: Engine, batch: Batch, outcome: Outcome, *, step: int) -> l
         (0, Finding(name, "gradient", *described, order, seen="the gradient reduced over all ranks"))
         for order, (name, described) in enumerate(bad[:MOST_FINDINGS])
     ]
+
+
+def _reduced(engine: Engine, parameter: nn.Parameter) -> Description | None:
+    """`describe` of a parameter's reduced gradient, gathered and dropped: all of them need not fit. A collective."""
+    gradient = reduced_gradient(parameter, engine.stage)
+    return None if gradient is None else describe(gradient)
 
 
 def _held(parameter: Any) -> torch.Tensor:

@@ -328,11 +328,15 @@ class Telemetry:
         for name in before:
             regions.set(name, "fp32")
         engine.forward_backward(batch, step=0)
-        pairs = [(name, tensors.whole_gradient(engine, parameter)) for name, parameter in self._parameters.items()]
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            gradient = tensors.whole_gradient(engine, parameter)
+            if gradient is not None:  # to the host one by one: all of them need not fit on the device
+                gradients[name] = gradient.cpu()
         engine.discard_gradients()
         for name, compute in before.items():
             regions.set(name, compute)
-        return {name: gradient.cpu() for name, gradient in pairs if gradient is not None}
+        return gradients
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:
         """The same on the cast path: the module called with the masters in place of its 16-bit parameters."""

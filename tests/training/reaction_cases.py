@@ -1,11 +1,15 @@
 """Code run inside the processes of the tests of attribution, reactions and the manifest path."""
 
+import weakref
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from precision.findings import describe
 from precision.observe import Observation, verify
 from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, resolve, take
+from training import attribution
 from training.attribution import attribute
 from training.distributed import World
 from training.engine.health import RanksDisagree
@@ -102,6 +106,26 @@ def poisoned_parameter(world: World, *, stage: int, compute: str) -> list[tuple]
         found = attribute(engine, batch, outcome, step=1)
         engine.step(health, 0.001)
         return [(r, f.module, f.tensor, f.kind, f.count) for r, f in found]
+
+
+def whole_at_once(world: World, *, stage: int) -> int:
+    """Most whole gradients that are alive together while the attribution describes them."""
+    alive: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = 0
+
+    def counted(tensor: torch.Tensor) -> Any:
+        nonlocal most
+        alive.add(tensor)
+        most = max(most, len(alive))
+        return describe(tensor)
+
+    spoiled = f"faults=[{{kind: nan_activation, step: 1, rank: 0, module: {HIT}}}]"
+    with engine_of(world, resolve(world, stage=stage, compute="bf16", micro=2, overrides=[spoiled])) as engine:
+        batch = batch_of(world, 2, seed=1)
+        outcome = engine.forward_backward(batch, step=1)
+        with patch.object(attribution, "describe", counted):
+            attribute(engine, batch, outcome, step=1)
+    return most
 
 
 def stained_padding(world: World) -> list[tuple[int, str]]:

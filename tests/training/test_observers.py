@@ -188,6 +188,11 @@ def test_a_weight_that_was_bad_before_the_step_is_named(pair, stage, compute):
         assert found[0] == named[0]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_attribution_holds_one_whole_gradient_at_a_time(pair, stage) -> None:
+    assert pair.run(reaction_cases.whole_at_once, stage=stage) == [1, 1]
+
+
 def test_padding_of_partitions_is_no_weight(pair) -> None:
     """DeepSpeed leaves it as the allocator hands it out, for frozen weights such as an adapter's base."""
     for found in pair.run(reaction_cases.stained_padding):

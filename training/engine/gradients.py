@@ -180,15 +180,6 @@ class ReducedGradients:
             held = self._engine.optimizer.averaged_gradients
             held.update(dict.fromkeys(held))
 
-    def nonfinite_gradients(self) -> list[tuple[str, torch.Tensor]]:
-        """(name, reduced gradient) of every parameter whose gradient is not finite. Gathers whole gradients."""
-        found = []
-        for name, parameter in self._engine.module.named_parameters():
-            gradient = reduced_gradient(parameter, self._stage)
-            if gradient is not None and not bool(torch.isfinite(gradient).all()):
-                found.append((name, gradient.detach()))
-        return found
-
     def _bf16_tensors(self, for_clipping: bool = False) -> Any:
         """The tensors that BF16_Optimizer asks for: all gradients to clip, or the given norm."""
         return self._tensors_for_norm(for_clipping=True) if for_clipping else (_Given([self._given_norm]), {})
