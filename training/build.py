@@ -50,7 +50,9 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     collective. Raises UserError for an unusable store or a checkpoint of another run."""
     resolved, engine, world, batches = opened.resolved, opened.engine, opened.world, opened.batches
     config, run_dir = resolved.config, run_dir_of(resolved)
-    checkpoints = open_checkpoints(resolved, run_dir.checkpoints, world, identity=opened.identity)
+    checkpoints = open_checkpoints(
+        resolved, run_dir.checkpoints, world, identity=opened.identity, save_world=opened.apart
+    )
     if opened.answers is not None:
         opened.answers.keep_in(run_dir.path / "rollouts")
     found = checkpoints.find(config.run.resume)
@@ -160,9 +162,10 @@ def assemble(
     return parts, progress
 
 
-def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any]) -> Checkpoints:
-    """The run's checkpoints as configured. Raises UserError for a missing key, an unusable store, or ranks
-    that cannot reach each other for saves."""
+def open_checkpoints(
+    resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any], save_world: World | None = None
+) -> Checkpoints:
+    """The run's checkpoints as configured. Raises UserError for a missing key or an unusable store."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
     if section.dir is not None:
@@ -179,8 +182,7 @@ def open_checkpoints(resolved: Resolved, folder: Path, world: World, *, identity
         verify_after_save=section.verify_after_save,
         opener=Opener.of(section),
         remote=remote,
-        # now: training may use another network, and would end without a checkpoint at its first save
-        save_world=world.on_own_group(timeout_minutes=resolved.config.run.timeout_minutes),
+        save_world=save_world,
     )
 
 

@@ -64,6 +64,8 @@ class Session:
     teacher: str | None = None
     answers: Any = None
     """`batches`, if they sample answers to prompts (training/rollouts/batches.py); else None."""
+    apart: World | None = None
+    """`world` on a group of its own, for saves; None unless the session trains."""
 
     def validation(self) -> Iterable[Batch]:
         """Batches of the validation set: `evaluate.batches` of them, or all."""
@@ -150,7 +152,7 @@ def session(
     config = resolved.config
     refuse_sharing(resolved.batch, but=("sequence", "tensor", "expert") if trains else shares)
     with ExitStack() as ends:
-        joined = world is None
+        joined, apart = world is None, None
         transformers.utils.logging.set_verbosity_error()  # warnings that matter are our own errors or notes
         if resolved.rank or not sys.stderr.isatty():  # it prints one bar per rank, and a line per update in a log
             transformers.utils.logging.disable_progress_bar()
@@ -166,10 +168,13 @@ def session(
                 return bool(owned) and crash.write(cause, exit_code)
 
             ends.enter_context(watch.watched(world, write_end))
+            # now: training may use another network, and would end without a checkpoint at its first save; and a machine
+            # may prepare its data longer than a collective of training waits
+            apart = world.on_own_group(timeout_minutes=config.run.timeout_minutes)
         ends.push(refuse_unordered)
         if corpus is None:
             require_model(config)
-            corpus = _agreed(prepare(config, progress=resolved.rank == 0), world)
+            corpus = _agreed(prepare(config, progress=resolved.rank == 0), apart or world)
         config = settle_steps(settle_labels(config, corpus), corpus)
         config = settle_orthogonalization(config, on_gpu=world.device.type == "cuda" and resolved.compute != "fp32")
         resolved = replace(resolved, config=config)
@@ -207,7 +212,7 @@ def session(
             sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, trains=trains, **cut)
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled)
+        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled, apart)
 
 
 def _agreed(corpus: Corpus, world: World) -> Corpus:

@@ -34,7 +34,7 @@ from tests.support.models.small_run import (
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
-from training.build import assemble, open_checkpoints
+from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import newest
 from training.checkpoint.manifest import Written, layout_of, read_manifest, read_state
@@ -50,6 +50,7 @@ from training.engine.tensors import momentum_norm
 from training.loop import train
 from training.preemption import Preemption
 from training.progress import Progress
+from training.session import session
 
 
 def clipping_after_load(world: World, *, stage: int, compute: str, folder: str) -> list[dict[str, Any]]:
@@ -504,12 +505,13 @@ def agreed(world: World, *, broken: bool) -> Any:
         return str(failure)
 
 
-def opened_without_network(world: World, *, folder: str) -> str:
-    """The error of opening a run's checkpoints where gloo finds no network after training's group has connected."""
+def opened_without_network(world: World) -> str:
+    """The error of a run that starts where gloo finds no network after training's group has connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
         try:
-            open_checkpoints(resolve(world, stage=2, compute="bf16"), Path(folder), world, identity={})
+            with session(resolve(world, stage=2, compute="bf16"), world=world, trains=True):
+                pass
         except UserError as error:
             return str(error)
     return ""

@@ -288,8 +288,8 @@ def test_a_save_that_does_not_read_back_is_set_aside(pair, tmp_path):
     assert (tmp_path / "LATEST").read_text() == "step-1\n"
 
 
-def test_the_network_of_saves_is_connected_before_the_first_step(solo, tmp_path):
+def test_the_network_of_saves_is_connected_before_the_data_are_prepared(solo):
     """NCCL may reach other machines where gloo does not, and the first save may be the run's last act."""
-    (line,) = solo.run(checkpoint_cases.opened_without_network, folder=str(tmp_path))
+    (line,) = solo.run(checkpoint_cases.opened_without_network)
     assert "rank 0 on " in line and "by gloo, which saves need" in line and "set GLOO_SOCKET_IFNAME" in line
     assert "\n" not in line and "nosuch0" in line

@@ -1,12 +1,16 @@
 """Code run inside the processes of test_sft.py, and the oracle in plain torch."""
 
 import json
+import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.cli import REPOSITORY
@@ -15,13 +19,16 @@ from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import OptimizerSection
 from data.batches.loader import Batch
+from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.sources import sources
 from modeling.parameter_groups import parameter_groups
 from tests.support.rows.chats import LENGTH, SHAPE
+from training import session as session_module
 from training.distributed import World
 from training.engine.tensors import trainable_parameters, whole_master
 from training.session import Session, session
+from training.tasks.task import prepare
 
 STEPS = 3
 GLOBAL = 8
@@ -92,6 +99,22 @@ def own_identity(world: World, *, folder: Path) -> dict[str, Any] | str:
             return opened.identity
     except UserError as refused:
         return str(refused)
+
+
+def after_a_slow_preparation(world: World, *, folder: Path) -> str:
+    """The corpus of a run whose second rank prepares for longer than a collective of training waits."""
+
+    def slow(*arguments: Any, **named: Any) -> Corpus:
+        corpus = prepare(*arguments, **named)
+        time.sleep(4 * world.rank)
+        return corpus
+
+    impatient = replace(world, group=dist.new_group(timeout=timedelta(seconds=2)))
+    with (
+        patch.object(session_module, "prepare", slow),
+        session(resolve(folder), world=impatient, trains=True) as opened,
+    ):
+        return opened.corpus.fingerprint
 
 
 def masters(opened: Session) -> dict[str, torch.Tensor]:

@@ -178,3 +178,8 @@ def test_machines_that_prepare_for_themselves_have_one_name_for_the_same_tokens(
     (tmp_path / "1/chats.jsonl").write_text(chats + chats.splitlines()[0], encoding="utf-8")
     for said in pair.run(cases.own_identity, folder=tmp_path):
         assert re.match(r"data.path=\S+: rank 1 on \S+ has other tokens than rank 0 on \S+; give all mach", said)
+
+
+def test_a_machine_may_prepare_for_longer_than_a_collective_waits(pair: ProcessGroup, folder: Path) -> None:
+    first, second = pair.run(cases.after_a_slow_preparation, folder=folder)
+    assert first == second != ""
