@@ -153,11 +153,17 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
-def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
+def origin_of(spec: str) -> tuple[str, str]:
+    """The folder or hub id that data.tokenizer names, and the revision there."""
     folder = Path(spec).expanduser()
     name, _, revision = (str(folder), "", "") if folder.is_dir() else spec.partition("@")
+    return name, revision or "main"
+
+
+def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
+    name, revision = origin_of(spec)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as error:  # the Rust tokenizers raise plain Exception for a file they cannot parse
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         fix = "Use bytes, bpe:<vocab>, a tokenizer folder or a hub id."

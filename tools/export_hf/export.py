@@ -17,7 +17,8 @@ import torch
 import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, IMAGE_PROCESSOR_NAME, PROCESSOR_NAME
+from transformers.utils.hub import cached_files
 
 from config.errors import UserError, one_line
 from config.files import file_sha256, flush
@@ -27,7 +28,7 @@ from config.schema import SAMPLING_TASKS, Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.sources.chat import Chat
-from data.text.tokenizer import load_tokenizer, vocabulary_size
+from data.text.tokenizer import is_made, load_tokenizer, origin_of, vocabulary_size
 from modeling.build import count_parameters, empty_model, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
@@ -48,6 +49,8 @@ from training.tasks.shape import given_by_task
 DEEPSPEED = "deepspeed"
 """Folder of a checkpoint that holds DeepSpeed's files."""
 FACTS, SUMS, CARD = "mantissa.json", "SHA256SUMS", "README.md"
+_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+"""Names of SentencePiece's files on the hub."""
 
 Log = Callable[[str], Any]
 
@@ -122,7 +125,7 @@ def export(
             aside.mkdir(parents=True)
             if tensors is None:
                 write_adapter(saved, source.config, skeleton, aside, DTYPES[dtype])
-                tokenizer.save_pretrained(aside)
+                _save_tokenizer(aside, source.config, tokenizer)
             else:
                 write_shards(tensors, aside, shard_size)
                 _write_settings(aside, source.config, shape, tokenizer, skeleton)
@@ -234,7 +237,7 @@ def _write_settings(
     if skeleton is not None and skeleton._auto_class is not None:
         custom_object_save(skeleton, folder, config=cast(Any, shape))
     shape.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _save_tokenizer(folder, config, tokenizer)
     if config.task in ENCODER_TASKS:
         return
     generation = None
@@ -250,6 +253,26 @@ def _write_settings(
     generation.eos_token_id = _joined(generation.eos_token_id, ends)
     # `save_pretrained` refuses what published bases have, such as a temperature without do_sample
     (folder / GENERATION_CONFIG_NAME).write_text(generation.to_json_string(), encoding="utf-8")
+
+
+def _save_tokenizer(folder: Path, config: Config, tokenizer: Any) -> None:
+    """The tokenizer, and of its origin and the base, where they can be found, the files that transformers does not
+    write and others need: llama.cpp's converter the vocabulary of SentencePiece, vLLM a processor's settings."""
+    tokenizer.save_pretrained(folder)
+    spec, base = config.data.tokenizer, config.model.name_or_path
+    found: list[str] = []
+    with suppress(OSError):
+        if not is_made(spec):
+            found += _present(*origin_of(spec), _VOCABULARIES)
+        if base is not None:
+            found += _present(base, "main", (IMAGE_PROCESSOR_NAME, PROCESSOR_NAME))
+    for path in found:
+        shutil.copyfile(path, folder / Path(path).name)
+
+
+def _present(origin: str, revision: str, names: tuple[str, ...]) -> list[str]:
+    """Paths of those of the files that a folder or hub repository has. Raises OSError."""
+    return cached_files(origin, [*names], revision=revision, _raise_exceptions_for_missing_entries=False) or []
 
 
 def _joined(given: int | list[int] | None, further: list[int | None]) -> Any:

@@ -164,6 +164,20 @@ def test_the_generation_settings_of_a_base_are_kept_also_where_transformers_woul
     assert (found.temperature, found.top_p) == (0.9, 0.6) and 7 in found.eos_token_id and len(found.eos_token_id) == 3
 
 
+def test_vocabulary_and_processor_of_the_origin_are_exported_with_the_tokenizer(tmp_path):
+    base, other = (write_base(tmp_path / name) for name in ("base", "other"))
+    for name in ("tokenizer.model", "preprocessor_config.json", "processor_config.json"):
+        (base / name).write_text(name)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    for spec, expected in ((base, {"tokenizer.model"}), (other, set()), ("bytes", set())):
+        config = Config(model=ModelSection(name_or_path=str(base)), data=DataSection(tokenizer=str(spec)))
+        out = tmp_path / f"out-{Path(spec).name}"
+        _write_settings(out, config, AutoConfig.from_pretrained(base), tokenizer)
+        found = {path.name for path in out.iterdir() if path.name.endswith(".model") or "processor" in path.name}
+        assert found == expected | {"preprocessor_config.json", "processor_config.json"}
+        assert all((out / name).read_text() == name for name in found)
+
+
 def test_a_model_with_code_of_its_own_is_exported_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     tokenizer = AutoTokenizer.from_pretrained(write_base(tmp_path / "base"))
