@@ -19,6 +19,7 @@ from lab.detection.cells import defect_of
 from lab.detection.plants.site import planted
 from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.training.checkpoint.resume_cases import last_by_step, trained
+from training import session as session_module
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.engine import Engine
@@ -167,3 +168,19 @@ def changed_job(world: World, *, folder: str, name: str, change: str) -> None:
     due = SelfCheck.due
     with patch.object(Engine, "step", changing), patch.object(SelfCheck, "due", emptying):
         planted_job(world, folder=folder, name=name, overrides=cast("bf16", 2))
+
+
+def evaluating_less(world: World, *, folder: str, name: str, lost: str) -> None:
+    """A job whose evaluations lose something."""
+    batches, evaluate = session_module.validation_batches, Engine.evaluate
+
+    def fewer(*args: Any, **kwargs: Any) -> Any:
+        return list(batches(*args, **kwargs))[: -1 if lost == "its last batch" else None]
+
+    def halved(engine: Engine, given: Any) -> Any:
+        found = evaluate(engine, given)
+        return found if lost == "its last batch" else found._replace(count=found.count / 2)
+
+    further = ["data.validation_fraction=0.3", "evaluate.every_steps=2", "evaluate.batches=3"]
+    with patch.object(session_module, "validation_batches", fewer), patch.object(Engine, "evaluate", halved):
+        planted_job(world, folder=folder, name=name, overrides=[*cast("bf16", 2), *further])

@@ -203,6 +203,14 @@ def test_the_first_evaluation_is_made_again(pair: ProcessGroup, folder: Path) ->
     assert {"modules", "between", "samples"} < set(check["checks"]) and not check["skipped"]
 
 
+def test_an_evaluation_of_other_samples_or_of_fewer_labels_is_found(pair: ProcessGroup, folder: Path) -> None:
+    for lost in ("its last batch", "half of its labels"):
+        pair.run(observer_cases.evaluating_less, seconds=600.0, folder=str(folder), name=f"less {lost}", lost=lost)
+        warnings = of(list(read_events(folder / "runs" / f"less {lost}" / "events.jsonl")), "warning")
+        named = {name for event in warnings for name in event["modules"]}
+        assert named & {"which samples are evaluated", "labels"}, (lost, named)
+
+
 def test_an_evaluation_is_compared_where_weights_were_fetched_ahead(pair: ProcessGroup, folder: Path) -> None:
     """ZeRO-3 fetches weights for the backward pass, which an evaluation has not."""
     document = json.loads((REPOSITORY / "ds_configs/zero3_bf16.json").read_text(encoding="utf-8"))

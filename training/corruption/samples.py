@@ -1,5 +1,6 @@
 """Comparison of a batch with its samples, which are read again without the loader."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,14 @@ def wrong_samples(batch: Batch, resolved: Resolved, corpus: Corpus, *, held_out:
         kinds = (name for name, good in zip(("inputs", "labels", "positions"), alike, strict=True) if not good)
         found += [f"{kind} of sample {sample}" for kind in kinds]
     return found
+
+
+def are_evaluated(ids: Sequence[int], resolved: Resolved, corpus: Corpus) -> bool:
+    """Whether the samples of an evaluation are as many as `evaluate.batches` says, evenly spaced over the held-out."""
+    config, held_out = resolved.config, corpus.validation.sequences(resolved.config.data.sequence_length)
+    most = config.evaluate.most_batches
+    count = held_out if most is None else min(held_out, most * resolved.batch.global_size)
+    return sorted(ids) == [number * held_out // count for number in range(count)]
 
 
 def is_in_order(batch: Batch, position: int, resolved: Resolved, corpus: Corpus) -> bool:

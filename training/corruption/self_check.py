@@ -22,7 +22,7 @@ from config.optimizers import OPTIMIZERS
 from config.resolved import Resolved
 from config.schema import SAMPLING_TASKS
 from config.task import model_class_of
-from data.batches.loader import Batch
+from data.batches.loader import NO_SAMPLE, Batch
 from data.corpora.corpus import Corpus
 from modeling.adapter import add_adapter
 from modeling.build import empty_model
@@ -33,7 +33,7 @@ from training.corruption.copies import Copies, follows_length
 from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.plain import drops, is_random
 from training.corruption.rates import SAME_RATE, schedule
-from training.corruption.samples import is_in_order, wrong_samples
+from training.corruption.samples import are_evaluated, is_in_order, wrong_samples
 from training.corruption.settings import decay_and_factor
 from training.corruption.updates import UpdateCheck
 from training.early_warnings import EarlyWarning
@@ -220,11 +220,16 @@ class SelfCheck:
         engine, self._rows, self._skipped, training = self._engine, [], {}, self._engine.model.training
         totals = torch.zeros(2, dtype=torch.float64, device=engine.world.device)
         wrong, rows, first = list[str](), list[Row](), True
-        few, last, count = list[Batch](), deque[Batch](maxlen=1), 0
+        few, last, count, ids, labels_of_all = list[Batch](), deque[Batch](maxlen=1), 0, list[int](), 0.0
         for count, batch in enumerate(batches, start=1):
+            ids += batch.sample_ids[batch.sample_ids != NO_SAMPLE].tolist()
+            labels_of_all += batch.label_tokens
             wrong += wrong_samples(batch, self._resolved, self._corpus, held_out=True) if self._reads_samples else []
             (few if count < _EVALUATED else last).append(batch)
         few += last
+        wrong += [] if are_evaluated(ids, self._resolved, self._corpus) else ["which samples are evaluated"]
+        labels_of_all = float(engine.world.sum(engine.world.numbers([labels_of_all])))
+        rows.append(Row("evaluation", "labels", abs(found.count - labels_of_all) / max(labels_of_all, 1.0), 1e-9))
         none_saved = torch.autograd.graph.saved_tensors_hooks(lambda value: None, lambda value: value)
         if float(engine.world.sum(engine.world.numbers([float(count > len(few))]))):
             found = engine.evaluate(few)
@@ -237,7 +242,7 @@ class SelfCheck:
                 # grad mode tells the pass from a reference's; nothing is kept, since no backward pass follows
                 with passes.watching() if passes else nullcontext(), torch.set_grad_enabled(first), none_saved:
                     totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.detach().double()
-                rows, first = passes.compared() if passes else rows, False
+                rows, first = [*rows, *passes.compared()] if passes else rows, False
             totals[1] += int(batch.counted.sum())
         engine.model.train(training)
         total, count = engine.world.sum(totals).tolist()

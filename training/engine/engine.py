@@ -390,7 +390,7 @@ class Engine:
         total, count, *sums_of_all = self.world.sum(totals).tolist()
         mean = total / max(count, 1.0)
         perplexity = (math.exp(mean) if mean < 700 else math.inf) if self.objective.has_perplexity else None
-        return Evaluation(mean, perplexity, self.objective.metrics(sums_of_all, count))
+        return Evaluation(mean, perplexity, self.objective.metrics(sums_of_all, count), count)
 
     @torch.no_grad()
     def infer(
