@@ -762,9 +762,9 @@ class GuardSection:
     """[names of bounds in warnings, or self_check] Early warnings to which guard.reactions responds: to gradient_jump
     and findings of a self-check before the update, to others in the next step."""
     self_check_every: int = limit(500, at_least=0, null=0)
-    """[steps] One randomly chosen step in this many, the 1st, 3rd, 8th and three later ones of each session, and its
-    first evaluation are compared with plain torch in the run's dtype, without changing a bit; differences are named by
-    module or parameter and rank (docs/self-check.md). 0: never."""
+    """[steps] One randomly chosen step in this many, four early ones of each session, those after its first evaluation,
+    save, skip and rollback, and some evaluations are compared with plain torch in the run's dtype, without changing a
+    bit; differences are named by module or parameter and rank (docs/self-check.md). 0: never."""
     gradient_checks: int = limit(0, at_least=0, null=0)
     """[steps] Interval of comparing the norm and the reduced gradients of linear layers and embeddings. 0: only with
     self-checks."""
