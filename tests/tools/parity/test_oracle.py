@@ -25,6 +25,7 @@ from config.schema import (
     BatchSection,
     Config,
     LossScaleSection,
+    ModelSection,
     OptimizerSection,
     RunSection,
     ScheduleSection,
@@ -33,6 +34,7 @@ from config.schema import (
 from data.corpora.mixture import Mixture
 from data.corpora.row_shards import RowShards
 from data.corpora.sampler import STRETCH, grouped, permute, sample_ids
+from modeling.build import build_model, model_config
 from modeling.parameter_groups import group_of_each
 from precision.loss_scale import make_policy
 from tests.support.jobs.launches import command, events, finish
@@ -44,10 +46,11 @@ from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main, outside, recomputed
 from tools.parity.jobs import Run, plan
 from tools.parity.oracle.comparison import Comparison
-from tools.parity.oracle.judge import FIRST_NORM, Judged, judge
+from tools.parity.oracle.judge import ALONE, FIRST_NORM, Judged, judge
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted
+from tools.parity.oracle.start import unlike_transformers
 from tracking.run_dir import RunDir
 from training.corruption.rates import schedule
 from training.engine.optimizer import IMPLEMENTATIONS
@@ -146,6 +149,24 @@ RUNS = OTHERS | {
     "chats": (*CHATS, "data.packing=best_fit", "sft.loss=row"),
     "chats alone": (*CHATS, "data.packing=none", "sft.loss=token"),
 }
+
+
+def test_a_start_that_is_not_that_of_transformers_alone_is_named(folder: Path) -> None:
+    """A tensor that is not read from the files, a lost key of their config; new weights of another spread."""
+    saved = ModelSection(name_or_path=str(folder / "base"))
+    new = ModelSection(architecture="llama", config={"hidden_size": 32, "num_hidden_layers": 2})
+    for section in (saved, new):
+        config = Config(model=section)
+        shape = model_config(section, vocab_size=300, sequence_length=16)
+        model: Any = build_model(section, shape, seed=1)
+        assert not [*unlike_transformers(model, config)]
+        weight = model.get_submodule("model.layers.1.mlp.up_proj").weight
+        weight.data = torch.randn_like(weight) * (0.02 if section is saved else 0.2)
+        model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 1.0}
+        expected = ["model.layers.1.mlp.up_proj.weight"]
+        found = [*unlike_transformers(model, config)]
+        assert [name for name in found if name in expected] == expected
+        assert (len(found) == 2 and found[0].startswith("config.rope_")) == (section is saved)
 
 
 @pytest.mark.parametrize("what", some_slow(RUNS, "lora", "mixture", "apart", "manifest", "chats"))
@@ -661,7 +682,7 @@ def test_what_it_does_not_compute_in_any_pass_is_one_line(finished, tmp_path, ca
     assert "adapter.kind = dora: the oracle does not compute it" in capsys.readouterr().err
 
 
-ALWAYS = {"masters at the start", "samples", "tokens", "learning rate"}
+ALWAYS = {"masters at the start", ALONE, "samples", "tokens", "learning rate"}
 DROPPED = {
     "document_masking: false": "document_masking: true",
     "num_hidden_layers: 2": "num_hidden_layers: 2\n    attention_dropout: 0.1",

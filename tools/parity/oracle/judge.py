@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from config.errors import UserError
+from config.errors import UserError, one_line
 from config.load import load_config
 from config.schema import SAMPLING_TASKS, Config
 from config.task import model_class_of
@@ -39,6 +39,7 @@ from tools.parity.oracle.evaluation import compare_evaluations, load_masters
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.rules import loss_scale
+from tools.parity.oracle.start import unlike_transformers
 from tools.parity.oracle.tasks import TASKS, DroppedOut, OnAnswers, Task, undropped
 from tools.parity.plain import clip_coefficient
 from tools.parity.recompute import as_fp64
@@ -66,6 +67,7 @@ _AMPLIFIED, _ROUNDINGS = (_LOSS, _NORM), 4
 """Comparisons that depend on earlier updates; and the factor allowed on what rounding the initial weights changes."""
 _ORDERED = 100_000
 """About how many samples the order of steps is compared with; half a second, a few for rows that are padded."""
+ALONE = "weights and config of transformers alone"
 UNKNOWN = "the oracle does not compute it"
 FIRST_NORM = "norm of the first update"
 Log = Callable[[str], Any]
@@ -127,7 +129,8 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
         unknown[f"the model has {drops[0]} = {getattr(shape, drops[0])}; {why}"] = frozenset()
     computes = _PASSES.intersection(*unknown.values())
     notes += [f"compared as far as it does not depend on it: {text}" for text in unknown]
-    model = _model(run, config, shape)
+    model, alone, said = _model(run, config, shape, compares=steps > 0)
+    notes += said
     buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
     movement = Movement(model, config.optimizer)
     trained = ((name, item.detach().flatten()) for name, item in model.named_parameters() if item.requires_grad)
@@ -138,7 +141,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     task = DroppedOut(*given, ranks=start["world_size"]) if repeats else held_out
     layers = int(getattr(shape.get_text_config(), "num_hidden_layers", 0))
     teacher = None if held_out.frozen is None else held_out.frozen[1]
-    compared = _comparisons(config, start, teacher=teacher, layers=layers)
+    compared = {ALONE: alone} | _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
     if config.task not in SAMPLING_TASKS:
         _compare_order(held_out, _undisturbed(events), compared, size=config.batch.global_size)
@@ -217,13 +220,21 @@ def _widen(oracle: _Oracle, own: Sequence[Mapping[str, Any]], compared: Mapping[
     return notes
 
 
-def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
-    """The run's model with its initial weights, in FP32 and plain torch. Raises Unknown."""
+def _model(run: Path, config: Config, shape: PretrainedConfig, *, compares: bool) -> tuple[Any, Comparison, list[str]]:
+    """The run's model with its initial weights, in FP32 and plain torch; if `compares`, how they compare with those of
+    transformers alone, and notes. Raises Unknown."""
     shape.use_cache = False
     section = replace(config.model, attention=config.model.wide_attention)
     model: Any = build_model(
         section, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
     )
+    alone, notes = Comparison(ALONE, 0.0), []
+    if compares and getattr(model.config, "quantization_config", None) is None:
+        try:
+            unlike = [*unlike_transformers(model, config)]
+            alone.add(float(bool(unlike)), ", ".join(unlike[:4]))
+        except Exception as problem:  # such as one of an architecture that it cannot load without help
+            notes.append(f"{ALONE} not compared: {one_line(problem)}")
     dequantise(model)
     if getattr(shape.get_text_config(), "_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")  # grouped matmuls do not take FP64
@@ -232,7 +243,7 @@ def _model(run: Path, config: Config, shape: PretrainedConfig) -> Any:
         if drawn:
             raise Unknown(f"{run}: the base's files lack {drawn[0]}, which is trained whole; {UNKNOWN}")
         add_low_rank(model, config.adapter, seed=config.run.seed)
-    return model
+    return model, alone, notes
 
 
 def _require_known(config: Config) -> None:
