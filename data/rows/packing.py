@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+BETWEEN_REPORTS = 1 << 16
+"""[rows] Packed between two reports, some tenths of a second."""
 
-def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+
+def best_fit(
+    lengths: np.ndarray, capacity: int, report: Callable[[int], object] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Pack rows of (n,) int `lengths` into sequences of `capacity`: (rows, ends). Raises ValueError for one too long.
 
     Best-fit decreasing (Johnson 1973: at most 11/9 of the fewest possible, and a constant). rows: (n,) int64, the row
@@ -16,8 +23,12 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     filled: list[list[int]] = []
     open_with: dict[int, list[int]] = {}  # room that is left -> sequences
     rooms = 0  # bit r is set where a sequence has room r
-    for row in np.argsort(-lengths, kind="stable").tolist():
+    packed = 0
+    for count, row in enumerate(np.argsort(-lengths, kind="stable").tolist(), 1):
         length = int(lengths[row])
+        packed += length
+        if report is not None and not count % BETWEEN_REPORTS:
+            report(packed)
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1

@@ -225,7 +225,7 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     tokenizer.chat_template = template_of(data) or tokenizer.chat_template
     preparation = Preparation(data, source, folder, tokenizer)
     encoded = _encoded(data, source, folder / TOKENIZER, kept_folder(folder.with_name(fingerprint)))
-    preparation.write(encoded, partial(_sequences, data), report)
+    preparation.write(encoded, partial(_sequences, data, partial(report, "packing")), report)
     rendered = preparation.found.counts.pop(_RENDERED, 0)
     too_long = f"{data.sequence_length + 1} tokens"
     if data.target_length is not None:
@@ -235,10 +235,12 @@ def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, rep
     preparation.publish(fingerprint, _notes(data, preparation, own, recognised=said == "auto"))
 
 
-def _sequences(data: DataSection, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences according to data.packing; a pair is a sequence of two rows."""
+def _sequences(
+    data: DataSection, report: Callable[[int], object], lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences according to data.packing; a pair is a sequence of two rows. report: as for `best_fit`."""
     if data.packing != "none":
-        return best_fit(lengths.astype(np.int64) - 1, data.sequence_length)
+        return best_fit(lengths.astype(np.int64) - 1, data.sequence_length, report)
     return by_number(lengths, 2 if data.format == "preference" else 1)
 
 

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from config.errors import Unreadable, UserError
@@ -125,14 +125,17 @@ def corpus_fingerprint(data: DataSection, source: Source, *, for_encoder: bool =
     return fingerprint_of_parts(parts)
 
 
-def _lock(folder: Path, wait_minutes: float, display: Display) -> AcquireReturnProxy:
-    """Take the corpus's lock; until then display its holder's progress. UserError after `wait_minutes` without any."""
+def _lock(folder: Path, wait_minutes: float, display: Display) -> AbstractContextManager[Any]:
+    """Take the corpus's lock, unless the corpus is published meanwhile; until then display its holder's progress.
+    UserError after `wait_minutes` without any."""
     lock = FileLock(f"{folder}.lock")
     deadline, seen = time.monotonic() + wait_minutes * 60, ""
     while True:
         try:
             return lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
         except Timeout:
+            if is_prepared(folder):  # its holder may delete kept batches for an hour
+                return nullcontext()
             found = read_progress(folder)
             display.show(found)
             if found not in ("", seen):

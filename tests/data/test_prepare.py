@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import fields, replace
@@ -22,7 +23,7 @@ from config.errors import UserError
 from config.schema import DataSection
 from data.array_file import read_arrays, write_arrays
 from data.corpora.corpus import INDEX, SPLITS, Corpus, is_prepared
-from data.rows import prepare_rows, row_preparation
+from data.rows import packing, prepare_rows, row_preparation
 from data.rows.row_preparation import EncodedRows
 from data.sources.row_formats import BadRow
 from data.sources.sources import open_source
@@ -219,6 +220,29 @@ def test_waiting_ends_with_what_to_do(section: DataSection) -> None:
             prepare(replace(section, wait_minutes=0.005), progress=False)
         assert time.monotonic() - start < 5
     assert prepare(section, progress=False).train_documents
+
+
+def test_a_published_corpus_is_opened_while_its_holder_still_deletes_kept_batches(section: DataSection) -> None:
+    corpus = prepare(section, progress=False)
+    hidden = corpus.folder.rename(corpus.folder.with_name("hidden"))
+    with FileLock(f"{corpus.folder}.lock"):
+        publish = threading.Timer(0.3, hidden.rename, [corpus.folder])
+        publish.start()
+        assert prepare(replace(section, wait_minutes=0.05), progress=False).fingerprint == corpus.fingerprint
+        publish.join()
+
+
+def test_packing_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"prompt": f"question {number}?", "completion": "yes"}) for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    section = DataSection(source="jsonl", path=str(tmp_path / "rows.jsonl"), tokenizer="bytes", packing="best_fit")
+    said: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(ProgressFile, "__call__", lambda report, *told: said.append(told))
+    monkeypatch.setattr(packing, "BETWEEN_REPORTS", 10)
+    given: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "sequence_length": 64, "validation_fraction": 0.0}
+    prepare_rows.prepare_rows(replace(section, **given), progress=False)
+    done = [tokens for what, *tokens in said if what == "packing"]
+    assert len(done) == 4 and done == sorted(done)
 
 
 def test_leftovers_and_interrupted_deletions_are_removed_but_others_work_is_not(section: DataSection) -> None:
