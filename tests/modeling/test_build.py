@@ -30,7 +30,7 @@ from modeling.build import (
 )
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
-from modeling.parameter_groups import group_of_each, parameter_groups
+from modeling.parameter_groups import group_of_each, parameter_groups, unreached, unreached_notes
 from tests.support.models.architectures import CASES, Case
 from tools.parity.oracle.optimizers import optimizer_of
 
@@ -320,6 +320,26 @@ def test_muon_leaves_the_last_layer_of_a_classifier_alone(family, last):
     model = AutoModelForSequenceClassification.from_config(config)
     _, head, _ = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
     assert [id(p) for p in head["params"]] == [id(model.get_submodule(last).weight)]
+
+
+def test_what_no_text_reaches_is_named_and_keeps_its_values():
+    """ZeRO gives the optimizer zeros in place of the gradients that these do not get."""
+    text = {**LLAMA, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"text_config": text, "vision_config": {**seen, "image_size": 16, "patch_size": 4}}
+    shape = AutoConfig.for_model("gemma3", **sizes, mm_tokens_per_image=4, image_token_index=62)
+    model = AutoModelForCausalLM.from_config(shape)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(input_ids=torch.arange(20)[None]).logits.square().mean().backward()
+    without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(parameter_groups(model, OptimizerSection(weight_decay=0.5)), lr=0.1).step()
+    same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
+    assert without and without <= same and "model.language_model.layers.0.mlp.up_proj.weight" not in same
+    note = "model.vision_tower, model.multi_modal_projector: no text reaches them; they keep the base's values"
+    assert unreached_notes(model) == [note] and unreached_notes(llama()) == []
+    assert without == unreached(model).keys()
 
 
 def test_a_group_of_the_config_has_its_own_rate_and_decay_and_the_last_match_counts():
