@@ -60,7 +60,7 @@ SHARD_TOKENS = 1 << 26
 """[tokens] Size of a full shard: 128 MiB of uint16."""
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch of its own."""
-_POLL_SECONDS = 0.5
+_LONGEST_POLL_SECONDS = 5.0
 _RESULTS_VERSION = 2
 """Version of the format of kept results; those of other versions are not found."""
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
@@ -129,10 +129,11 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> AbstractContex
     """Take the corpus's lock, unless the corpus is published meanwhile; until then display its holder's progress.
     UserError after `wait_minutes` without any."""
     lock = FileLock(f"{folder}.lock")
-    deadline, seen = time.monotonic() + wait_minutes * 60, ""
+    began, seen = time.monotonic(), ""
+    deadline = began + wait_minutes * 60
     while True:
         try:
-            return lock.acquire(timeout=min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            return lock.acquire(blocking=False)
         except Timeout:
             if is_prepared(folder):  # its holder may delete kept batches for an hour
                 return nullcontext()
@@ -145,6 +146,8 @@ def _lock(folder: Path, wait_minutes: float, display: Display) -> AbstractContex
                     f"data.wait_minutes={wait_minutes:g}: another process is still preparing {folder} (it holds "
                     f"{folder}.lock) without progress. Raise data.wait_minutes, or stop it if it hangs."
                 ) from None
+            # a thousand ranks may ask a shared file system for hours
+            time.sleep(min(_LONGEST_POLL_SECONDS, 0.05 + (time.monotonic() - began) / 20))
 
 
 def _prepare_locked(data: DataSection, source: Source, folder: Path, display: Display, fill: Fill) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -230,6 +231,20 @@ def test_a_published_corpus_is_opened_while_its_holder_still_deletes_kept_batche
         publish.start()
         assert prepare(replace(section, wait_minutes=0.05), progress=False).fingerprint == corpus.fingerprint
         publish.join()
+
+
+def test_those_that_wait_for_hours_ask_for_the_lock_once_in_five_seconds(
+    section: DataSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    clock = SimpleNamespace(monotonic=lambda: sum(waits), sleep=waits.append)
+    monkeypatch.setattr(data.text.prepare, "time", clock)
+    fingerprint = corpus_fingerprint(section, open_source(section))
+    Path(section.cache_dir).mkdir()
+    with FileLock(f"{section.cache_dir}/{fingerprint}.lock"), pytest.raises(UserError, match="without progress"):
+        prepare(replace(section, wait_minutes=60.0), progress=False)
+    assert max(waits) == 5 and len(waits) < 3600 / 5 + 100
+    assert waits[0] < 0.1  # a small corpus is soon there
 
 
 def test_packing_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
