@@ -104,15 +104,24 @@ class Run:
         from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
         file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)
-        events = list(file.events())
-        last_start = max((index for index, event in enumerate(events) if event["event"] == "run_start"), default=0)
-        end: dict[str, Any] = next((event for event in events[last_start:] if event["event"] == "run_end"), {})
+        furthest, saved, end, times = -1, -1, dict[str, Any](), list[float]()
+        for event in file.events("run_start", "step", "checkpoint", "run_end"):  # one at a time: they may be gigabytes
+            times[1:] = [event["time"]]
+            match event["event"]:
+                case "run_start":
+                    end = {}
+                case "run_end":
+                    end = end or event
+                case "step":
+                    furthest = max(furthest, event["step"])
+                case "checkpoint":
+                    saved = max(saved, event["step"])
         return Session(
-            furthest=max((event["step"] for event in events if event["event"] == "step"), default=-1),
-            saved=max((event["step"] for event in events if event["event"] == "checkpoint"), default=-1),
+            furthest=furthest,
+            saved=saved,
             exit_code=end.get("exit_code") if end.get("status") != "crashed" else None,
             reason=end.get("reason", ""),
-            seconds=events[-1]["time"] - events[0]["time"] if events else 0.0,
+            seconds=times[-1] - times[0] if times else 0.0,
         )
 
 

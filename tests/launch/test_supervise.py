@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from config.cli import REPOSITORY
-from config.schema import BatchSection, Config, ParallelSection
+from config.schema import BatchSection, Config, ParallelSection, RunSection
 from launch.hosts import Hosts, most_that_fit, selected
-from launch.supervise import Run
+from launch.supervise import Run, Session
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN
+from tests.support.runs.long_record import STEPS, peak_memory, write_long_record
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
@@ -321,6 +322,17 @@ def test_a_launchers_options_select_machines_and_processes(words, expected):
 def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
     run = Run(Config(batch=BatchSection(8, 2), parallel=ParallelSection(sequence=2)))
     assert [number for number in range(1, 9) if run.fits(number)] == [2, 4, 8]
+
+
+def test_the_events_of_a_long_run_are_not_held_to_restart_it(tmp_path):
+    run = Run(Config(run=RunSection(dir=str(tmp_path), name="it")))
+    run.events.parent.mkdir()
+    size = write_long_record(run.events)
+    run.session_since((0, 0))  # imports what it needs
+    with peak_memory() as peak:
+        session = run.session_since((0, 0))
+    assert session == Session(STEPS, STEPS - 1, 75, "max_minutes", float(STEPS))
+    assert peak[0] < size / 4
 
 
 def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():

@@ -53,7 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.what_if and options.bisect:
         raise UserError("command line: --what-if tries one step, which --step names; leave out --bisect")
     run_dir = RunDir(options.run)
-    events = list(read_run_events(run_dir.events))
+    # without telemetry, most of what a long run of a large model records
+    events = [event for event in read_run_events(run_dir.events) if event["event"] != "telemetry"]
     recorded = read_recorded(events, last_step(events) if options.bisect else options.step)
     processes = recorded.session["world_size"]
     launches = "RANK" not in os.environ and processes > 1

@@ -12,6 +12,7 @@ from config.errors import UserError
 from precision.guard import Judgement, Verdict
 from tests.support.jobs.launches import command, events, finish, replay
 from tests.support.marks import slow
+from tests.support.runs.long_record import STEPS, peak_memory, write_long_record
 from tests.tools.replay.test_bisect import bisected
 from tools.replay.command import main
 from tools.replay.recorded import read_recorded
@@ -100,6 +101,13 @@ def step(number, loss=2.0, *, applied=True, position=None, scale=1.0):
     norm = 1.0 if applied else float("inf")
     fields = {"loss": loss, "grad_norm": norm, "loss_scale": scale, "applied": applied, "position": at}
     return {"event": "step", "step": number, **fields}
+
+
+def test_telemetry_is_not_held_to_find_a_step(tmp_path):
+    size = write_long_record(tmp_path / "events.jsonl")
+    with peak_memory() as peak, pytest.raises(UserError, match=f"--step 999: .* end at step {STEPS}"):
+        main.__wrapped__([str(tmp_path), "--step", "999"])
+    assert peak[0] < size / 4
 
 
 START = {"event": "run_start", "zero_stage": 2, "compute": "fp16", "world_size": 1}
