@@ -358,7 +358,7 @@ def walks_of(measured: Sequence[dict[str, Any]], run: Run) -> list[Walk]:
     found = []
     for point in measured:
         first = recorded.get(point["point"] + 1, {})
-        known = {"recorded_loss": first.get("loss"), "recorded_scale": first.get("loss_scale")}
+        known: dict[str, Any] = {"recorded_loss": first.get("loss"), "recorded_scale": first.get("loss_scale")}
         known["recorded"] = {key: first[key] for key in same if key in first}
         found.append(Walk(point["point"], point["restored"], point["steps"], why=point.get("why", ""), **known))
     return found

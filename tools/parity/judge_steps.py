@@ -102,7 +102,7 @@ class Walk:
     recorded_scale: float | None = None
     """Loss scale that the run itself recorded on the first of these steps."""
     recorded: Mapping[str, Any] = field(default_factory=dict)
-    """What it recorded there of RECORDED."""
+    """The values of RECORDED that the run itself recorded on the first of these steps."""
 
 
 def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:

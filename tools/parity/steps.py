@@ -288,8 +288,8 @@ class StepParity:
         drawn = generators(engine.world.device)
         engine.model.train(not self.no_dropout)
         given, config = next(batch.micro_batches(engine.world.device)), self._resolved.config
-        errors, note = loss_errors(engine, config, *given)
-        found = errors | router_errors(engine, config.model, *given), note
+        of_task, note = loss_errors(engine, config, *given)
+        found = of_task | router_errors(engine, config.model, *given), note
         restore_generators(drawn, engine.world.device)
         errors, notes = zip(*engine.world.gather_objects(found), strict=True)
         return {"task_loss": _by_rank(errors), "other_constants": [note for note in notes if note]}
@@ -536,7 +536,7 @@ class StepParity:
 
 
 def idle(shape: Mapping[str, Any], length: int) -> dict[str, str]:
-    """What of a model's config does not act on sequences of a length, to why."""
+    """Keys of a model's config that do not act on sequences of this length, to why."""
     found = dict[str, str]()
     for key, value in shape.items():
         if isinstance(value, Mapping):  # by kind of layer

@@ -258,7 +258,7 @@ def _require_known(config: Config) -> None:
 
 
 def _unknown_in_training(config: Config) -> dict[str, frozenset[str]]:
-    """What the oracle does not compute in training, naming the key: which results of a step do not depend on it."""
+    """Results of a step that do not depend on it, by text that names what the oracle does not compute in training."""
     model, optimizer = config.model, config.optimizer
     rows: tuple[tuple[str, Any, bool, frozenset[str]], ...] = (
         ("adapter.dropout", config.adapter.dropout, not config.adapter.dropout, frozenset()),
