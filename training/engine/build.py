@@ -24,6 +24,7 @@ from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
 from modeling.parameter_groups import unreached_notes
+from modeling.same_calls import call_every_expert, refuse_layerdrop
 from modeling.sequence_parallel import LARGEST_IN_16_BITS, LARGEST_IN_FP32, SequenceAttention, require_equal_logits
 from modeling.tensor_parallel import require_shareable
 from precision.routers import compute_routers_in_fp32
@@ -42,6 +43,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     """This rank's engine for the resolved config. drawn: False leaves a new model's weights at 0 and the engine without
     a start, until a checkpoint is loaded."""
     config = resolved.config
+    refuse_layerdrop(model_config, stage=resolved.zero_stage, ranks=world.world_size)
     if config.model.compile:
         require_compilable(resolved.zero_stage)
     if config.adapter.base != "compute":
@@ -65,6 +67,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     model_class, seed = model_class_of(config), config.run.seed
     options: dict[str, Any] = {"model_class": model_class, "adapter": config.adapter, "drawn": drawn}
     model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
+    call_every_expert(model)
     if world.experts is not None:
         share_experts(model, world.experts, experts_name(world.experts))
     model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)

@@ -1,7 +1,7 @@
 """Code run inside the processes of the tests in this folder. Every function is called on every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from config.errors import UserError
 from config.resolved import Resolved
 from config.schema import Fp8Section
+from config.task import SEQ2SEQ_LM
 from data.batches.loader import IGNORED_LABEL, Batch
 from data.corpora.documents import document_positions
 from modeling.adapter import add_adapter
@@ -44,6 +45,7 @@ from tests.support.models.small_run import batch_of as batch
 from tests.training.engine.expert_cases import model_of
 from training.distributed import World
 from training.engine import Engine, kernels
+from training.engine.build import build_engine
 from training.engine.expert_slices import forget_groups
 from training.engine.health import Outcome, RanksDisagree
 from training.engine.ledger import PrecisionError, read_ledger, read_start
@@ -54,6 +56,7 @@ from training.engine.tensors import (
     momentum_norm,
     shard_of,
     trainable_parameters,
+    whole_gradient,
     whole_weight,
 )
 from training.engine.weights import StaleMaster, require_fresh_masters
@@ -618,3 +621,21 @@ def against_separate_documents(
 
 
 assert END < VOCABULARY
+
+
+def of_idle_experts(world: World, *, stage: int, folder: str) -> tuple[set[int], dict[str, torch.Tensor]]:
+    """Experts of the decoder that this rank's tokens choose, and the reduced gradients of the Switch Transformers in
+    `folder`."""
+    overrides = ["task=seq2seq", f"model.name_or_path={folder}", "model.architecture=null", "model.config={}"]
+    resolved = resolve(world, stage=stage, compute="fp32", overrides=overrides)
+    sizes = {"vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
+    config = model_config(resolved.config.model, model_class=SEQ2SEQ_LM, **sizes)
+    with closing(build_engine(resolved, config, world)) as engine:
+        chosen = []
+        experts = engine.model.get_submodule("decoder.block.1.layer.2.mlp.experts")
+        experts.register_forward_pre_hook(lambda module, args: chosen.append(args[1]))
+        ids = torch.randint(3, VOCABULARY, (2, 2), generator=torch.Generator().manual_seed(5000 + world.rank))
+        engine.backward(engine.deepspeed(input_ids=ids, labels=ids).loss, last=True)
+        return {int(expert) for expert in chosen[0].nonzero()[:, 2]}, {
+            name: whole_gradient(engine, parameter) for name, parameter in trainable_parameters(engine).items()
+        }

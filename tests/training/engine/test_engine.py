@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
@@ -43,6 +44,30 @@ def test_loss_norm_and_masters_do_not_depend_on_the_layout(pair, solo, reference
         results = group.run(engine_cases.one_step, stage=stage, compute="fp32", micro=micro, mask=mask)
         require_step(results, expected)
         assert results[0]["clip"] == pytest.approx(min(1.0, 1.0 / expected["grad_norm"]), rel=1e-4)
+
+
+def test_ranks_whose_tokens_choose_different_experts_reduce_the_same_gradients(pair, tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": small_run.VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_experts": 4}
+    layers = dict.fromkeys(("num_layers", "num_decoder_layers"), 2)
+    layers |= {f"num_sparse_{side}_layers": 1 for side in ("encoder", "decoder")}
+    sizes |= {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+    config = SwitchTransformersConfig(**sizes, **layers)
+    SwitchTransformersForConditionalGeneration(config).save_pretrained(tmp_path)
+    expected = pair.run(engine_cases.of_idle_experts, stage=0, folder=str(tmp_path))
+    assert expected[0][0] != expected[1][0]
+    for stage in (1, 2, 3):
+        for _, gradients in pair.run(engine_cases.of_idle_experts, stage=stage, folder=str(tmp_path)):
+            assert difference(gradients, expected[0][1]) < 1e-6
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (2, 2), (3, 1)])
+def test_layers_that_each_rank_drops_for_itself_are_refused(solo, pair, stage, ranks):
+    overrides = ["model.architecture=opt", "model.config={hidden_size: 32, num_attention_heads: 2, layerdrop: 0.1}"]
+    for found in (solo if ranks == 1 else pair).run(
+        small_run.refused, stage=stage, compute="fp32", overrides=overrides
+    ):
+        assert "model.config.layerdrop = 0.1" in found and "set model.config.layerdrop=0.0" in found
 
 
 @pytest.mark.parametrize("stage", [2, 3])
