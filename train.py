@@ -18,7 +18,14 @@ from config.extras import require_extras
 from config.hub import settle_hub
 from config.machine.processes import launchers
 from config.resolved import Resolved
-from training.start.process import end_with, import_deepspeed, leave, outlive_full_disk, use_writable_caches
+from training.start.process import (
+    end_with,
+    import_deepspeed,
+    leave,
+    open_more_files,
+    outlive_full_disk,
+    use_writable_caches,
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,6 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     # set before torch is imported: it would print a C++ stack trace for every connection to a rank that has exited
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     end_with(launchers())
+    open_more_files()
     try:
         moved_caches = use_writable_caches()
     except UserError as error:

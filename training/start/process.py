@@ -4,6 +4,7 @@ import atexit
 import importlib
 import io
 import os
+import resource
 import select
 import signal
 import sys
@@ -25,6 +26,9 @@ _IN_CACHE = {
     "HF_HUB_CACHE": "huggingface/hub",
 }
 """Maps variables to folders inside the cache. None of them moves where a library looks for credentials in the home."""
+
+_MOST_FILES = 1 << 20
+"""Enough for any job, and few enough for programs that walk through all numbers up to the limit."""
 
 
 def end_with(above: Sequence[Launcher]) -> None:
@@ -48,6 +52,13 @@ def end_with(above: Sequence[Launcher]) -> None:
 
     if watched:
         threading.Thread(target=wait, daemon=True).start()
+
+
+def open_more_files() -> None:
+    """Raise this process's limit of open files as far as it may: gloo connects every rank to every other."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError):  # the kernel grants fewer by now
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(now, min(most, _MOST_FILES)), most))
 
 
 def use_writable_caches() -> str | None:

@@ -77,6 +77,19 @@ def test_a_folder_that_somebody_else_made_is_not_used(place: Path) -> None:
     assert answer[-1].endswith("is not a folder of this user's; set HOME or TMPDIR to a folder of yours")
 
 
+def test_a_rank_may_open_as_many_files_as_the_machine_lets_it() -> None:
+    program = (
+        "import resource, train\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, 4096))\n"
+        "try:\n"
+        "    train.main(['--config', 'none.yaml'])\n"
+        "finally:\n"
+        "    print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout.split()) == (2, ["4096", "4096"]), ran.stderr
+
+
 def test_leaving_joins_threads_and_runs_exit_functions_but_tears_nothing_down() -> None:
     """At teardown a thread of gloo that drops a tensor ends the process with SIGABRT."""
     script = """
