@@ -257,7 +257,7 @@ class ValidationSection:
     name: str | None = None
     """[text] Name in the record. null: validation 1, 2, ... or source 1, 2, ..."""
     format: RowFormat = "auto"
-    """[choice] Same as data.format."""
+    """[choice] Form of its rows. auto: data.format."""
     split: str | None = None
     """[text] Split of a hub dataset. null: data.split."""
     configuration: str | None = None

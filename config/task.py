@@ -76,6 +76,9 @@ def loss_unit(config: Config) -> str:
 def settle_task(config: Config) -> Config:
     """`config` with data.source = auto, evaluate.batches = auto and the like resolved, as far as possible."""
     data = config.data
+    if data.format != "auto":
+        data = _of_format(data, data.format)
+        config = replace(config, data=data)
     if config.task == "dpo":
         if config.preference.reference == "auto":
             reference: Any = "precomputed" if config.adapter.kind == "none" else "adapter_off"

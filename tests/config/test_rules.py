@@ -252,6 +252,17 @@ def test_evaluations_are_of_all_rows_where_these_are_classified_unless_set(folde
         assert settle_task(load_config(folder / "demo.yaml", overrides, None)).evaluate.most_batches == batches
 
 
+def test_a_form_of_rows_is_that_of_sources_and_validation_sets_without_their_own(folder: Path) -> None:
+    for file in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        (folder / file).touch()
+    sources = "data.sources=[{path: a.jsonl}, {path: b.jsonl, format: alpaca}]"
+    data = ["data.tokenizer=bytes", sources, "data.validation=[{path: c.jsonl}]"]
+    for task, form in ((["task=sft"], "text"), (["task=distill", "distill.teacher=gpt2"], "messages")):
+        config = settle_task(load_config(folder / "demo.yaml", [*task, *data, f"data.format={form}"], None))
+        assert config.learns_rows
+        assert [item.format for item in (*config.data.sources, *config.data.validation)] == [form, "alpaca", form]
+
+
 def test_a_glob_from_the_root_is_found(folder: Path) -> None:
     glob = f"{folder}/**/*.txt"
     assert load_config(folder / "demo.yaml", ["data.source=text", f"data.path={glob}"], None).data.path == glob
