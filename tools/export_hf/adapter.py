@@ -41,6 +41,8 @@ def write_adapter(
 
     skeleton: the base without values.
     """
+    from peft import get_peft_model
+
     whole = whole_modules(trained(saved))
     tensors: dict[str, torch.Tensor] = {}
     for name in trained(saved):
@@ -54,8 +56,12 @@ def write_adapter(
     for key, tensor in tensors.items():
         if key not in found or not torch.equal(found[key], tensor):
             raise TensorsDiffer(f"{key} in {WEIGHTS} is not what was written")
-    own = adapter_config(config.adapter, model_class=model_class_of(config), whole=whole)
+    given = adapter_config(config.adapter, model_class=model_class_of(config), whole=whole)
+    # what all-linear means is found here, as `peft` itself does: another version might find other modules
+    own = get_peft_model(copy.deepcopy(skeleton), given).peft_config[NAME]
     own.base_model_name_or_path, own.inference_mode = config.model.name_or_path, True
+    for key in ("target_modules", "target_parameters"):
+        setattr(own, key, sorted(getattr(own, key) or []) or None)
     own.save_pretrained(folder)
 
 

@@ -1,5 +1,6 @@
 """Exports of a job's checkpoint, and what plain `peft` and transformers make of those of an adapter."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def exported_adapter(
     facts, _ = exported(checkpoint, out / "adapter")
     _, said = exported(checkpoint, out / "merged", merged=True)
     auto = getattr(transformers, facts["model"]["auto_class"])
+    targets = json.loads((out / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    assert isinstance(targets, list) and "all-linear" not in targets, "as `save_pretrained` of peft writes it"
     model: Any = PeftModel.from_pretrained(base_of(auto).float(), out / "adapter").eval()
     saved, loaded = open_saved_model(checkpoint / "deepspeed").tensors, dict(model.get_base_model().named_parameters())
     assert any("lora_B" in key and bool(tensor.read().any()) for key, tensor in saved.items())
