@@ -121,7 +121,10 @@ class RouterBalance:
 
     def counts(self) -> torch.Tensor:
         """(layers, experts) float64: the last pass's number of tokens per expert."""
-        rows = [torch.nn.functional.one_hot(chosen, logits.shape[-1]).sum((0, 1)) for logits, chosen in self.routed]
+        rows = []
+        for logits, chosen in self.routed:
+            flat = chosen.flatten()
+            rows.append(flat.new_zeros(logits.shape[-1]).scatter_add_(0, flat, torch.ones_like(flat)))
         return torch.stack(rows).double()
 
     def loss(self, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

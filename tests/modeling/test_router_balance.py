@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from config.errors import UserError
 from config.schema import ModelSection
-from modeling.router_balance import _VERIFIED, router_balance
+from modeling.router_balance import _VERIFIED, RouterBalance, router_balance
 from tests.support.models.mixtures import EACH, EXPERTS, MORE, sources
 from tests.support.models.small_models import VOCABULARY
 
@@ -63,6 +65,29 @@ def test_what_is_counted_went_to_the_experts(kind: str) -> None:
     torch.testing.assert_close(parts[0].float(), torch.stack(expected).mean().detach())
     balance.backward()
     assert all(float(module.weight.grad.abs().max()) > 0 for module in router._routers if hasattr(module, "weight"))
+
+
+class _Sizes(TorchDispatchMode):
+    """Sees the number of elements of every tensor that an operator returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **kwargs or {})
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return out
+
+
+def test_counting_makes_no_tensor_of_tokens_by_experts() -> None:
+    logits = torch.randn(1000, 64, generator=torch.Generator().manual_seed(1))
+    router = RouterBalance(torch.nn.Module(), balance=0.1, z=0.0)  # type: ignore[arg-type]
+    router.routed = [(logits, logits.topk(4).indices), (-logits, logits.neg().topk(4).indices)]
+    with _Sizes() as seen:
+        counts = router.counts()
+    assert seen.largest == 4 * 1000
+    assert counts.dtype == torch.float64 and counts.sum(1).tolist() == [4000, 4000]
+    assert counts[0].long().equal(router.routed[0][1].flatten().bincount(minlength=64))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in mixtures() if kind.removesuffix("_text") not in _VERIFIED])
