@@ -1,5 +1,6 @@
 """Packed documents: a model computes for each what it computes for that document alone, or is refused."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from config.errors import UserError
+from config.schema import Config, DataSection
 from data.batches.loader import IGNORED_LABEL, Batch
 from data.corpora.documents import cumulative_lengths, document_positions
 from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.models.flex_on_cpu import flex_on_cpu
+from tests.support.refusals import refused
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
@@ -158,5 +160,13 @@ def test_a_model_that_keeps_them_apart_is_accepted(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("name", LEAKING)
 def test_a_model_that_attends_across_documents_is_refused(name: str, dtype: torch.dtype) -> None:
     built = model(name, LEAKING[name], dtype).eval()
-    with pytest.raises(UserError, match=f"data.document_masking = true: {name} does not keep packed documents apart"):
-        require_documents_apart(forward_of(built), built.config, torch.device("cpu"))
+    said = refused(require_documents_apart, forward_of(built), built.config, torch.device("cpu"))
+    assert f"{name} does not keep packed documents apart" in said
+    *_, masking, packing = re.findall(r"data\.(\w+)=(\w+)", said)
+    assert (masking, packing) == (("document_masking", "false"), ("packing", "none"))
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_with_what_is_advised_there_no_documents_are_packed(task: Any) -> None:
+    advised = DataSection(document_masking=False, packing="none" if task == "sft" else "auto")
+    assert not Config(task=task, data=advised).keeps_documents_apart
