@@ -16,6 +16,7 @@ from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import cached_file
 
 from config.errors import UserError
 from data.sources.sources import Source
@@ -28,6 +29,8 @@ SCANNED_BYTES = 1 << 30
 """[bytes] The sample is drawn from this much text at the start of the source, so that drawing ends on any stream."""
 SMALLEST_BPE = 257
 """[tokens] 256 bytes and the end of a document."""
+_PROBE = "It's 12345 words, they'LL say:\n\n\tdef f(x):  return x + 1\r\n naïve — 你好 😀 998"
+"""What splitting rules treat differently. Nothing that Llama 2's old class does otherwise: no space at the start."""
 
 
 def tokenizer_identity(spec: str) -> str:
@@ -160,6 +163,20 @@ def origin_of(spec: str) -> tuple[str, str]:
     return name, revision or "main"
 
 
+def _of_its_file(tokenizer: PreTrainedTokenizerFast, name: str, revision: str) -> PreTrainedTokenizerFast:
+    """The tokenizer of tokenizer.json where the class cuts text otherwise: transformers builds GPT2Tokenizer and others
+    from a BPE's vocabulary and merges, with a splitting rule of their own."""
+    try:
+        path = cached_file(name, "tokenizer.json", revision=revision)
+    except OSError:  # it was made from other files
+        return tokenizer
+    filed = Tokenizer.from_file(str(path))
+    found, expected = (one.encode(_PROBE, add_special_tokens=False).ids for one in (tokenizer.backend_tokenizer, filed))
+    if not isinstance(filed.model, models.BPE) or found == expected:
+        return tokenizer
+    return cast(PreTrainedTokenizerFast, PreTrainedTokenizerFast.from_pretrained(name, revision=revision))
+
+
 def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
     name, revision = origin_of(spec)
     try:
@@ -170,6 +187,7 @@ def _load_pretrained(spec: str) -> PreTrainedTokenizerFast:
         raise UserError(f"data.tokenizer={spec}: cannot be loaded ({reason}). {fix}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"data.tokenizer={spec}: has no fast form (tokenizer.json). Use a tokenizer that has one.")
+    tokenizer = _of_its_file(tokenizer, name, revision)
     if tokenizer.eos_token_id is None and tokenizer.sep_token_id is not None:
         tokenizer.eos_token = tokenizer.sep_token  # BERT ends texts with it
     if tokenizer.eos_token_id is None:

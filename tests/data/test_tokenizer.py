@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 import data.text.encode
@@ -119,6 +119,26 @@ def test_a_local_folder_and_a_vocabulary_with_gaps(tmp_path: Path, source: Sourc
     tokenizer = make_tokenizer(str(folder), source, 0.0)
     assert tokenizer.eos_token_id == 1
     assert vocabulary_size(tokenizer) == 70001
+
+
+def test_a_tokenizer_cuts_text_as_its_file_does_whatever_its_class(tmp_path: Path, source: Source) -> None:
+    """transformers' GPT2Tokenizer joins the digits that the file's rule cuts."""
+    filed = Tokenizer(models.BPE())
+    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    filed.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["</s>"], initial_alphabet=alphabet)
+    filed.train_from_iterator(["their 1 words x"] * 9, trainer=trainer)
+    document = json.loads(filed.to_str())
+    document["model"]["vocab"]["12"] = len(document["model"]["vocab"])
+    document["model"]["merges"].append(["1", "2"])
+    Tokenizer.from_str(json.dumps(document)).save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>", "unk_token": "</s>", "bos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = make_tokenizer(str(tmp_path), source, 0.0)
+    loaded.save_pretrained(tmp_path / "saved")
+    for tokenizer in (loaded, load_tokenizer(tmp_path / "saved")):
+        assert tokenizer.tokenize("x12") == ["x", "1", "2"] and tokenizer.eos_token == "</s>"
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path, source: Source) -> None:
