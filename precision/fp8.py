@@ -169,6 +169,8 @@ def linear_fp8(
 ) -> torch.Tensor:
     """inputs W^T + bias in `ambient`. weight: (out, in), the FP32 master. count: gets every operand and its rounding.
     kept: the result of `SharedInputs.at` for these inputs."""
+    if not inputs.numel():  # an expert without tokens: no values to scale by
+        return functional.linear(inputs.to(ambient), weight.to(ambient), None if bias is None else bias.to(ambient))
     kernel = not no_kernel(weight.shape, inputs.device, ambient, section)
     values, narrow = cast_once(kept, inputs, ambient), None
     if kept is not None:

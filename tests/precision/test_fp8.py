@@ -132,6 +132,15 @@ def test_a_value_that_is_not_finite_is_not_hidden(scaling: Any, special: float) 
     assert output[~lost].isfinite().all()
 
 
+@pytest.mark.parametrize("scaling", ["row", "block32", "tensor"])
+def test_no_tokens_give_no_output_and_zeros_as_gradients(scaling: Any) -> None:
+    inputs, weight = torch.zeros(0, 64, requires_grad=True), torch.randn(8, 64, requires_grad=True)
+    output = linear_fp8(inputs, weight, None, ambient=torch.bfloat16, section=Fp8Section(scaling=scaling))
+    output.sum().backward()
+    assert output.shape == (0, 8) and output.dtype == torch.bfloat16
+    assert weight.grad is not None and not weight.grad.any()
+
+
 def manifest(default: Any = "bf16", *rules: Rule) -> Manifest:
     return Manifest(default, rules or (LINEAR,), Path("m.json"))
 
