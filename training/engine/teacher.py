@@ -45,7 +45,9 @@ class Teacher:
                 options["attn_implementation"] = attention
             document: dict[str, Any] = {
                 "train_micro_batch_size_per_gpu": 1,
-                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                # a stream of its own for gathers is not waited for while a student without one trains
+                # (training/engine/gradients.py)
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
                 "bf16": {"enabled": dtype == torch.bfloat16},
                 "fp16": {"enabled": dtype == torch.float16},
             }

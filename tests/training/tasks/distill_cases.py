@@ -93,6 +93,13 @@ def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, An
         }
 
 
+def gathering_streams(world: World, *, folder: Path, **options: Any) -> list[bool]:
+    """Whether student and teacher gather on a stream of their own."""
+    with session(resolve(folder, **options), world=world) as opened:
+        engine = opened.engine
+        return [each.zero_overlap_comm() for each in (engine.deepspeed, engine.teacher._engine)]
+
+
 def refused(world: World, *, folder: Path, **options: Any) -> str:
     """Why the session does not open."""
     return why_refused(resolve(folder, **options), world)

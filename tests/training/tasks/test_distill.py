@@ -71,6 +71,12 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(pair, folder, stage,
         assert found["ledger"]["teacher, without masters"] == "float32"
 
 
+def test_a_sharded_teacher_gathers_in_the_order_of_its_passes(solo, folder) -> None:
+    """As the student does, for which training/engine/gradients.py tells DeepSpeed not to wait between streams."""
+    overrides = overrides_of(folder, teacher="base", sharded="true")
+    assert solo.run(cases.gathering_streams, folder=folder, stage=3, overrides=overrides) == [[False, False]]
+
+
 @pytest.mark.parametrize("sources", [1, 2])
 def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path, sources: int) -> None:
     """All tokens but one are named, so the rest is that one. Each source of a mixture has its own."""
