@@ -50,6 +50,10 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
         if kept != "none":
             problem = f"keeps {kept} in host memory, but {key} holds masters and weights together on the device"
             raise UserError(f"{path}: {problem}; set deepspeed.offload to none, or remove precision.masters")
+    if config.guard.update_checks and "optimizer" in offload(document):
+        problem = f"guard.update_checks = {config.guard.update_checks} in the run config cannot judge its updates"
+        why = "DeepSpeed's kernel for host memory keeps optimizer.betas in FP32"
+        raise UserError(f"{path}: offloads the optimizer, but {problem}: {why}; set guard.update_checks=0")
     size = document.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if size < 1 or world_size % min(size, world_size):  # DeepSpeed would stop with an AssertionError in every process
         problem = f"zero_optimization.zero_hpz_partition_size = {size} does not divide {world_size} processes"

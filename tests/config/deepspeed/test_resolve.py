@@ -244,6 +244,8 @@ ALONE = "zero_optimization.overlap_comm = true is not verified with"
         (SPLIT, zero(offload_optimizer=CPU), f"keeps optimizer in host memory, but {KEY} holds masters"),
         (SPLIT, zero(0), "BF16 with ZeRO-0 is refused"),
         *((SPLIT, zero(stage), "") for stage in (1, 2, 3)),
+        ("guard.update_checks=9", zero(offload_optimizer=CPU), "offloads the optimizer, but guard.update_checks = 9"),
+        ("guard.update_checks=9", zero(3, offload_param=CPU), ""),
         ("parallel.tensor=2", zero(offload_optimizer=CPU), "offloads optimizer, which is not verified with parallel"),
         ("parallel.tensor=2", zero(overlap_comm=True), f"{ALONE} parallel.tensor = 2; remove one of them"),
         ("parallel.expert=2", zero(overlap_comm=True), f"{ALONE} parallel.expert = 2; remove one of them"),
