@@ -61,8 +61,8 @@ class Guard:
         self._answered_skips = 0
         self._warned = ""
         self.update_ratio: float | None = None
-        """Norm of the last update over norm of the weights. None when that step was not applied or not measured, and
-        during the warm-up, where the ratio is small by design."""
+        """Norm of the last update, a routine overflow being none, over norm of the weights. None when it was not applied
+        or not measured, and during the warm-up, where the ratio is small by design."""
 
     @property
     def lr_factor(self) -> float:
@@ -108,7 +108,8 @@ class Guard:
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:
         """Record a step once it is over; on ROLLBACK before the checkpoint is loaded. applied: the weights changed."""
         verdict, section = judgement.verdict, self._section
-        self.update_ratio, self._warned = update_ratio, ""
+        if not judgement.routine:  # which answers nothing
+            self.update_ratio, self._warned = update_ratio, ""
         if applied and verdict is not Verdict.STEP:
             raise ValueError(f"step {health.step} was applied although the verdict was {verdict.value}")
         if applied:

@@ -332,6 +332,17 @@ def test_a_warning_is_answered_by_one_rollback() -> None:
     assert run.verdicts(HEALTHY, 3) == ["ROLLBACK", "STEP", "STEP"]
 
 
+@pytest.mark.parametrize("what", ["warning", "ratio"])
+def test_a_routine_overflow_answers_neither_a_warning_nor_a_large_update(what: str) -> None:
+    guard = Guard(plan("cut_lr", warnings=("attention_logit",), max_update_ratio=0.1))
+    guard.note(HEALTHY, guard.judge(HEALTHY), applied=True, update_ratio=0.5 if what == "ratio" else None)
+    guard.warn([("attention_logit", "layer 3: 200")] if what == "warning" else [])
+    judgement = guard.judge(OVERFLOW)
+    assert judgement.routine
+    guard.note(OVERFLOW, judgement, applied=False)
+    assert guard.judge(HEALTHY).verdict is Verdict.CUT_LR
+
+
 def test_repeated_rollbacks_leave_out_more_each_time() -> None:
     assert [rollback_skip(used, 10) for used in (1, 2, 3, 4)] == [10, 20, 40, 80]
     assert rollback_skip(1, 1) == 1 and rollback_skip(50, 1) == rollback_skip(51, 1) == 64
