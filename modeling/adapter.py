@@ -72,7 +72,7 @@ def wrapped_with_adapter(
     """The adapted model as a `peft.PeftModel` wrapper, which other libraries expect. Raises UserError."""
     from peft import get_peft_model
 
-    _require_modules(section, [name for name, _ in model.named_modules()])
+    _require_modules(section, model)
     whole = _trained_whole(section, model, model_class=model_class)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
@@ -122,9 +122,24 @@ def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> 
     return list(dict.fromkeys(found))
 
 
-def _require_modules(section: AdapterSection, known: Sequence[str]) -> None:
-    """Raise UserError for a name not in `known`, the model's modules; `peft` ignores one that is beside valid names."""
-    targets = (name for name in section.target_modules if name != "all-linear")
+def _require_modules(section: AdapterSection, model: PreTrainedModel) -> None:
+    """Raise UserError for a name of no module; `peft` ignores one that is beside valid names.
+
+    For mixtures of experts `peft` also knows the names that the hub's files have, such as `w1` or `up_proj` of experts
+    that transformers fuses, and replaces them here by those of parameters.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    known = [name for name, _ in model.named_modules()]
+    targets = [name for name in section.target_modules if name != "all-linear"]
+    if targets:
+        given = LoraConfig(target_modules=targets)
+        try:
+            convert_peft_config_for_transformers(given, model, None)
+        except ValueError as error:
+            raise UserError(f"adapter.target_modules = {', '.join(targets)}: {one_line(error)}") from error
+        targets = [name for name in targets if name in (given.target_modules or ())]
     absent = [
         *(("target_modules", name) for name in targets if not any(f".{one}".endswith(f".{name}") for one in known)),
         *(("modules_to_save", name) for name in section.modules_to_save if not any(o.endswith(name) for o in known)),

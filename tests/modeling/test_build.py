@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
 from config.task import MASKED_LM
-from modeling.adapter import add_adapter
+from modeling.adapter import add_adapter, layers_with_factors
 from modeling.build import (
     attention_of,
     attention_sizes,
@@ -320,6 +320,21 @@ def test_muon_leaves_the_last_layer_of_a_classifier_alone(family, last):
     model = AutoModelForSequenceClassification.from_config(config)
     _, head, _ = parameter_groups(model, OptimizerSection(name="muon", weight_decay=0.3))
     assert [id(p) for p in head["params"]] == [id(model.get_submodule(last).weight)]
+
+
+def test_an_adapter_takes_the_names_that_the_hub_has_for_fused_experts():
+    shape = AutoConfig.for_model("mixtral", **LLAMA, num_key_value_heads=2, num_local_experts=4, vocab_size=64)
+
+    def adapted(*names: str) -> set[str]:
+        model = AutoModelForCausalLM.from_config(shape)
+        add_adapter(model, AdapterSection(kind="lora", r=2, target_modules=names), seed=0)
+        return {name.partition("layers.0.")[2] for name in layers_with_factors(model) if "layers.0." in name}
+
+    experts = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert adapted("w1", "w2", "w3", "q_proj") == {*experts, "self_attn.q_proj.weight"}
+    for names, problem in ((("w1", "q_proj"), "w1 without also targeting w3"), (("w1", "w3", "v"), "has no module v")):
+        with pytest.raises(UserError, match=f"^adapter.target_modules = {', '.join(names)}: .*{problem}"):
+            adapted(*names)
 
 
 def test_what_no_text_reaches_is_named_and_keeps_its_values():
