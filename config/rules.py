@@ -27,7 +27,7 @@ from config.schema import (
     ValidationSection,
 )
 from config.secrets import ADVICE, WITH_PASSWORD
-from config.task import CAUSAL_LM, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
+from config.task import CAUSAL_LM, CHUNKED_TASKS, DECIDED, ENCODER_TASKS, OWN, ROW_FORMATS, is_url, model_class_of
 
 # Arguments of a Hugging Face config that are set by a key of the run config.
 _OWNED_MODEL_ARGUMENTS = {
@@ -63,9 +63,10 @@ Problem = tuple[str, str]
 
 def check(config: Config, origin: Callable[[str], str], *, started: bool = False) -> None:
     """Raise UserError for the first broken rule. origin: where a key was written. started: by a run, whose files may be
-    gone. Steps of run.epochs come later."""
+    gone, and that may have keys without effect. Steps of run.epochs come later."""
     for rule in (
-        *(_run, _model, _activation_checkpointing, _unread, _task, _preference, _grpo),
+        *(_run, _model, _activation_checkpointing, *(() if started else (_ignored,))),
+        *(_unread, _task, _preference, _grpo),
         *(_distill, _encoder, _seq2seq, _adapter, _verified, _mixture, _validation, _data, _documents),
         *(_optimizer, _schedule, _precision, _loss_scale, _tracking, _guard, _faults, _canary),
         *(() if started else (_places,)),
@@ -283,7 +284,8 @@ def _keys(section: str, *names: str, but: Collection[str] = ()) -> list[str]:
 
 _OF_ROWS = ("sft", "seq2seq", "dpo", "classify", *SAMPLING_TASKS)
 _OF_GRPO = ("algorithm", *DECIDED, "beta", "correction", "correction_high", "resamples")
-_READ_BY: tuple[tuple[str, tuple[str, ...], list[str]], ...] = (
+_Readers = tuple[tuple[str, tuple[str, ...], list[str]], ...]
+_READ_BY: _Readers = (
     ("task", _OF_ROWS, _keys("data", "format", "on_bad_row", "too_long")),
     ("task", ("sft", "seq2seq", "dpo", *SAMPLING_TASKS), _keys("data", "chat_template", "packing")),
     ("task", ("sft", "dpo"), ["data.train_on"]),
@@ -315,10 +317,22 @@ _READ_BY: tuple[tuple[str, tuple[str, ...], list[str]], ...] = (
 """A deciding key, and its values with which other keys are read."""
 
 
-def _unread(config: Config) -> Iterator[Problem]:
+_ONCE_IGNORED: _Readers = (("task", CHUNKED_TASKS, ["model.loss_chunk_tokens"]),)
+"""Like `_READ_BY`, but runs of earlier versions may have these keys."""
+
+
+def _ignored(config: Config) -> Iterator[Problem]:
+    """Refuse what earlier versions accepted although nothing reads it."""
+    if config.model.loss == "chunked" and config.task not in CHUNKED_TASKS:
+        problem = f"computes a cross-entropy, which task = {config.task} does not use"
+        yield "model.loss", f"= chunked {problem}; set it to auto or full"
+    yield from _unread(config, _ONCE_IGNORED)
+
+
+def _unread(config: Config, readers: _Readers = _READ_BY) -> Iterator[Problem]:
     """Refuse keys that are set although nothing reads them."""
     usual = Config()
-    for other, values, keys in _READ_BY:
+    for other, values, keys in readers:
         now = attrgetter(other)(config)
         for key in keys:
             value = attrgetter(key)(config)
@@ -359,8 +373,6 @@ def _preference(config: Config) -> Iterator[Problem]:
     if preference.reference == "adapter_off" and config.adapter.kind == "none":
         fix = "set it to precomputed, or adapter.kind=lora"
         yield "preference.reference", f"= adapter_off needs an adapter that can be turned off; {fix}"
-    if config.model.loss == "chunked":
-        yield "model.loss", "= chunked computes a cross-entropy, which task = dpo does not use; set it to auto or full"
     if config.model.activation_checkpointing == "budget":
         fix = "set that to full or selective"
         yield "model.activation_checkpointing", f"= budget counts single sequences, not the pairs of task = dpo; {fix}"
@@ -409,7 +421,6 @@ def _grpo(config: Config) -> Iterator[Problem]:
         "parallel.expert": (1,),
         "precision.path": ("cast",),
         "adapter.base": ("compute",),
-        "model.loss": ("auto", "full"),
         "data.sources": ((),),
         "data.source": ("auto", "jsonl", "parquet", "hub"),
     }

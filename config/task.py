@@ -42,6 +42,8 @@ ALGORITHMS: dict[str, tuple[str, str, str, str, float, float]] = {
 """grpo.algorithm to the values of the keys it decides, in the order of `DECIDED`."""
 DECIDED = ("advantage", "loss", "ratio", "surrogate", "clip_low", "clip_high")
 
+CHUNKED_TASKS = ("pretrain", "sft", "seq2seq", "mlm")
+"""Tasks whose loss, the cross-entropy of every label, may be computed in chunks of the logits."""
 ENCODER_TASKS = ("classify", "mlm")
 """Tasks whose models see a whole text at once and do not generate."""
 ROW_FORMATS = {"sequence": "labelled", "token": "tagged", "regression": "scored"}

@@ -50,7 +50,7 @@ def require_documents_apart(
     if not leaked <= LARGEST_LEAK * own:
         raise UserError(
             f"data.packing or data.document_masking: {config.model_type} does not keep packed documents apart ("
-            f"changing one moved the next one's logits by {leaked:.2g}, its own by {own:.2g}); set data.document_masking=false, "
-            "and data.packing=none for rows, or use an architecture whose attention follows position_ids, such as "
-            "llama, qwen3 or gpt2"
+            f"changing one moved the next one's logits by {leaked:.2g}, its own by {own:.2g}); set "
+            "data.document_masking=false, and data.packing=none for rows, or use an architecture whose attention "
+            "follows position_ids, such as llama, qwen3 or gpt2"
         )

@@ -9,6 +9,7 @@ from rich.text import Text
 from config.cli import REPOSITORY
 from config.deepspeed.choice import FOLDER, json_name
 from config.optimizers import OPTIMIZERS
+from config.task import CHUNKED_TASKS
 from launch.hosts import without_options
 from launch.plan.devices import GIB
 from launch.plan.layout import Layout
@@ -94,7 +95,10 @@ def _advice(item: str, layout: Layout) -> str:
         recompute = [] if layout.checkpointing == "full" else ["model.activation_checkpointing=full"]
         return " or ".join([*recompute, *smaller] or ["a larger parallel.sequence"]) + " lowers them"
     if item == "logits":
-        return " or ".join(["model.loss=chunked", *smaller]) + " lowers them; activation checkpointing does not"
+        chunk = "model.loss=chunked" if layout.config.model.loss == "full" else "a smaller model.loss_chunk_tokens"
+        chunks = [chunk] if layout.config.task in CHUNKED_TASKS else []
+        lowers = " or ".join([*chunks, *smaller] or ["a shorter data.sequence_length"])
+        return f"{lowers} lowers them; activation checkpointing does not"
     return {
         "parameters": "" if layout.stage == 3 else "ZeRO-3 divides them by the ranks",
         "second copy": "a larger zero_hpz_partition_size divides it further",

@@ -7,11 +7,14 @@ a few microseconds; the host runs ahead of the device unless launching takes lon
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from config.errors import UserError
 from config.optimizers import OPTIMIZERS
-from config.rules import liger_conflicts
+from config.rules import check, liger_conflicts
+from config.task import CHUNKED_TASKS
 from launch.plan.devices import Device
 from launch.plan.layout import Layout
 from launch.plan.loss import runs_fused
@@ -217,22 +220,25 @@ class Lever:
 def levers(shape: Shape, layout: Layout) -> Iterator[Lever]:
     """Changes of settings and kernels that affect a step's time, one at a time."""
 
-    def model(name: str, **settings: Any) -> Lever:
+    def model(name: str, **settings: Any) -> Iterator[Lever]:
         config = replace(layout.config, model=replace(layout.config.model, **settings))
-        return Lever(name, replace(layout, config=config))
+        with suppress(UserError):
+            check(config, str, started=True)
+            yield Lever(name, replace(layout, config=config))
 
     now = layout.config.model
     if now.kernels != "torch":
         yield Lever("without liger-kernel", layout, (LIGER,))
         yield Lever("without the loss's kernel", layout, (LOSS_KERNEL,))
-    if not now.compile:
-        yield model("model.compile=true", compile=True)
-    yield model("model.loss=full", loss="full", loss_chunk_tokens=0)
-    few = CHUNK_LOGITS // shape.vocabulary // 64 * 64 or 64
-    yield model(f"model.loss_chunk_tokens={few}", loss="chunked", loss_chunk_tokens=few)
+    if not now.compile and layout.stage < 3:
+        yield from model("model.compile=true", compile=True)
+    if layout.config.task in CHUNKED_TASKS:
+        yield from model("model.loss=full", loss="full", loss_chunk_tokens=0)
+        few = CHUNK_LOGITS // shape.vocabulary // 64 * 64 or 64
+        yield from model(f"model.loss_chunk_tokens={few}", loss="chunked", loss_chunk_tokens=few)
     for kind in ("none", "attention", "full"):
         if kind != layout.checkpointing:
-            yield model(f"model.activation_checkpointing={kind}", activation_checkpointing=kind)
+            yield from model(f"model.activation_checkpointing={kind}", activation_checkpointing=kind)
     for stage in (1, 2, 3):
         if stage != layout.stage and layout.stage:
             yield Lever(f"deepspeed.stage={stage}", replace(layout, stage=stage))

@@ -35,6 +35,10 @@ REFUSED = [
     (["model.config.torch_dtype=bfloat16"], "model.config.torch_dtype is decided by precision.compute"),
     (["model.config._attn_implementation=eager"], "model.config._attn_implementation is decided by model.attention"),
     (["model={loss: full, loss_chunk_tokens: 8}"], "model.loss_chunk_tokens = 8 is only read by model.loss = chunked"),
+    (["task=classify", "model.loss=chunked"], "model.loss = chunked computes a cross-entropy, … task = classify"),
+    (["task=distill", "distill.teacher=a", "model.loss=chunked"], "model.loss = chunked … task = distill does not use"),
+    ([*GRPO, "model.loss=chunked"], "model.loss = chunked … task = grpo does not use; set it to auto or full"),
+    (["task=dpo", "model={loss: full, loss_chunk_tokens: 8}"], "model.loss_chunk_tokens = 8 … task = pretrain, sft"),
     (["run.name=a/b"], "run.name = 'a/b' is not the name of a folder"),
     (["run.name=''"], "run.name = '' is not the name of a folder"),
     (["run.resume=nowhere"], "run.resume = 'nowhere' does not exist"),
@@ -240,6 +244,12 @@ ALLOWED = [
 @pytest.mark.parametrize("overrides", ALLOWED)
 def test_allowed(folder: Path, overrides: list[str]) -> None:
     assert load_config(folder / "demo.yaml", overrides, None) != load_config(folder / "demo.yaml", [], None)
+
+
+def test_a_run_that_has_a_key_without_effect_still_loads(folder: Path) -> None:
+    (folder / "old.yaml").write_text("model: {architecture: llama, loss: chunked}\ntask: classify\n")
+    assert "model.loss = chunked" in refused(load_config, folder / "old.yaml", [], None)
+    assert load_config(folder / "old.yaml", [], None, started=True).model.loss == "chunked"
 
 
 def test_evaluations_are_of_all_rows_where_these_are_classified_unless_set(folder: Path) -> None:

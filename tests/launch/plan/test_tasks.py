@@ -1,5 +1,6 @@
 """The planner on fine-tuning: adapters, pairs, teachers and encoders, against models and engines as they are."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from launch.plan.loss import loss_bytes, sampler_bytes
 from launch.plan.memory import model_states, peak_memory
 from launch.plan.model import Shape, codes_of, sizes_of
 from launch.plan.speed import computed_flops
+from launch.plan.text import _advice
+from launch.plan.timed import levers
 from modeling.adapter import add_adapter
 from modeling.build import build_model, empty_model
 from modeling.objectives.divergence import IDS, LOG_PROBS, Distillation
@@ -368,3 +371,25 @@ def test_answers_that_are_sampled_at_once_need_a_cache() -> None:
     assert "KV cache" not in peak("grpo.at_once=16")[1].device
     served = peak("grpo.at_once=512", "grpo.engine=vllm", "grpo.urls=[http://127.0.0.1:8105]")[1]
     assert served.moment != "the sampling of answers" and served.device["sampler"] == 2 * shape.parameters
+
+
+@pytest.mark.parametrize(
+    ("stage", "given"),
+    [
+        (1, []),
+        (3, []),
+        (2, ["task=sft", "data.source=stdlib"]),
+        (2, ["task=dpo"]),
+        (2, ["task=distill", "distill.teacher=TEACHER", "data.tokenizer=bpe:512"]),
+        (2, ["task=mlm", "model={architecture: bert, config: {}}"]),
+    ],
+)
+def test_what_is_advised_is_not_refused(base: Path, stage: int, given: list[str]) -> None:
+    given = [*(item.replace("TEACHER", str(base)) for item in given), f"deepspeed.stage={stage}"]
+    shape, layout = planned([*given, "model.kernels=torch"])
+    advice = _advice("logits", layout)
+    names = [lever.name for lever in levers(shape, layout) if lever.name.startswith("model.")]
+    assert names and (stage < 3 or "model.compile=true" not in names)
+    for name in [*names, *re.findall(r"model\.loss=\w+", advice)]:
+        planned([*given, "model.kernels=torch", name])
+    assert ("model.loss" in advice) == any(name.startswith("model.loss") for name in names)
