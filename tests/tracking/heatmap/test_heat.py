@@ -5,11 +5,14 @@ import math
 import random
 import re
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from config.cli import DONE, PREEMPTED
+from config.schema import Config, RunSection
 from tests.support.refusals import refused
 from tests.support.runs.compare_runs import RunWriter
 from tests.support.runs.heat_runs import growing, modules, telemetry, write_heat_run
@@ -26,6 +29,7 @@ from tracking.heatmap.words import sentences
 from tracking.report.command import main as report
 from tracking.summary import read_run
 from tracking.watch.command import main as watch
+from training.finish import _judge
 
 
 def collected(events):
@@ -269,6 +273,18 @@ def test_a_run_that_moves_is_left_alone(shares, after):
     assert still_sentence(heat, after=after) == ""
     if not after:
         assert "hardly" not in sentences(heat)["lost"]
+
+
+def test_a_preempted_run_records_its_end_without_reading_telemetry(tmp_path):
+    write_heat_run(tmp_path, "still", layers=1, steps=60, compute="bf16", lost=lambda name, step: 0.996)
+    parts = SimpleNamespace(resolved=SimpleNamespace(config=Config(run=RunSection(dir=str(tmp_path), name="still"))))
+
+    def found(status, code):
+        return _judge(parts, {"step": 60, "tokens": 1, "status": status, "exit_code": code, "reason": ""})[1]
+
+    assert "lost to rounding" in found("done", DONE)["standstill"]
+    assert found("preempted", PREEMPTED)["standstill"] == ""
+    assert found("preempted", PREEMPTED)["verdict"] == "stopped"
 
 
 def test_report_and_watch_say_that_a_run_does_not_move(tmp_path, capsys):
