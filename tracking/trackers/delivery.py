@@ -35,6 +35,8 @@ RUNNING = {"verdict": "running", "verdict_text": "running", "next_command": ""}
 
 POLL_S = 0.5
 _STEP = beginnings("step")
+_PAST = beginnings("step", "telemetry")
+"""Events of earlier sessions that no client looks at again, most of a file."""
 
 
 class Delivered:
@@ -70,8 +72,8 @@ class Delivery(ABC):
     def add(self, number: int, text: bytes) -> None:
         """Process one line of the events. number: counted from 1."""
         earlier, self.line = number <= self.earlier, number
-        if earlier and text.startswith(_STEP):
-            self.rows.attempts += 1  # no need to parse it
+        if earlier and text.startswith(_PAST):
+            self.rows.attempts += text.startswith(_STEP)  # no need to parse it
             return
         event = event_on(text)
         if event is None:
@@ -87,7 +89,7 @@ class Delivery(ABC):
     def log(self, event: Event, row: dict[str, Any], *, earlier: bool) -> None:
         """Pass an event and its chart row (`tracking.wandb.charts`) to the client.
 
-        earlier: the client has the event from an earlier session; never the case for a step.
+        earlier: the client has the event from an earlier session; never the case for a step or telemetry.
         """
 
     @abstractmethod

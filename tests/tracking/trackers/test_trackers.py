@@ -13,7 +13,9 @@ import pytest
 from tests.support.runs.compare_runs import step_fields
 from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.report_runs import session
+from tracking.jsonl import encode
 from tracking.run_dir import RunDir
+from tracking.trackers.delivery import Delivery
 from tracking.trackers.sink import TrackerSink
 
 SECRET = "hf_" + "a" * 30
@@ -184,3 +186,28 @@ def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: Run
         run.steps(1)
     said = capsys.readouterr().err
     assert "csv failed: IsADirectoryError" in said and "the next session delivers the rest" in said
+
+
+def test_telemetry_of_earlier_sessions_is_only_counted() -> None:
+    """It is most of the file of a long run, which every restart reads."""
+
+    class Passed(Delivery):
+        def __init__(self, delivered: int) -> None:
+            super().__init__(1, delivered)
+            self.kinds: list[tuple[str, bool]] = []
+
+        def log(self, event: dict[str, Any], row: dict[str, Any], *, earlier: bool) -> None:
+            self.kinds.append((event["event"], earlier))
+
+        def flush(self) -> None: ...
+
+        def close(self, exit_code: int, verdict: dict[str, Any]) -> None: ...
+
+    lines = [encode({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})]
+    lines += [encode({"event": "telemetry", "step": 1, "time": 1.0, "tokens": 1, **telemetry(1, 1)})]
+    lines += [encode({"event": "eval", "step": 1, "time": 1.0, "tokens": 1, "loss": 4.0, "perplexity": 54.6})]
+    found = Passed(delivered=3)
+    for number, line in enumerate(2 * lines, 1):
+        found.add(number, line)
+    assert found.kinds == [("eval", True), ("step", False), ("telemetry", False), ("eval", False)]
+    assert found.rows.attempts == 2
