@@ -40,6 +40,7 @@ _LOOK_S = 5.0  # interval between searches for new folders
 _CHECK_S = 10.0  # interval between checks of a run's process while its events do not change
 _OPEN_RUNS = 4  # maximum number of whole runs in memory
 _PASSED_OVER = frozenset({"checkpoints", "plots", "wandb", "profile"})
+_INSIDE_A_RUN = _PASSED_OVER | {"rollouts", "tensorboard"}
 _FEW_BROKEN = 3  # with fewer steps since the first non-finite loss, the last finite one is shown
 
 
@@ -245,10 +246,11 @@ class Library:
         for folder, below, files in os.walk(self.root, followlinks=False):
             path = Path(folder)
             parts = path.relative_to(self.root).parts
+            passed_over = _INSIDE_A_RUN if "events.jsonl" in files else _PASSED_OVER
             if "events.jsonl" in files and is_inside(path / "events.jsonl", self.root):
                 yield "/".join(parts) or ".", path
             deep = len(parts) >= self._depth
-            below[:] = [] if deep else sorted(name for name in below if name not in _PASSED_OVER)
+            below[:] = [] if deep else sorted(name for name in below if name not in passed_over)
 
 
 def require_inside(folder: Path, root: Path) -> None:

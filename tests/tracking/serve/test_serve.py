@@ -573,6 +573,16 @@ def test_a_run_that_cannot_be_read_is_named_and_hides_no_other(tmp_path):
         assert "There is no run" not in client.page("/")
 
 
+def test_answers_and_trackers_files_of_a_run_are_not_searched_for_runs(tmp_path):
+    """A step of GRPO is a file; a million names would be listed every few seconds."""
+    for name in ("rollouts", "tensorboard"):
+        write_run(tmp_path, name)  # a run may have that name
+        write_run(tmp_path / "rollouts" / name, "within")
+    write_run(tmp_path / "rollouts", "trial")
+    with served(tmp_path) as client:
+        assert rows(client.page("/")).keys() == {"rollouts", "tensorboard", "rollouts/trial"}
+
+
 def test_each_run_that_went_wrong_is_named_by_the_text_of_its_line(tmp_path):
     """Runs that were recorded, one of each kind."""
     said = {
