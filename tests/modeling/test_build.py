@@ -337,7 +337,7 @@ def test_an_adapter_takes_the_names_that_the_hub_has_for_fused_experts():
             adapted(*names)
 
 
-def test_what_no_text_reaches_is_named_and_keeps_its_values():
+def test_what_no_text_reaches_is_named_with_the_group_that_keeps_its_values():
     """ZeRO gives the optimizer zeros in place of the gradients that these do not get."""
     text = {**LLAMA, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -349,11 +349,16 @@ def test_what_no_text_reaches_is_named_and_keeps_its_values():
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    torch.optim.AdamW(parameter_groups(model, OptimizerSection(weight_decay=0.5)), lr=0.1).step()
+    [note] = unreached_notes(model, OptimizerSection(weight_decay=0.5))
+    assert note.startswith("no text reaches model.vision_tower, model.multi_modal_projector: weight decay alone")
+    assert "{match: 'model.vision_tower.*', weight_decay: 0}" in note
+    names = ("model.vision_tower.*", "model.multi_modal_projector.*")
+    groups = tuple(ParameterGroupSection(match=name, weight_decay=0.0) for name in names)
+    section = OptimizerSection(weight_decay=0.5, groups=groups)
+    torch.optim.AdamW(parameter_groups(model, section), lr=0.1).step()
     same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert without and without <= same and "model.language_model.layers.0.mlp.up_proj.weight" not in same
-    note = "model.vision_tower, model.multi_modal_projector: no text reaches them; they keep the base's values"
-    assert unreached_notes(model) == [note] and unreached_notes(llama()) == []
+    assert unreached_notes(model, section) == unreached_notes(llama(), OptimizerSection()) == []
     assert without == unreached(model).keys()
 
 

@@ -71,7 +71,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     if world.experts is not None:
         share_experts(model, world.experts, experts_name(world.experts))
     model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
-    notes = drawn_notes(model) + unreached_notes(model) + choose_kernels(model, resolved, world)
+    notes = drawn_notes(model) + unreached_notes(model, config.optimizer) + choose_kernels(model, resolved, world)
     if resolved.compute != "fp32" and config.precision.routers == "fp32":  # a manifest's run has parameters in FP32
         routers = set(compute_routers_in_fp32(model).values())
         notes += [f"{len(routers)} routers compute in FP32 (precision.routers)"] if routers else []
