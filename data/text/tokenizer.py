@@ -30,7 +30,7 @@ SCANNED_BYTES = 1 << 30
 SMALLEST_BPE = 257
 """[tokens] 256 bytes and the end of a document."""
 _PROBE = "It's 12345 words, they'LL say:\n\n\tdef f(x):  return x + 1\r\n naïve — 你好 😀 998"
-"""What splitting rules treat differently. Nothing that Llama 2's old class does otherwise: no space at the start."""
+"""Text that splitting rules treat differently, but not by a space at the start, as Llama 2's old class does."""
 
 
 def tokenizer_identity(spec: str) -> str:

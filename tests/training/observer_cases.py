@@ -179,7 +179,7 @@ def evaluating_less(world: World, *, folder: str, name: str, lost: str) -> None:
 
     def halved(engine: Engine, given: Any) -> Any:
         found = evaluate(engine, given)
-        return found if lost == "its last batch" else found._replace(count=found.count / 2)
+        return found if lost == "its last batch" else found._replace(counted=found.counted / 2)
 
     further = ["data.validation_fraction=0.3", "evaluate.every_steps=2", "evaluate.batches=3"]
     with patch.object(session_module, "validation_batches", fewer), patch.object(Engine, "evaluate", halved):

@@ -407,7 +407,7 @@ def test_a_gradient_that_is_wrong_in_one_step_is_found_where_gradients_are_compa
 
 
 def unlike(change: Callable[[Any], None]) -> list[str]:
-    """What differs between a changed model and what its config makes."""
+    """Differences between a changed model and what its config makes."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape = AutoConfig.for_model("gemma3_text", **sizes, head_dim=16, num_key_value_heads=1, attention_dropout=0.1)
     mine, fresh = (AutoModelForCausalLM.from_config(copy.deepcopy(shape)).train() for _ in range(2))

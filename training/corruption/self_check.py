@@ -229,7 +229,7 @@ class SelfCheck:
         few += last
         wrong += [] if are_evaluated(ids, self._resolved, self._corpus) else ["which samples are evaluated"]
         labels_of_all = float(engine.world.sum(engine.world.numbers([labels_of_all])))
-        rows.append(Row("evaluation", "labels", abs(found.count - labels_of_all) / max(labels_of_all, 1.0), 1e-9))
+        rows.append(Row("evaluation", "labels", abs(found.counted - labels_of_all) / max(labels_of_all, 1.0), 1e-9))
         none_saved = torch.autograd.graph.saved_tensors_hooks(lambda value: None, lambda value: value)
         if float(engine.world.sum(engine.world.numbers([float(count > len(few))]))):
             found = engine.evaluate(few)

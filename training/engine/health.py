@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
     perplexity: float | None
     """exp(loss) of language models; None for other tasks."""
     metrics: dict[str, float]
-    count: float = 0.0
+    counted: float = 0.0
     """Number of labels, or of whatever counts, on all ranks."""
 
 

@@ -174,6 +174,7 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
     delayed = {"losses": [7.0] * 3 + falling[:-3], "grad_norms": [2.0] * 3 + norms[:-3], "skipped": 3}
     twin = replace(whole, **delayed, validation=0.137)
     mine = replace(twin, grad_norms=[math.inf] * 3 + norms[:-3], settling=Settling([1, 2, 3], 65536.0, 8192.0))
+    mine = replace(mine, lost=[1, 2, 3])
 
     def against(twin: Trajectory, mine: Trajectory = mine) -> dict[str, Check]:
         controls = [replace(whole, validation=0.1002)]
@@ -182,7 +183,7 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
     checks = against(twin)
     assert not failed(checks)
     assert checks["validation_delta"].note.endswith(
-        "+0.20%; with the updates that the scale's settling lost, FP32 ends +37.00% apart"
+        "+0.20%; with the updates that the loss scale lost, FP32 ends +37.00% apart"
     )
     assert failed(against(whole)) == {"validation_delta", "loss_gap", "grad_norm_ratio"}
     skipping = replace(mine, settling=None)

@@ -1,4 +1,4 @@
-"""What a sampler gets: settings that modules compute with are compared, and an adapter is merged for a server."""
+"""Weights on their way to a sampler: settings that modules compute with are compared, adapters are merged."""
 
 from typing import Any
 
