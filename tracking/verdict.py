@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from config.cli import DIVERGED
+from config.deepspeed.choice import FOLDER
 from config.printable import line
 from tracking.events import Event, describe_event
 from tracking.figures import followed, headline_of
@@ -250,7 +251,7 @@ def judge(
         command = resume_command
         if status.exit_code == DIVERGED and refused is not None:
             narrow = "use precision.compute=bf16" in status.cause
-            command = (_changed(resume_command, {"precision.compute": "bf16"}) if narrow else "") or replay
+            command = (_in_bf16(resume_command, config) if narrow else "") or replay
         return verdict("failed", status.cause, status.step, command)
     if (warned := _warned(evidence, course, reward)) is not None:
         return verdict("finished with warnings", *warned, replay)
@@ -478,6 +479,15 @@ def _anew(
         return ""
     start, rate = "never" if checkpoint is None else str(checkpoint), number(max(least, rate * factor), 3)
     return _changed(command, {"run.resume": start, "run.name": f"{name}-again", "optimizer.learning_rate": rate})
+
+
+def _in_bf16(command: str, config: Mapping[str, Any]) -> str:
+    """The command of an FP16 run in BF16; empty where a manifest or the user's own JSON decides the dtype."""
+    json = setting(config, "deepspeed.config")
+    if setting(config, "precision.path") == "manifest" or (json and Path(json).parent != Path(FOLDER)):
+        return ""
+    other = command.replace(json, json.replace("_fp16", "_bf16")) if json else command
+    return _changed(other, {"precision.compute": "bf16"})
 
 
 def _changed(command: str, changes: Mapping[str, str]) -> str:

@@ -7,6 +7,7 @@ required fields.
 import io
 import json
 import math
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from config.command_line import read_command_line
+from config.launcher import as_launched
+from config.load import to_dict
 from tests.support.runs.compare_runs import start_fields, step_fields
 from tests.support.runs.report_runs import report_of
 from tests.support.servers.serving import served
@@ -37,6 +41,7 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"learning_rate": 3e-3},
     "schedule": {"warmup_steps": 6},
 }
+ZERO2_FP16 = "ds_configs/zero2_fp16.json"
 RESUME = "python train.py --config demo.yaml run.name=demo run.resume=auto"
 DONE = ended({"status": "done", "exit_code": 0, "time": 1.0}, 60)
 
@@ -370,6 +375,13 @@ def test_an_abort_is_not_answered_with_the_command_that_aborts_again() -> None:
     end["reason"] = "no loss scale helps; use precision.compute=bf16, or promote these modules"
     found = judge(evidence, ended(end, 20), config=CONFIG, resume_command=RESUME)
     assert found.command == f"{RESUME} precision.compute=bf16"
+    for given in (["--deepspeed_config", ZERO2_FP16], [f"deepspeed.config={ZERO2_FP16}"], ["precision.compute=fp16"]):
+        words = ["--config", "config/recipes/demo.yaml", "precision.compute=auto", *given]
+        config = to_dict(read_command_line(words, as_launched(1)).config)
+        command = judge(evidence, ended(end, 20), config=config, resume_command=f"train.py {' '.join(words)}").command
+        assert read_command_line(shlex.split(command)[1:], as_launched(1)).compute == "bf16"
+    for own in ({"precision": {"path": "manifest"}}, {"deepspeed": {"config": "/mine/zero2_fp16.json"}}):
+        assert judge(evidence, ended(end, 20), config=CONFIG | own, resume_command=RESUME).command == replay
     full = ended({"status": "aborted", "exit_code": 74, "time": 1.0, "reason": "the disk is full"}, 20)
     assert judge(evidence, full, config=CONFIG, resume_command=RESUME).command == RESUME
 
