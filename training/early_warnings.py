@@ -216,7 +216,8 @@ class EarlyWarnings:
             if self._updates.median:
                 by_signal["update_growth"][""] = update / self._updates.median
             self._updates.push(update)
-        by_signal["overflow_steps"] = dict(self._overflows(step, fields["activation_max"]))
+        if fields["activation_max"]:  # empty where only the gradients of a jump were looked at
+            by_signal["overflow_steps"] = dict(self._overflows(step, fields["activation_max"]))
         return [warning for signal, values in by_signal.items() for warning in self._judge(signal, values)]
 
     def _clipped(self, norm: float) -> float:

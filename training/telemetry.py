@@ -207,7 +207,7 @@ class Telemetry:
         activations = {name: _short(value) for name, value in zip(names, seen.tolist(), strict=True)}
         fields = {
             "gradients": self._gradients(total),
-            "activation_max": {name: activations[name] for name in maxima if name in activations},
+            "activation_max": {name: value for name, value in activations.items() if value != -1},
             "probe": to_plain(self._agreement),
             "drift": self._drift(total),
             "update_ratio": _ratio(total[:, _CHANGE].sum(), total[:, _SIZE].sum()) if applied else None,

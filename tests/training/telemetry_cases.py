@@ -71,6 +71,20 @@ def measured(
     }
 
 
+def called_on_one_rank(world: World) -> dict[str, float]:
+    """Largest activations where only rank 1 has called a module, as an expert that none of rank 0's tokens chose."""
+    with engine_of(world, resolve(world, stage=2, compute="bf16", micro=2)) as engine:
+        batch, telemetry = batch_of(world, 2, seed=1), Telemetry(engine, probe=False)
+        with telemetry.watching(batch):
+            outcome = engine.forward_backward(batch, step=1)
+        if world.rank == 0:
+            del telemetry._meter.maxima["lm_head"]
+        health = engine.health(outcome)
+        telemetry.measure()
+        engine.step(health, 0.001)
+        return telemetry.finish(applied=True)["activation_max"]
+
+
 def recomputed_probe(world: World, *, stage: int) -> dict[str, dict[str, bool]]:
     """By the overrides that recompute blocks, parameters whose FP32 gradients are those of a pass that keeps them."""
     batch, found = batch_of(world, 2, seed=1), []

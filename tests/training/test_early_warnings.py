@@ -103,6 +103,16 @@ def test_a_bound_speaks_once_names_the_worst_and_speaks_again_after_it_held():
     assert _judge(attention_logit=None).after_telemetry(1, _event(attentions=bad), warm=True) == []
 
 
+def test_a_look_at_gradients_alone_does_not_count_as_activations_in_range():
+    judge = _judge()
+    growing = [_event(activation_max={"half": 400.0 * 1.01**step}) for step in range(500)]
+    said = [found for step, event in enumerate(growing, 1) for found in judge.after_telemetry(step, event, warm=True)]
+    assert [found.signal for found in said] == ["overflow_steps"]
+    for step in range(REARM):
+        assert judge.after_telemetry(501 + step, _event(), warm=True) == []
+    assert judge.state_dict()["active"] == {"overflow_steps": 0}
+
+
 def test_answers_that_are_alike_are_a_warning_unless_their_prompts_are_solved():
     """A policy that collapsed before it learned, and one whose answers are alike because they are right."""
 
@@ -282,6 +292,11 @@ def test_a_weight_that_is_not_its_master_is_named(pair, stage):
 def test_a_probe_that_cannot_be_is_refused(pair):
     for result in pair.run(telemetry_cases.measured, stage=3, compute="bf16", probe=True):
         assert result["refused"].startswith("telemetry.probe = true: at ZeRO-3")
+
+
+def test_a_module_that_one_rank_calls_is_measured_on_all(pair):
+    first, second = pair.run(telemetry_cases.called_on_one_rank)
+    assert first == second and first["lm_head"] > 0
 
 
 def test_the_largest_value_over_ranks_is_torchs_nan_included(pair):
