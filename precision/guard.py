@@ -61,8 +61,8 @@ class Guard:
         self._answered_skips = 0
         self._warned = ""
         self.update_ratio: float | None = None
-        """Norm of the last update, a routine overflow being none, over norm of the weights. None when it was not applied
-        or not measured, and during the warm-up, where the ratio is small by design."""
+        """Norm of the last update, a routine overflow being none, over norm of the weights. None when it was not
+        applied or not measured, and during the warm-up, where the ratio is small by design."""
 
     @property
     def lr_factor(self) -> float:
@@ -101,8 +101,9 @@ class Guard:
         found = step_health.not_finite(health)
         if found is not None:
             return None if found.routine else found.what
-        sigmas = self._section.spike_sigmas or _SUSPICIOUS_SIGMAS
-        found = step_health.spike(health, self._losses, self._log_norms, sigmas)
+        own = self._section.spike_sigmas
+        sigmas, bound = (own, "guard.spike_sigmas") if own else (_SUSPICIOUS_SIGMAS, "the bound of guard.reexecute")
+        found = step_health.spike(health, self._losses, self._log_norms, sigmas, bound=bound)
         return found.what if found is not None else None
 
     def note(self, health: Health, judgement: Judgement, *, applied: bool, update_ratio: float | None = None) -> None:

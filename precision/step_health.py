@@ -135,8 +135,11 @@ def not_finite(health: Health) -> Trouble | None:
     return Trouble(what, "", _ANY)  # the attribution says where
 
 
-def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas: float) -> Trouble | None:
-    """A loss or gradient norm more than `sigmas` robust standard deviations above its median; sigmas 0 finds none."""
+def spike(
+    health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas: float, *, bound: str = "guard.spike_sigmas"
+) -> Trouble | None:
+    """A loss or gradient norm more than `sigmas` robust standard deviations above its median; sigmas 0 finds none.
+    bound: what sets `sigmas`."""
     if not sigmas:
         return None
     for name, value, measured, window in (
@@ -149,7 +152,7 @@ def spike(health: Health, losses: RobustWindow, log_norms: RobustWindow, sigmas:
             usual = center if window is losses else math.exp(center)
             return Trouble(
                 f"the {name} {value:.4g} is {score:.1f} robust standard deviations above its median {usual:.4g} "
-                f"over {len(window)} healthy steps (guard.spike_sigmas = {sigmas:g})",
+                f"over {len(window)} healthy steps ({bound} = {sigmas:g})",
                 f"look at the batch of step {health.step}, and lower the learning rate if spikes keep coming",
                 _ANY,
             )

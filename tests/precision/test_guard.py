@@ -174,6 +174,8 @@ def test_spikes_are_judged_above_the_median_only_and_not_at_all_by_default() -> 
     assert "the loss 9 is" in trained(section).attempt(loss_spike).reason
     reason = trained(section).attempt(norm_spike).reason
     assert "the gradient norm 40 is" in reason and "over 64 healthy steps (guard.spike_sigmas = 6)" in reason
+    suspicion = trained(GuardSection(spike_window=64)).guard.suspicion(norm_spike) or ""
+    assert suspicion.endswith("(the bound of guard.reexecute = 6)")
     low = replace(HEALTHY, loss=0.1, grad_norm=1e-3)
     assert trained(section).attempt(low).verdict is Verdict.STEP
     for health in (loss_spike, norm_spike):
