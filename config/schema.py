@@ -781,7 +781,7 @@ class GuardSection:
     ends the run with exit code 71 and names the rank and host, a true numeric event goes to guard.reactions."""
     attribute_overflows: bool = True
     """[true or false] Also name the module behind a routine FP16 overflow, at the cost of one more forward and backward
-    of the micro-batch each time; incidents are always attributed."""
+    of the step each time; incidents are always attributed."""
 
 
 @dataclass(frozen=True)

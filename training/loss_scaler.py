@@ -27,7 +27,7 @@ class ScaleChange:
     old: float
     new: float
     reason: str
-    """overflow, hysteresis, growth, promoted or resumed."""
+    """overflow, hysteresis or growth."""
     consecutive_overflows: int
 
 
