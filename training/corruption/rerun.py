@@ -33,6 +33,8 @@ input of each query projection, squared norms moved by at most 0.7% (Llama, OPT 
 _REST = 2.0**-24
 """[fraction] Share of the total squared norm added to each one compared: the gradient of a key bias, which is zero but
 for rounding (1e-11 of the total), moved by up to 17%."""
+_PART = 1 << 23
+"""[values] Widened to FP64 at a time: 64 MiB."""
 
 
 def is_exact(device: torch.device) -> bool:
@@ -145,10 +147,15 @@ def _run(engine: Engine, batch: Batch, start: Any) -> tuple[Answer, Outcome]:
 
 
 def _added(total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """() int64: a checksum with another gradient added."""
+    """() int64: a checksum with another gradient added, (n,)."""
     if is_exact(gradient.device):
         return total + bit_sum(gradient)
-    return (total.view(torch.float64) + gradient.double().square().sum()).view(torch.int64)
+    squares = total.view(torch.float64)
+    for part in gradient.split(
+        _PART
+    ):  # a copy of an unsharded embedding's gradient may not fit beside the backward pass
+        squares = squares + part.double().square().sum()
+    return squares.view(torch.int64)
 
 
 def _differ(a: torch.Tensor, b: torch.Tensor, *, own: int = 0) -> torch.Tensor:

@@ -5,10 +5,13 @@ import random
 import socket
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config.schema import OptimizerSection
 from data.text.prepare import prepare
@@ -16,6 +19,7 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.training.checkpoint import resume_cases
 from tests.training.corruption import corruption_cases as cases
+from training.corruption import rerun
 from training.engine.flips import bit_sum, flip_bit
 from training.engine.optimizers.adamw import after, build
 from training.engine.optimizers.rule import UpdateInputs
@@ -179,6 +183,32 @@ def test_sums_in_another_order_are_no_fault_of_a_rank_and_a_flipped_exponent_is(
     [found] = pair.run(cases.trained_with_noise, overrides=(*shape, flip), **how)[0]["reexecution"]
     assert [found[key] for key in ("step", "outcome", "ranks")] == [3, "transient", [0]]
     assert found["modules"] == ["model.decoder.layers.1.fc2.weight"]
+
+
+class _Widened(TorchDispatchMode):
+    """Sees how many FP64 values an operator returns at most."""
+
+    most = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.float64:
+            self.most = max(self.most, out.numel())
+        return out
+
+
+def test_a_norm_where_sums_have_no_order_widens_a_part_of_a_gradient_at_a_time(monkeypatch) -> None:
+    monkeypatch.setattr(rerun, "is_exact", lambda device: False)
+    monkeypatch.setattr(rerun, "_PART", 1000)
+    gradient = torch.randn(10_500, generator=torch.Generator().manual_seed(4)).bfloat16()
+    parameter = torch.nn.Parameter(torch.zeros(105, 100, dtype=torch.bfloat16))
+    monkeypatch.setattr(rerun, "trainable_parameters", lambda engine: {"embedding": parameter})
+    engine: Any = SimpleNamespace(world=SimpleNamespace(device=torch.device("cpu")))
+    local = rerun.LocalGradients(engine)
+    with _Widened() as seen, local.signed():
+        (parameter * gradient.view(105, 100)).sum().backward()
+    assert seen.most == 1000
+    assert local.sums.view(torch.float64).item() == pytest.approx(gradient.double().square().sum().item(), rel=1e-12)
 
 
 @pytest.mark.one_in(2)
