@@ -5,6 +5,7 @@ Every mistake is one line that names the file or the command line, the key, the 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -22,8 +23,8 @@ from config import rules, yaml_text
 from config.deepspeed.choice import Place, settle
 from config.errors import UserError, meant
 from config.not_offered import known_elsewhere, why_not
-from config.schema import Config
-from config.task import settle_task
+from config.schema import Config, LossScaleSection
+from config.task import ALGORITHMS, DECIDED, settle_task
 
 T = typing.TypeVar("T")
 COMMAND_LINE = "command line"
@@ -42,11 +43,13 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
     if tree.get("defects") == []:  # runs before version 0.2.0 recorded this section, since removed
         del tree["defects"]
     origins: dict[str, str] = {"": str(path)}
+    before = copy.deepcopy(tree)
     for text in overrides:
         key, value = _parse_override(text)
         _apply_override(tree, key.split("."), value, origins, key)
     if deepspeed_config is not None:
         _apply_override(tree, ["deepspeed", "config"], deepspeed_config, origins, "deepspeed.config")
+    _reopen(tree, before, origins)
     builder = _Builder(origins)
     config = _with_home(builder.section(Config, tree, ""))
 
@@ -66,6 +69,30 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
         config = dataclasses.replace(config, run=run)
     rules.check(settle_task(config), builder.origin, started=started)
     return config
+
+
+def _reopen(tree: dict[str, Any], before: dict[str, Any], origins: Mapping[str, str]) -> None:
+    """Leave out of `tree` what followed from a key that the command line changes, as in a run folder's config, where
+    every open value is filled in. before: without overrides."""
+    policies = typing.get_args(field_types(LossScaleSection)["policy"])
+    scales = {policy: vars(LossScaleSection(policy=policy).resolved()) for policy in policies}
+    algorithms = {name: dict(zip(DECIDED, values, strict=True)) for name, values in ALGORITHMS.items()}
+    for key, usual, decided, of in (
+        ("grpo.algorithm", "grpo", DECIDED, algorithms),
+        ("precision.loss_scale.policy", "deepspeed", ("initial", "maximum", "hysteresis"), scales),
+    ):
+        *parts, name = key.split(".")
+        old: Any = before
+        new: Any = tree
+        for part in parts:
+            old, new = (item.get(part) if isinstance(item, dict) else None for item in (old, new))
+        if not isinstance(old, dict) or not isinstance(new, dict) or old.get(name, usual) == new.get(name, usual):
+            continue
+        followed = of.get(str(old.get(name, usual)), {})
+        for item in decided:
+            at = f"{key.removesuffix(name)}{item}"
+            if item in new and item in followed and new[item] == followed[item] and at not in origins:
+                del new[item]
 
 
 def _with_home(config: Config) -> Config:

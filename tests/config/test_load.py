@@ -11,12 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config import yaml_text
+from config.command_line import read_command_line
 from config.errors import UserError
+from config.launcher import as_launched
 from config.load import all_keys, load_config, to_dict, to_yaml
 from config.schema import Config, DeepSpeedSection, Fault, LossScaleSection, ModelSection
+from config.task import ALGORITHMS
 from tests.support.refusals import refused
 
 MINIMAL = "model: {architecture: llama}\n"
+SCALE = "precision.loss_scale"
 COMPUTES = "auto, fp32, bf16, fp16"
 
 
@@ -301,3 +305,18 @@ def test_a_model_in_the_home_folder_is_named_by_its_whole_path(minimal, tmp_path
         load_config(minimal, given, None)
     with pytest.raises(UserError, match=r"= '~nobody-of-that-name/base' is not a folder"):
         load_config(minimal, [*given, "model.name_or_path=~nobody-of-that-name/base"], None)
+
+
+@pytest.mark.parametrize("change", [*(f"grpo.algorithm={it}" for it in ALGORITHMS), f"{SCALE}.policy=adaptive"])
+def test_what_a_changed_key_decides_is_decided_anew_in_a_run_s_own_config(minimal: Path, change: str) -> None:
+    given = [*("task=grpo", "grpo={rewards: [exact_match], loss: token}"), "data={source: hub, path: a/b}"]
+    recorded = minimal.with_name("recorded.yaml")
+
+    def resolved(path: Path, *overrides: str) -> Config:
+        return read_command_line(["--config", str(path), *overrides], as_launched(1)).config
+
+    recorded.write_text(to_yaml(resolved(minimal, *given)))
+    new = resolved(minimal, *given, change)
+    assert new.grpo.loss == "token" and resolved(recorded, change) == new
+    kept = resolved(recorded, change, "grpo.clip_low=0.2", f"{SCALE}.hysteresis=2")
+    assert kept.grpo.clip_low == 0.2 and kept.precision.loss_scale.hysteresis == 2
