@@ -86,6 +86,7 @@ def record_incident(
 ) -> None:
     """The `incident` event. progress: after the refused step. further: fields of the reaction."""
     run = parts.resolved.config.run
+    folder = str(Path(run.dir).expanduser() / run.name)
     parts.record.event(
         "incident",
         step=progress.step,
@@ -93,7 +94,7 @@ def record_incident(
         verdict=judgement.verdict.value,
         reason=judgement.reason,
         modules=list(dict.fromkeys(modules)),
-        replay=f"python -m tools.replay {shlex.quote(str(Path(run.dir) / run.name))} --step {progress.step}",
+        replay=f"python -m tools.replay {shlex.quote(folder)} --step {progress.step}",
         **further,
     )
 
