@@ -317,7 +317,10 @@ _READ_BY: _Readers = (
 """A deciding key, and its values with which other keys are read."""
 
 
-_ONCE_IGNORED: _Readers = (("task", CHUNKED_TASKS, ["model.loss_chunk_tokens"]),)
+_ONCE_IGNORED: _Readers = (
+    ("task", CHUNKED_TASKS, ["model.loss_chunk_tokens"]),
+    ("schedule.name", ("wsd",), ["schedule.decay_fraction"]),
+)
 """Like `_READ_BY`, but runs of earlier versions may have these keys."""
 
 
@@ -327,6 +330,17 @@ def _ignored(config: Config) -> Iterator[Problem]:
         problem = f"computes a cross-entropy, which task = {config.task} does not use"
         yield "model.loss", f"= chunked {problem}; set it to auto or full"
     yield from _unread(config, _ONCE_IGNORED)
+    data, usual = config.data, DataSection()
+    if data.split != usual.split and "hub" not in {item.source for item in (data, *data.sources, *data.validation)}:
+        yield "data.split", f"= '{data.split}' is only read by source = hub; remove it"
+    if data.sources and data.source != usual.source:
+        yield "data.source", f"= {data.source} is not read beside data.sources; give each its own"
+    if config.checkpoint.keep_best and not config.evaluate.every_steps:
+        fix = "needs the losses of evaluations; set evaluate.every_steps, or remove it"
+        yield "checkpoint.keep_best", f"= {config.checkpoint.keep_best} {fix}"
+    for index, name in enumerate(config.guard.warnings):
+        if getattr(config.warnings, name, 0) is None:
+            yield f"guard.warnings[{index}]", f"= {name} has no bound in warnings.{name}; set that, or remove it"
 
 
 def _unread(config: Config, readers: _Readers = _READ_BY) -> Iterator[Problem]:
