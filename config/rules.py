@@ -261,7 +261,7 @@ def _beside(config: Config, key: str, others: _Values, problem: str = _NOT_VERIF
         value = attrgetter(other)(config)
         if value not in allowed:
             either = " or ".join(", ".join(map(scalar, allowed)).rsplit(", ", 1))
-            fix = f"set {other} to {either}, or remove {key}"
+            fix = f"set {other} to {either}" + (f", or remove {key}" if key != "task" else "")
             yield key, f"= {scalar(attrgetter(key)(config))} {problem} {other} = {scalar(value)}; {fix}"
 
 
@@ -331,7 +331,8 @@ def _ignored(config: Config) -> Iterator[Problem]:
         yield "model.loss", f"= chunked {problem}; set it to auto or full"
     yield from _unread(config, _ONCE_IGNORED)
     data, usual = config.data, DataSection()
-    if data.split != usual.split and "hub" not in {item.source for item in (data, *data.sources, *data.validation)}:
+    kinds = {data.source, *(item.source for item in data.sources), *(item.source for item in data.validation)}
+    if data.split != usual.split and "hub" not in kinds:
         yield "data.split", f"= '{data.split}' is only read by source = hub; remove it"
     if data.sources and data.source != usual.source:
         yield "data.source", f"= {data.source} is not read beside data.sources; give each its own"
@@ -435,9 +436,10 @@ def _grpo(config: Config) -> Iterator[Problem]:
         "parallel.expert": (1,),
         "precision.path": ("cast",),
         "adapter.base": ("compute",),
-        "data.sources": ((),),
         "data.source": ("auto", "jsonl", "parquet", "hub"),
     }
+    if data.sources:
+        yield "data.sources", f"is not verified with task = {config.task}; give one data.path instead"
     yield from _beside(config, "task", verified)
     for key, format in _formats(data):
         if format not in ("auto", "messages", "sharegpt", "alpaca", "prompt_completion"):
@@ -606,10 +608,10 @@ def _url(key: str, item: _Place) -> Iterator[Problem]:
 
 def _data(config: Config) -> Iterator[Problem]:
     data = config.data
-    if data.sources:
-        return
     if data.tokenizer == "model":
         yield "data.tokenizer", "= model needs model.name_or_path; set that, or name a tokenizer"
+    if data.sources:
+        return
     if data.source == "stdlib" and data.path is not None:
         fix = "set data.source to text, jsonl, parquet, megatron or hub"
         yield "data.path", f"= '{data.path}' is not read by data.source = stdlib; {fix}"
