@@ -44,6 +44,11 @@ REFUSED = [
     (["data.source=text", "data.sources=[{path: a.txt}]"], "data.source = text is not read beside data.sources; give"),
     (["checkpoint.keep_best=2", "evaluate.every_steps=0"], "checkpoint.keep_best = 2 needs the losses of evaluations"),
     (["guard.warnings=[signal_share]"], "guard.warnings[0] = signal_share has no bound in warnings.signal_share; set"),
+    (["data={tokenizer: model, sources: [{path: a.txt}]}"], "data.tokenizer = model needs model.name_or_path; set"),
+    (
+        ["task=grpo", "grpo.rewards=[exact_match]", "data={tokenizer: bytes, sources: [{path: a.jsonl}]}"],
+        "data.sources is not verified with task = grpo; give one data.path instead",
+    ),
     (["run.name=a/b"], "run.name = 'a/b' is not the name of a folder"),
     (["run.name=''"], "run.name = '' is not the name of a folder"),
     (["run.resume=nowhere"], "run.resume = 'nowhere' does not exist"),
