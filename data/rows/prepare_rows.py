@@ -188,7 +188,7 @@ def with_format(data: DataSection, source: Source) -> DataSection:
                 raise row
             found = recognise(row, data.text_field)
             if found == "preference":
-                raise UserError(f"{where}: is a pair of answers, which task=sft does not read; set task=dpo")
+                raise UserError(f"{where}: is a pair of answers, which only task=dpo reads; set it")
             if found == "text" and data.target_length is not None:
                 raise UserError(f"{where}: is one text without the source and target of task=seq2seq; set task=sft")
             return replace(data, format=found)  # type: ignore[arg-type]  # one of its choices

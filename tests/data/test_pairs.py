@@ -150,7 +150,7 @@ REFUSED = [
     ("model.loss=chunked", "model.loss = chunked computes a cross-entropy"),
     ("task=sft preference.beta=0.2", "preference.beta = 0.2 is only read by task = dpo"),
     ("task=sft data.format=preference", "data.format = preference has pairs of answers"),
-    ("task=sft", "is a pair of answers, which task=sft does not read; set task=dpo"),
+    ("task=sft", "is a pair of answers, which only task=dpo reads; set it"),
     ("data.document_masking=true", "data.document_masking = true: rows are not packed"),
 ]
 

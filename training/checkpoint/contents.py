@@ -80,7 +80,8 @@ def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str |
             if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
                 fix = f"set data.hold_out=documents, or {_START_ANEW}"
                 return f"the end of the text is held out from training in this run and not there; {fix}"
-            return f"{key} is {saved.get(key)} there and {value} in this run; use the same {key}, or {_START_ANEW}"
+            same = "data.* keys and files, as in the run's config.yaml" if key == "data fingerprint" else key
+            return f"{key} is {saved.get(key)} there and {value} in this run; use the same {same}, or {_START_ANEW}"
     return None
 
 

@@ -331,7 +331,8 @@ def test_a_base_whose_commit_was_never_recorded_resumes():
 def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():
     saved, now = {"data fingerprint": "ab12"}, {"data fingerprint": "ab12+tail"}
     assert "set data.hold_out=documents" in (identity_difference(saved, now) or "")
-    assert "data.hold_out" not in (identity_difference(now, {"data fingerprint": "cd34+tail"}) or "")
+    other = identity_difference(now, {"data fingerprint": "cd34+tail"}) or ""
+    assert "data.hold_out" not in other and "use the same data.* keys and files, as in the run's config.yaml" in other
 
 
 def test_rows_that_were_grouped_across_epochs_are_not_resumed():
