@@ -905,7 +905,7 @@ class CanarySection:
     """[mapping] Bounds under `parity:` that differ for the canary and for the checks, such as {module_error: 0.05}."""
     device_hours: float | None = limit(None, above=0.0)
     """[device hours] Budget of canary, twin and checks: time x canary.ranks. A canary that exceeds it is stopped, and
-    the whole run not started; checks that would exceed it are left out. null: no limit."""
+    the whole run not started; no check starts once it is used up. null: no limit."""
     fallback: tuple[Literal["promote", "fp32"], ...] = ("promote", "fp32")
     """[ordered plan] Reactions to a failed check, after going back to the last checkpoint that passed, each once.
     promote: the named modules compute in FP32 from there on. fp32: all do. Then the run stops with exit code 3."""
