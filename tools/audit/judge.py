@@ -18,7 +18,17 @@ from torch.optim.adamw import adamw
 from config.errors import one_line
 from precision.dtypes import DTYPES
 from tools.audit.configs import ABSENT, Audit, holds, read_data, verdict_of
-from tools.audit.recompute import KNOWN_LOSSES, Micros, NotRecomputed, Oracle, Recorded, Step, read
+from tools.audit.recompute import (
+    KNOWN_LOSSES,
+    Micros,
+    NotRecomputed,
+    Oracle,
+    Recorded,
+    Step,
+    are_shifted,
+    is_shifting,
+    read,
+)
 from tools.parity.judge_steps import NORM_ROUNDING
 from tools.parity.plain import Apart, clip_coefficient
 
@@ -189,7 +199,7 @@ class Judge:
                 if where != here:
                     self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
                 labels, mask = (given.get(key, ids[:0]) for key in ("labels", "attention_mask"))
-                if labels.shape == ids.shape and _are_shifted(labels, ids):
+                if are_shifted(given) and is_shifting(micro["calls"][0], self._run["trainer"]):
                     self._add("labels-shifted-twice", 1.0, here)
                 if labels.shape == mask.shape == ids.shape and (learned := int(((labels >= 0) & (mask == 0)).sum())):
                     self._add("padding-learned", learned / len(ids.flatten()), f"{learned} labels of {here}")
@@ -338,14 +348,6 @@ def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float)
             found[f"{what} {'doubled' if abs(share - 2) < 0.1 else word}"] = share - 1
             left -= set(members)
     return found
-
-
-def _are_shifted(labels: torch.Tensor, ids: torch.Tensor) -> bool:
-    """Whether counted labels are the tokens after their own position."""
-    counted = labels >= 0
-    own = float((labels == ids)[counted].float().mean())
-    ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
-    return own < 0.9 < ahead
 
 
 def _spread(values: torch.Tensor) -> float:

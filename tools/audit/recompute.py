@@ -212,13 +212,13 @@ def _cross_entropy(recorded: Recorded) -> Objective:
 
     def loss(model: Any, step: Step, micro: dict[str, Any]) -> tuple[torch.Tensor, int]:
         total, count = torch.zeros((), dtype=torch.float64), 0
-        for call, labels in _labelled(micro):
+        for call, labels in _labelled(micro, facts):
             found = _called(model, recorded, call["inputs"], call["routers"])
             total, counted = total + _nats(found, labels, smoothing).sum(), _count(labels)
             if "labels" in call["inputs"]:
                 given = float(call["inputs"].get("num_items_in_batch", counted))
                 if "SFT" in facts.get("class", ""):
-                    every = [_count(each) for other in step.micros.values() for _, each in _labelled(other)]
+                    every = [_count(each) for other in step.micros.values() for _, each in _labelled(other, facts)]
                     given = sum(every) / len(every)
                 total = total + given * _router_loss(model, recorded, found)
             count += counted
@@ -227,12 +227,34 @@ def _cross_entropy(recorded: Recorded) -> Objective:
     return loss
 
 
-def _labelled(micro: dict[str, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
-    """The model's calls in a micro-batch, each with its labels."""
-    found = [(call, (micro["batch"] | call["inputs"]).get("labels")) for call in micro["calls"]]
-    if any(labels is None for _, labels in found):
-        raise NotRecomputed("the model was given no labels; set `probe.batch` to the micro-batch before the forward")
+def _labelled(micro: dict[str, Any], trainer: dict[str, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """The model's calls in a micro-batch, each with its labels, as a model takes them that shifts them itself."""
+    found = []
+    for call in micro["calls"]:
+        given = micro["batch"] | call["inputs"]
+        if (labels := given.get("labels")) is None:
+            told = "the model was given no labels; set `probe.batch` to the micro-batch before the forward"
+            raise NotRecomputed(told)
+        if are_shifted(given) and not is_shifting(call, trainer):
+            labels = functional.pad(labels, (1, 0), value=IGNORED)
+        found.append((call, labels))
     return found
+
+
+def are_shifted(given: Tensors) -> bool:
+    """Whether counted labels are the tokens after their own position."""
+    labels, ids = (given.get(key) for key in ("labels", "input_ids"))
+    if labels is None or ids is None or labels.shape != ids.shape:
+        return False
+    counted = labels >= 0
+    own = float((labels == ids)[counted].float().mean())
+    ahead = float((labels[..., :-1] == ids[..., 1:])[counted[..., :-1]].float().mean())
+    return own < 0.9 < ahead
+
+
+def is_shifting(call: dict[str, Any], trainer: dict[str, Any]) -> bool:
+    """Whether labels are shifted for the loss: by the model that is given them, or by the trainer."""
+    return "labels" in call["inputs"] or trainer.get("loss") in KNOWN_LOSSES[1:]
 
 
 def _count(labels: torch.Tensor) -> int:
@@ -282,7 +304,7 @@ def _called(model: Any, recorded: Recorded, inputs: Tensors, routers: bool = Fal
 
 def _nats(found: Any, labels: torch.Tensor, smoothing: float = 0.0) -> torch.Tensor:
     """The negative log-probability of each row's labels, part of which `smoothing` gives to all tokens alike."""
-    logits = found.logits[..., :-1, :].movedim(-1, 1)
+    logits = found.logits[..., : labels.shape[-1] - 1, :].movedim(-1, 1)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     kept: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": smoothing, "reduction": "none"}
     return functional.cross_entropy(logits, labels[..., 1:], **kept).sum(-1)

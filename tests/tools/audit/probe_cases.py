@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.nn import functional
 
 from lab import audit
 from lab.audit import bare
@@ -347,6 +349,25 @@ def smoothed_labels(work: Any) -> None:
     """No mistake: the Trainer smooths labels."""
     inner = audit._arguments
     audit._arguments = lambda work: inner(work) | {"label_smoothing_factor": 0.1}
+
+
+def own_cross_entropy(work: Any) -> None:
+    """No mistake: the loop computes its loss from logits, and from labels that the loader has shifted."""
+    shifted_labels(work)
+    inner = work.probe
+
+    def probe(engine: Any) -> Any:
+        found, forward = inner(engine), engine.forward
+
+        def called(labels: torch.Tensor, **inputs: Any) -> Any:
+            found.batch = {"labels": labels}
+            logits = forward(**inputs).logits
+            return SimpleNamespace(loss=functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+        engine.forward = called
+        return found
+
+    work.probe = probe
 
 
 def own_loss(work: Any) -> None:

@@ -215,6 +215,11 @@ def test_smoothed_labels_are_recomputed(tmp_path: Path) -> None:
     assert not report["findings"] and not report["not_checked"]
 
 
+def test_labels_that_only_the_loader_shifts_are_recomputed(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 1, "fp32", "--steps", "2", plant="own_cross_entropy")
+    assert not report["findings"] and not report["not_checked"]
+
+
 def test_a_loss_of_the_trainers_own_is_not_called_wrong(tmp_path: Path) -> None:
     report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", plant="own_loss")
     assert not report["findings"] and {"reported_norm", "update_error"} <= report["steps"][0].keys()
