@@ -1,4 +1,4 @@
-"""What a run records of its steps."""
+"""An incident in the record names its run folder so that a shell finds it."""
 
 import shlex
 from pathlib import Path
