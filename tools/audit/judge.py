@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -187,16 +188,19 @@ class Judge:
 
     def _batches(self, last: Step | None) -> None:
         seen: dict[bytes, tuple[int, str]] = {}
+        kind = self._run["trainer"].get("loss")
         for step in (self._step,) if last is None else (last, self._step):
             for (rank, number), micro in step.micros.items():
                 given = micro["batch"] | micro["calls"][0]["inputs"] if micro["calls"] else {}
                 if "input_ids" not in given:
                     continue
                 ids, here = given["input_ids"], f"rank {rank}, micro-batch {number + 1} of step {step.number}"
-                other, where = seen.setdefault(ids.numpy().tobytes(), (rank, here))
+                other, where = seen.setdefault(_digest(given), (rank, here))
                 if step is not self._step:
                     continue
-                if where != here:
+                if where != here and kind not in KNOWN_LOSSES:  # GRPO learns from the same answers in several steps
+                    self.unchecked["batches trained on again"] = f"{kind} may mean to"
+                elif where != here:
                     self._add("batch-again" if other == rank else "ranks-share-a-batch", 1.0, f"{here}, as {where}")
                 labels, mask = (given.get(key, ids[:0]) for key in ("labels", "attention_mask"))
                 if are_shifted(given) and is_shifting(micro["calls"][0], self._run["trainer"]):
@@ -348,6 +352,14 @@ def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float)
             found[f"{what} {'doubled' if abs(share - 2) < 0.1 else word}"] = share - 1
             left -= set(members)
     return found
+
+
+def _digest(given: dict[str, torch.Tensor]) -> bytes:
+    """Digest of all that a micro-batch holds, but for the Trainer's count of the labels of the whole step."""
+    found = sha256()
+    for name in sorted(given.keys() - {"num_items_in_batch"}):
+        found.update(name.encode() + given[name].reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.digest()
 
 
 def _spread(values: torch.Tensor) -> float:

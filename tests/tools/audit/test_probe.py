@@ -133,6 +133,34 @@ def _mixtral(folder: Path, **config: Any) -> str:
     return str(folder / "mixtral")
 
 
+def _same_tokens(recorded: dict[str, Any]) -> None:
+    first, second = (micro["calls"][0]["inputs"] for micro in recorded["micros"])
+    second.update({key: value.clone() for key, value in first.items()})
+
+
+def _other_images(recorded: dict[str, Any]) -> None:
+    _same_tokens(recorded)
+    for number, micro in enumerate(recorded["micros"]):
+        micro["calls"][0]["inputs"]["pixel_values"] = torch.full((2, 3), number, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "loss", "found"),
+    [
+        (_same_tokens, "Trainer.compute_loss", True),
+        (_same_tokens, "GRPOTrainer.compute_loss", False),
+        (_other_images, "Trainer.compute_loss", False),
+    ],
+)
+def test_a_batch_is_the_same_if_all_of_it_is_and_the_loss_takes_it_once(change, loss, found, probed, tmp_path) -> None:
+    folder = _step_two(probed, tmp_path)
+    _change(folder / "probe.json", lambda held: held["trainer"].update(loss=loss))
+    _change(folder / "step-000002.rank0.pt", change)
+    report = audit_folder(folder, None, None).report
+    assert ("batch-again" in {each["id"] for each in report["findings"]}) is found
+    assert ("batches trained on again" in report["not_checked"]) is loss.startswith("GRPO")
+
+
 def _step_two(probed: Path, tmp_path: Path) -> Path:
     """A copy of the probe's folder with its second step alone."""
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
