@@ -77,6 +77,8 @@ class Probe:
         """Calls of the model since the last backward pass."""
         self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
+        self._generators: list[torch.Tensor] = []
+        """Generators' states before the last call."""
         self._training = self._most(time.time_ns())
         """Identifies the training: the same on all ranks, and in each file."""
         why = ""
@@ -89,6 +91,7 @@ class Probe:
             warnings.warn(f"mantissa_probe: nothing is recorded: {why or 'another rank cannot'}", stacklevel=2)
             return
         self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        self.model.register_forward_hook(self._on_output)
         self._backward, self._engine_step = self.engine.backward, self.engine.step
         self.engine.backward, self.engine.step = self._on_backward, self._on_step
 
@@ -158,6 +161,10 @@ class Probe:
         if torch.is_grad_enabled():
             self._guarded(self._before_forward, args, kwargs)
 
+    def _on_output(self, module: Any, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._guarded(self._after_forward)
+
     def _before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(self._bind(*args, **kwargs).arguments)
         for name in [name for name, value in given.items() if isinstance(value, dict)]:
@@ -169,6 +176,17 @@ class Probe:
         if not self._inner:
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]
+
+        self._generators = self._random_states()
+
+    def _after_forward(self) -> None:
+        states = zip(self._generators, self._random_states(), strict=True)
+        self._calls[-1]["random"] = not all(torch.equal(before, after) for before, after in states)
+
+    def _random_states(self) -> list[torch.Tensor]:
+        """States of the generators that a forward pass may draw from."""
+        device = self.engine.device
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _note_dtype(self, module: Any, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point():

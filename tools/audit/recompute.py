@@ -364,7 +364,7 @@ class Oracle:
             here, there = (held.get(off[0], "missing") for held in (own, trained))
             differs = f"{off[0]} is {here} in it and {there} in the probe; give the trained one with --model"
             raise refused(f"{told} is another model than the one trained: {differs}")
-        return model
+        return model.eval()
 
     @cached_property
     def _objective(self) -> Objective:
@@ -396,11 +396,12 @@ class Oracle:
     def recompute(self, step: Step) -> Micros:
         """Every micro-batch of a step from its recorded masters, rounded to the run's dtype. Raises NotRecomputed."""
         recorded, compute = self._recorded, self._recorded.facts["compute"]
-        if recorded.facts["dropout"]:
-            raise NotRecomputed("the model drops values by chance")
+        calls = [call for micro in step.micros.values() for call in micro["calls"]]
+        if recorded.facts["dropout"] or any(call.get("random") for call in calls):
+            raise NotRecomputed("the forward pass draws random numbers, as dropout and NEFTune do")
         model, objective = self.model, self._objective
         _set_weights(model, recorded, self._weights(step))
-        autocast = {call["autocast"] for micro in step.micros.values() for call in micro["calls"]} - {None}
+        autocast = {call["autocast"] for call in calls} - {None}
         inside = getattr(torch, autocast.pop().removeprefix("torch.")) if autocast else None
         wide = torch.float64 if compute == "fp32" and inside is None else torch.float32
         buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}

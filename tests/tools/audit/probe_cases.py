@@ -351,6 +351,12 @@ def smoothed_labels(work: Any) -> None:
     audit._arguments = lambda work: inner(work) | {"label_smoothing_factor": 0.1}
 
 
+def noisy_embeddings(work: Any) -> None:
+    """No mistake: the Trainer adds noise to embeddings."""
+    inner = audit._arguments
+    audit._arguments = lambda work: inner(work) | {"neftune_noise_alpha": 5.0}
+
+
 def own_cross_entropy(work: Any) -> None:
     """No mistake: the loop computes its loss from logits, and from labels that the loader has shifted."""
     shifted_labels(work)

@@ -248,6 +248,15 @@ def test_labels_that_only_the_loader_shifts_are_recomputed(tmp_path: Path) -> No
     assert not report["findings"] and not report["not_checked"]
 
 
+@pytest.mark.parametrize(("loop", "plant", "dropout"), [("hf", "noisy_embeddings", 0.0), ("bare", "", 0.1)])
+def test_a_forward_pass_that_draws_random_numbers_is_not_judged(loop, plant, dropout, tmp_path) -> None:
+    """Attention drops values by a function, not a module."""
+    torch.manual_seed(3)
+    model = _llama(tmp_path, attention_dropout=dropout)
+    report = audited(tmp_path, loop, 1, "fp32", "--steps", "2", "--model", model, plant=plant)
+    assert not report["findings"] and "draws random numbers" in report["not_checked"]["gradients and losses"]
+
+
 def test_a_loss_of_the_trainers_own_is_not_called_wrong(tmp_path: Path) -> None:
     report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", plant="own_loss")
     assert not report["findings"] and {"reported_norm", "update_error"} <= report["steps"][0].keys()
