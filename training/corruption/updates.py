@@ -75,7 +75,9 @@ class UpdateCheck:
     def changed(self) -> int:
         """Number of slices whose master or state is not what the last update left; each is looked at once."""
         compared, self.compared = self.compared, []
-        return sum(not all(map(torch.equal, done.found, self._held(done.slice))) for done in compared)
+        pairs = [zip(done.found, self._held(done.slice), strict=True) for done in compared]
+        moved = [torch.stack([(was != now).any() for was, now in pair]).any() for pair in pairs]
+        return int(torch.stack(moved).sum()) if moved else 0
 
     @torch.no_grad()
     def before_update(self) -> None:

@@ -34,9 +34,10 @@ COUNTS, PINNED = Counts(), dict[int, Any]()
 
 
 def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool = False) -> dict[str, Any]:
-    """The device operations of the fourth step. The first is observed, the third has telemetry, and both a self-check.
+    """The device operations of the fifth step. The first is observed, the third has telemetry, both have a self-check,
+    and the steps after them look whether masters changed since.
 
-    extras: more steps, by name in _EXTRAS. bare: also count the fourth step of DeepSpeed's own loop on the same model.
+    extras: more steps, by name in _EXTRAS. bare: also count the fifth step of DeepSpeed's own loop on the same model.
     """
     from config.command_line import read_command_line
     from lab.benchmark.overhead import PlainLoop
@@ -58,7 +59,7 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool =
         locked_run_dir(resolved, opened.world),
     ):
         parts, progress = build(opened)
-        for _ in range(4):
+        for _ in range(5):
             with COUNTS.counting():
                 progress, judgement, _ = train_step(parts, progress)
         found = {
@@ -75,7 +76,7 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool =
         }
         if bare:
             plain = PlainLoop(resolved, corpus, opened.world)
-            for _ in range(4):
+            for _ in range(5):
                 with COUNTS.counting():
                     plain.step()
             found["bare"] = {"operators": dict(COUNTS.operators), "waits": dict(COUNTS.waits)}

@@ -33,7 +33,7 @@ def each(names: Collection[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    """The fourth step's operations in each requested case, by its name: one process takes all of them."""
+    """The fifth step's operations in each requested case, by its name: one process takes all of them."""
     if shutil.which("g++") is None:
         pytest.skip("the fake device is built with g++")
     if torch.backends.cuda.is_built():
@@ -66,7 +66,7 @@ def allowance() -> dict[tuple[str, ...], int]:
 def test_steps_are_taken_on_the_device_and_the_host_waits_where_it_may(found, name) -> None:
     step, allowed = found[name], allowance()
     assert "error" not in step, step["error"]
-    assert step["devices"] == ["cuda:0"] and step["applied"] == 4
+    assert step["devices"] == ["cuda:0"] and step["applied"] == 5
     waits = {tuple(wait.split(" ", 1)): count for wait, count in step["waits"].items()}
     assert waits["item", "engine/health.py:__init__"] == 1
     if "offload" not in name:  # where DeepSpeed waits for each parameter
