@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from functools import partial
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -332,10 +333,13 @@ class Judge:
 
     def _schedule(self) -> None:
         at, done = self._facts["schedule"], self._done
+        facts = [step.facts for step in self._recorded.steps]
+        pairs = [(own, then) for own, then in pairwise(facts) if own["applied"] and own["step"] + 1 == then["step"]]
         self._row.update(schedule=at, done=done)
         if at is not None:
             per_process, where = at == done * self._run["world"], "ahead of" if at > done else "behind"
             self._row.update(ahead=(at - done) / max(1.0, done), where=where, per_process=per_process)
+            self._row["stands"] = bool(pairs) and all(own["schedule"] == then["schedule"] for own, then in pairs)
 
 
 def _told(places: list[tuple[int, int]], shares: torch.Tensor, tolerance: float) -> dict[str, float]:

@@ -161,6 +161,17 @@ def test_a_batch_is_the_same_if_all_of_it_is_and_the_loss_takes_it_once(change, 
     assert ("batches trained on again" in report["not_checked"]) is loss.startswith("GRPO")
 
 
+@pytest.mark.parametrize(("counts", "found"), [((0, 0, 0), False), ((0, 0, 1), False), ((1, 3, 5), True)])
+def test_a_schedule_that_stands_while_updates_go_on_is_not_judged(counts, found, probed, tmp_path) -> None:
+    """As where it is stepped after each epoch."""
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    for number, count in zip((1, 2, 4), counts, strict=True):
+        _change(folder / f"step-{number:06d}.rank0.pt", lambda held, count=count: held.update(schedule=count))
+    report = audit_folder(folder, None, None).report
+    assert ("schedule" in {each["id"] for each in report["findings"]}) is found
+    assert ("the step of the learning rate" in report["not_checked"]) is not found
+
+
 def _step_two(probed: Path, tmp_path: Path) -> Path:
     """A copy of the probe's folder with its second step alone."""
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
