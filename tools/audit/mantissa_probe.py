@@ -35,6 +35,11 @@ from deepspeed import comm as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OF_PREFERENCES = (
+    *("f_divergence_type", "use_weighting", "ld_alpha", "rpo_alpha"),
+    *("reference_free", "sync_ref_model", "loss_weights"),
+)
+"""Settings of TRL's DPO that make another loss of the sigmoid one."""
 _SHARES = 2 + 2 * len(MOMENTS)
 """FP32 copies of all parameters in a step: gradient, masters after it, moments before and after."""
 
@@ -125,7 +130,8 @@ class Probe:
 
             def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
                 names = ("beta", "loss_type", "label_smoothing", "label_smoothing_factor")
-                facts = {key: getattr(args, key, None) for key in names}
+                facts = {key: getattr(args, key, None) for key in names} | {"resumed_from": state.global_step}
+                facts["preferences"] = {key: getattr(args, key, None) for key in OF_PREFERENCES}
                 loss = getattr(trainer, "compute_loss_func", None) or trainer.compute_loss
                 facts |= {"class": type(trainer).__name__, "loss": getattr(loss, "__qualname__", type(loss).__name__)}
                 scheduler, self.resumed_from = given.get("lr_scheduler"), state.global_step

@@ -266,8 +266,15 @@ def _preference(recorded: Recorded, source: str | None, start: Tensors) -> Objec
     facts = recorded.facts["trainer"]
     if facts.get("loss_type") not in (["sigmoid"], "sigmoid"):
         raise NotRecomputed(f"the DPO loss {facts.get('loss_type')} is not known here, sigmoid is")
-    if source is None and recorded.steps[0].number != 1:
+    for key, value in facts.get("preferences", {}).items():
+        if value not in (None, False, "reverse_kl", "FDivergenceType.REVERSE_KL"):
+            raise NotRecomputed(f"DPO with {key} = {value} is not known here")
+    first = recorded.steps[0]
+    if source is None and first.number != 1:
         raise NotRecomputed("the reference is not known: record step 1, or give --reference")
+    moved = any(bool(value.any()) for value in first.named("exp_avg_sq_before").values())
+    if source is None and (facts.get("resumed_from") or moved):
+        raise NotRecomputed("the training was resumed, so step 1's policy is not the reference; give --reference")
     reference = Oracle(recorded, source, None).model
     if source is None:
         _set_weights(reference, recorded, start, DTYPES[recorded.facts["compute"]])

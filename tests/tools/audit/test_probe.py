@@ -172,6 +172,26 @@ def test_a_schedule_that_stands_while_updates_go_on_is_not_judged(counts, found,
     assert ("the step of the learning rate" in report["not_checked"]) is not found
 
 
+@pytest.mark.parametrize(
+    ("facts", "moments", "told"),
+    [
+        ({"preferences": {"f_divergence_type": "js_divergence"}}, False, "DPO with f_divergence_type = js_div"),
+        ({"preferences": {"sync_ref_model": True}}, False, "DPO with sync_ref_model = True is not known here"),
+        ({"resumed_from": 20}, False, "was resumed, so step 1's policy is not the reference; give --reference"),
+        ({"preferences": {"f_divergence_type": "reverse_kl"}}, True, "was resumed, so step 1's policy"),
+        ({"resumed_from": 0, "preferences": {"use_weighting": False}}, False, "pairs cannot be told"),
+    ],
+)
+def test_of_a_preference_loss_only_the_plain_sigmoid_is_known(facts, moments, told, probed, tmp_path) -> None:
+    folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
+    trainer = {"class": "DPOTrainer", "loss": "DPOTrainer.compute_loss", "loss_type": ["sigmoid"], "beta": 0.1}
+    _change(folder / "probe.json", lambda held: held.update(trainer=trainer | facts))
+    if moments:
+        moved = lambda held: held.update(exp_avg_sq_before=held["exp_avg_sq_after"])  # noqa: E731
+        _change(folder / "step-000001.rank0.pt", moved)
+    assert told in audit_folder(folder, None, None).report["not_checked"]["gradients and losses"]
+
+
 def _step_two(probed: Path, tmp_path: Path) -> Path:
     """A copy of the probe's folder with its second step alone."""
     folder = shutil.copytree(probed / "bare-2-bf16", tmp_path / "probe")
