@@ -33,7 +33,7 @@ from training.rollouts.transformers_sampler import PERSON, Answer, Request, Tran
 
 T = TypeVar("T")
 _FILE = "weights.safetensors"  # for grpo.transfer = file; the servers have to see it under the same path
-_CLIENT = httpx.Client(timeout=600.0, trust_env=False)  # a longer request counts as hung; proxies are ignored
+_CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None), trust_env=False)  # grpo.at_once limits; no proxies
 _SAMPLING: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "detokenize": False, "ignore_eos": True}
 
 
@@ -50,6 +50,7 @@ class VllmSampler(TransformersSampler):
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
         self._label, self._proven = "", dict[str, str]()
+        _CLIENT.timeout = httpx.Timeout(section.server_seconds)  # a longer request counts as hung
         self._groups: dict[str, Any] = {}  # process groups of this rank and one server, for broadcasts
         found = world.on_main(lambda: {self._patiently(url, self._initialise) for url in self._urls})
         self.identity = ", ".join(sorted(found))
