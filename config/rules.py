@@ -334,8 +334,6 @@ def _ignored(config: Config) -> Iterator[Problem]:
     kinds = {data.source, *(item.source for item in data.sources), *(item.source for item in data.validation)}
     if data.split != usual.split and "hub" not in kinds:
         yield "data.split", f"= '{data.split}' is only read by source = hub; remove it"
-    if data.sources and data.source != usual.source:
-        yield "data.source", f"= {data.source} is not read beside data.sources; give each its own"
     if config.checkpoint.keep_best and not config.evaluate.every_steps:
         fix = "needs the losses of evaluations; set evaluate.every_steps, or remove it"
         yield "checkpoint.keep_best", f"= {config.checkpoint.keep_best} {fix}"
@@ -407,7 +405,7 @@ def _grpo(config: Config) -> Iterator[Problem]:
     if section.max_new_tokens >= data.sequence_length:
         fix = f"leaves a prompt no token of data.sequence_length = {data.sequence_length}; raise that"
         yield "grpo.max_new_tokens", f"= {section.max_new_tokens} {fix}"
-    if data.target_length != section.max_new_tokens:
+    if data.target_length not in (None, section.max_new_tokens):
         fix = f"answers end after grpo.max_new_tokens = {section.max_new_tokens}; remove it, or set that"
         yield "data.target_length", f"= {data.target_length}: {fix}"
     if batch.global_size % section.group_size:

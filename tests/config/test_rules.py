@@ -41,7 +41,6 @@ REFUSED = [
     (["task=dpo", "model={loss: full, loss_chunk_tokens: 8}"], "model.loss_chunk_tokens = 8 … task = pretrain, sft"),
     (["schedule.decay_fraction=0.1"], "schedule.decay_fraction = 0.1 is only read by schedule.name = wsd; remove it"),
     (["data={source: text, path: a.txt, split: test}"], "data.split = 'test' is only read by source = hub; remove it"),
-    (["data.source=text", "data.sources=[{path: a.txt}]"], "data.source = text is not read beside data.sources; give"),
     (["checkpoint.keep_best=2", "evaluate.every_steps=0"], "checkpoint.keep_best = 2 needs the losses of evaluations"),
     (["guard.warnings=[signal_share]"], "guard.warnings[0] = signal_share has no bound in warnings.signal_share; set"),
     (["data={tokenizer: model, sources: [{path: a.txt}]}"], "data.tokenizer = model needs model.name_or_path; set"),

@@ -174,7 +174,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"prompt": "a", "completion": ""}, "", "rows.jsonl:1: completion: is empty"),
     ({"text": "a"}, "", "rows.jsonl:1: is one text without the source and target of task=seq2seq; set task=sft"),
     ({"prompt": "a " * 90, "completion": "b"}, "", "1 dropped as longer than a source of 32 or a target of 32 tokens"),
-    (GOOD, "data.packing=best_fit", "data.packing = best_fit: a decoder would see the sources of other rows"),
+    (GOOD, "data.packing=best_fit", "data.packing = best_fit: rows are not packed by task = seq2seq"),
     (GOOD, "data.document_masking=true", "data.document_masking = true: rows are not packed by task = seq2seq"),
     (GOOD, "data.format=text", "data.format = text has no source and target, which task = seq2seq needs; give"),
     (GOOD, "task=sft data.target_length=9", "data.target_length = 9 is only read by task = seq2seq, grpo and opd;"),

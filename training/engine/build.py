@@ -43,9 +43,9 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     """This rank's engine for the resolved config. drawn: False leaves a new model's weights at 0 and the engine without
     a start, until a checkpoint is loaded."""
     config = resolved.config
-    refuse_layerdrop(model_config, stage=resolved.zero_stage, ranks=world.world_size)
     if config.model.compile:
         require_compilable(resolved.zero_stage)
+    refuse_layerdrop(model_config, stage=resolved.zero_stage, ranks=world.world_size)
     if config.adapter.base != "compute":
         _require_quantisable(resolved)
     if config.model.kernels == "liger":
