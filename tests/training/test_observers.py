@@ -60,7 +60,7 @@ SETTINGS = {
         "model.config={attention_dropout: 0.2}",
     ],
 }
-USUAL = ("bf16 2", "fp32 2, compiled")
+USUAL = ("bf16 2",)
 OBSERVERS = {
     "dtypes": ["precision.verify_every_steps=1"],
     "telemetry and early warnings": ["telemetry.every_steps=1"],
