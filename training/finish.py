@@ -44,7 +44,7 @@ def _judge(parts: Parts, end: dict[str, Any]) -> tuple[Verdict | None, dict[str,
     """The verdict on a run that is about to record `end`, and more fields for it; none if events are damaged."""
     try:
         facts = read_run(run_dir_of(parts.resolved).path)
-        # it reads all telemetry, for a minute after a million steps, while whoever preempts waits to kill
+        # it reads all telemetry, which takes long after many steps, while whoever preempts waits to kill
         lost = "" if end["exit_code"] == PREEMPTED else still_of_run(facts)
     except UserError:
         return None, {}

@@ -38,7 +38,7 @@ class _Sum:
     rounded: int = 1
     """Numbers in a term that are each rounded before they are added: the products of a norm's tokens."""
     linear: bool = False
-    """Whether it is a linear layer's, whose products are rounded without a bias."""
+    """Whether it is the weight of a linear layer, whose rounding errors have no direction."""
 
 
 class GradientSums:

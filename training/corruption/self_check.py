@@ -1,6 +1,6 @@
 """Comparison of steps with plain torch while the run trains: when it is due, and the verdict.
 
-An unchecked step costs a comparison of integers. A checked step has the same results bit for bit: hooks only copy
+An unchecked step costs a comparison of a few numbers. A checked step has the same results bit for bit: hooks only copy
 (passes.py), and everything is recomputed apart from it (plain.py, updates.py, copies.py).
 """
 
@@ -362,7 +362,8 @@ class SelfCheck:
         states = {name: state.cpu().numpy().tobytes() for name, state in outcome.generators.items()}
         # a GPU's is a seed of 8 bytes and an offset
         seed = hashlib.sha256(states["cuda"][:8] if "cuda" in states else states["cpu"]).hexdigest()
-        seeds, state = self._engine.world.gather_objects(seed), repr(sorted(states.items()))
+        seeds = self._engine.world.gather_objects(seed)
+        state = hashlib.sha256(b"".join(states[name] for name in sorted(states))).hexdigest()
         wrong = ["random numbers of two ranks"] if len({*seeds}) < len(seeds) else []
         wrong += ["random numbers of two steps"] if state in self._drawn else []
         self._drawn.add(state)
@@ -398,7 +399,7 @@ class SelfCheck:
 
 
 def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Keys whose numbers or words differ. BigBird changes its kind of attention itself, with the length."""
+    """Keys whose numbers or words differ."""
     for key, value in right.items():
         if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
             yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))
@@ -407,8 +408,8 @@ def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a flag, or a sequence of these. BigBird's kind of attention is none: it
-    changes with the length."""
+    """Whether a value is a number, a text, a flag, or a sequence of these. BigBird's kind of attention is left out, since
+    the model changes it with the length."""
     each = value if isinstance(value, list | tuple) else (value,)
     return all(type(one) in (bool, int, float, str) and one != "block_sparse" for one in each)
 

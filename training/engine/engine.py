@@ -327,10 +327,12 @@ class Engine:
     def group_settings(self, lr: float) -> tuple[bool, list[tuple[Any, ...]]]:
         """Whether each parameter group has its part of the learning rate, and the groups' other settings."""
         groups = self.deepspeed.optimizer.param_groups
-        keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
-        return all(group["lr"] == lr * group["lr_factor"] for group in groups), [
-            tuple(group[key] for key in keys) for group in groups
-        ]
+        settings = [tuple(group[key] for key in self._group_keys) for group in groups]
+        return all(group["lr"] == lr * group["lr_factor"] for group in groups), settings
+
+    @property
+    def _group_keys(self) -> tuple[str, ...]:
+        return (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
 
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
@@ -424,8 +426,7 @@ class Engine:
     def load(self, folder: Path, tag: str, reader: CheckpointEngine) -> None:
         """Restore weights, masters and optimizer state through `reader`. The optimizer's settings and the loss scaler,
         which DeepSpeed restores as well, become the config's and a new one (`install_scaler`)."""
-        keys = (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
-        settings = [{key: group[key] for key in keys} for group in self.deepspeed.optimizer.param_groups]
+        settings = [{key: group[key] for key in self._group_keys} for group in self.deepspeed.optimizer.param_groups]
         # On each rank DeepSpeed would list the folder and look for the files of all ranks; each reads only its own.
         of, own = self.deepspeed, self.deepspeed.checkpoint_mp_rank
         of._get_all_ckpt_names = lambda path, tag: [
