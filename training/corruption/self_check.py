@@ -408,8 +408,8 @@ def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a flag, or a sequence of these. BigBird's kind of attention is left out, since
-    the model changes it with the length."""
+    """Whether a value is a number, a text, a flag, or a sequence of these. BigBird's kind of attention is left out: the
+    model changes it with the length."""
     each = value if isinstance(value, list | tuple) else (value,)
     return all(type(one) in (bool, int, float, str) and one != "block_sparse" for one in each)
 
