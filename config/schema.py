@@ -231,7 +231,7 @@ class GrpoSection:
     transfer: Literal["file", "collective"] = "file"
     """[choice] file: servers read weights from the run folder. collective: broadcast, NCCL on GPUs and gloo on CPUs."""
     server_seconds: float = limit(600.0, above=0.0)
-    """[seconds] Longest wait for a server that died or hangs before the run ends."""
+    """[seconds] Longest request, and longest wait for a server that died or hangs before the run ends."""
     at_once: int = limit(64, at_least=1)
     """[answers] Number of answers that the sampler draws at a time."""
     resamples: int = limit(0, at_least=0)

@@ -302,8 +302,8 @@ class RolloutBatches(Batches):
             facts |= {"reward/mean": _mean(totals), "reward/spread": _mean((totals - _mean(totals)) ** 2) ** 0.5}
             facts["reward/none"] = float(np.isnan(totals).mean())
             facts["reward/no_signal"] = float((self._advantages(found) == 0).all(1).mean())
-        for number, name in enumerate(self._rewards.names if len(self._rewards.names) > 1 else ()):
-            facts[f"reward/{name.rpartition(':')[2]}"] = _mean(found.rewards[..., number])
+        for number, name in enumerate(self._rewards.labels if len(self._rewards.names) > 1 else ()):
+            facts[f"reward/{name}"] = _mean(found.rewards[..., number])
         return facts
 
     def _batch(self, prompts: Batch, found: Rollouts, *, position: int, evaluates: bool = False) -> Batch:

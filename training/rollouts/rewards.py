@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -38,7 +37,7 @@ class Rewards:
         self._section = section
         self.names = section.rewards
         self.weights = np.array(section.reward_weights or [1.0] * len(self.names))
-        self.problems: Counter[str] = Counter()  # how often there was no reward, by reason
+        self.problems = set[str]()  # why there was no reward for the latest answers, which the texts may quote
         self._workers = Workers(section.reward_workers, answering, self.names)
         self.close = self._workers.close
         self.sources = {name: self._source(name) for name in self.names}  # hash of each function's file and options
@@ -51,9 +50,17 @@ class Rewards:
             fix = "give module:function, or exact_match, regex, json_schema or length"
             raise UserError(f"grpo.rewards = {name}: cannot be loaded ({problem}); {fix}") from None
 
+    @property
+    def labels(self) -> list[str]:
+        """Short names of the functions, with their module where two have one name."""
+        short = [name.rpartition(":")[2] for name in self.names]
+        whole = [Path(name).name.replace(".py:", ".").replace(":", ".") for name in self.names]
+        return [own if short.count(own) == 1 else long for own, long in zip(short, whole, strict=True)]
+
     def of(self, groups: Sequence[dict[str, Any]]) -> list[list[Reward]]:
         """For each function the rewards of all answers. groups: arguments for the answers to each prompt."""
         submit, seconds = self._workers.submit, self._section.reward_seconds
+        self.problems = set()
         asked = [[(name, group, submit((name, group), seconds)) for group in groups] for name in self.names]
         return [[reward for parts in by_group for reward in self._by_answer(*parts)] for by_group in asked]
 
@@ -62,7 +69,7 @@ class Rewards:
             for value, given in future.result():
                 yield value if math.isfinite(value) else math.nan, (name, *given)
         except (WorkerDied, RuntimeError, OSError) as problem:  # OSError: no other process can be started
-            self.problems[f"{name}: {problem}"] += 1
+            self.problems.add(f"{name}: {problem}")
             yield from [(math.nan, None)] * len(group["completions"])
 
     def total(self, rewards: np.ndarray) -> np.ndarray:

@@ -27,6 +27,7 @@ from config.printable import tell
 from config.schema import GrpoSection
 from data.corpora.sampler import splitmix
 from modeling.adapter import NAME, base_name, layers_with_factors
+from modeling.expert_parallel import expert_count
 from tracking.file_lock import exclusive_lock
 from training.distributed import World
 from training.rollouts.transformers_sampler import PERSON, Answer, Request, TransformersSampler, Weights, digest
@@ -46,6 +47,8 @@ class VllmSampler(TransformersSampler):
 
     def __init__(self, model: PreTrainedModel, section: GrpoSection, world: World, *, ends: Sequence[int]) -> None:
         """Raises UserError where a server cannot be reached or cannot take weights."""
+        if expert_count(model.config):  # vLLM keeps them in tensors of its own, which have no names of the trainer's
+            raise UserError("grpo.engine = vllm: no mixture of experts can be proven there; set it to transformers")
         super().__init__(model, section, world, ends=ends)
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]
@@ -206,7 +209,11 @@ class VllmSampler(TransformersSampler):
 
 def _hashes(url: str) -> dict[str, str]:
     """Digests of the weights that the server's only worker computes with."""
-    return dict(*_call(url, "/collective_rpc", {"method": "effective_hashes"})["results"])  # fails with two workers
+    results = _call(url, "/collective_rpc", {"method": "effective_hashes"})["results"]
+    if len(results) != 1:
+        raise UserError(f"grpo.urls: {url}: has {len(results)} workers; start it without parallelism inside")
+    found: dict[str, str] = results[0]
+    return found
 
 
 def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:

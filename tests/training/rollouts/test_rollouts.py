@@ -164,7 +164,8 @@ def test_a_function_that_fails_gives_no_reward(own: Path, opened: list[Rewards],
     [given] = rewards.of(GROUPS)
     assert len(given) == 6 and all(math.isnan(value) and saw is None for value, saw in given)
     assert np.isnan(rewards.total(np.full((6, 1), np.nan))).all()
-    assert rewards.problems == {f"{own}:{name}: {problem}": 2}
+    assert rewards.problems == {f"{own}:{name}: {problem}"}
+    assert rewards.of([]) == [[]] and not rewards.problems  # the texts, which may quote answers, are not kept
 
 
 def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, opened: list[Rewards]) -> None:
@@ -173,7 +174,7 @@ def test_a_function_that_hangs_costs_its_group_and_its_time_alone(own: Path, ope
         found = values_of(rewards, GROUPS)[:, 0]
         assert found[:3].tolist() == [1.0] * 3 and np.isnan(found[3:]).all()
     assert time.monotonic() - started < 30
-    assert rewards.problems == {f"{own}:hangs: no answer in time": 2}
+    assert rewards.problems == {f"{own}:hangs: no answer in time"}
 
 
 def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewards]) -> None:
@@ -182,6 +183,13 @@ def test_values_that_are_no_finite_numbers_are_none(own: Path, opened: list[Rewa
     assert found[:, 1].tolist() == [0.0, -0.5, -1.0]
     assert [math.isnan(value) for value in found[:, 0]] == [True, True, False]
     assert rewards.total(found).tolist() == [0.0, -0.5, 1.0]  # of the functions that gave one
+
+
+def test_functions_of_one_name_are_told_apart_by_their_modules(own: Path, opened: list[Rewards]) -> None:
+    other = own.with_name("other.py")
+    other.write_text(OWN, encoding="utf-8")
+    rewards = rewards_of(opened, f"{own}:share", f"{other}:share", f"{own}:waits", "length")
+    assert rewards.labels == ["own.share", "other.share", "waits", "length"]
 
 
 def test_a_coroutine_is_waited_for(own: Path, opened: list[Rewards]) -> None:

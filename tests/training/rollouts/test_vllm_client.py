@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
+from config.errors import UserError
 from config.machine.processes import free_port
 from config.schema import GrpoSection
 from training.distributed import World
@@ -38,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(int(self.path[1:]))
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(b'{"version": "1", "results": []}')
+        self.wfile.write(b'{"version": "1", "results": [{}, {}]}')
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
@@ -59,9 +60,11 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-def _sampler(url: str, seconds: float) -> VllmSampler:
-    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **shape))
+SHAPE = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+
+
+def _sampler(url: str, seconds: float, model: PreTrainedModel | None = None) -> VllmSampler:
+    model = model or LlamaForCausalLM(LlamaConfig(**SHAPE))
     section = replace(GrpoSection(), engine="vllm", urls=(url,), server_seconds=seconds, at_once=AT_ONCE)
     return VllmSampler(model, section, World(0, 1, 0, torch.device("cpu")), ends=[2])
 
@@ -78,3 +81,14 @@ def test_a_request_may_take_the_seconds_of_the_config(url: str) -> None:
         vllm_sampler._call(url, "/2")
     _sampler(url, 30.0)
     assert vllm_sampler._call(url, "/2")
+
+
+def test_a_mixture_of_experts_is_refused_before_a_server_is_asked(url: str) -> None:
+    model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=2))
+    with pytest.raises(UserError, match=r"^grpo\.engine = vllm: no mixture of experts"):
+        _sampler("http://127.0.0.1:1", 1.0, model)
+
+
+def test_a_server_of_two_workers_is_refused_in_one_line(url: str) -> None:
+    with pytest.raises(UserError, match=rf"^grpo\.urls: {url}: has 2 workers; start it without parallelism inside"):
+        _sampler(url, 5.0).differing([], {})
