@@ -5,7 +5,7 @@ into this run's partitions. Then the checksums are recomputed and compared with 
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,6 @@ from training.checkpoint.reader import PLAIN, Opener, Reader
 from training.engine import Engine, tensors
 from training.engine.masters import Start
 from training.engine.tensor_slices import own_slice
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Counts of what was restored."""
-
-    parameters: int
-    """Parameters with a master."""
-    updates: int | None
-    """Updates by the optimizer so far; 0: its state starts at zero. None if the optimizer does not count them."""
-    compared: int
-    """Checksums that were compared with the checkpoint's: one per master and per state tensor."""
-
-    def __str__(self) -> str:
-        after = "" if self.updates is None else f" after {self.updates} updates"
-        return f"{self.parameters} masters carried over{after}, {self.compared} checksums agree"
 
 
 def restore(
@@ -56,19 +40,17 @@ def restore(
     line = None
     if change is None:
         engine.load(path, TAG, Reader(opener))
-        require_same_checksums(engine, path, recorded or {})
+        engine.world.raise_first(_difference(engine, path, recorded or {}), UserError)
     else:
-        restored = load_resharded(engine, path / TAG, recorded=recorded, opener=opener)
-        line = f"checkpoint {path}: {change}; {restored}"
+        line = f"checkpoint {path}: {change}; {load_resharded(engine, path / TAG, recorded=recorded, opener=opener)}"
     engine.start = Start(f"those of {path.name}", (recorded or tensors.checksums_of(engine))["master"])
     return line
 
 
 @torch.no_grad()
-def load_resharded(
-    engine: Engine, folder: Path, *, recorded: tensors.Checksums | None, opener: Opener = PLAIN
-) -> Restored:
-    """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout.
+def load_resharded(engine: Engine, folder: Path, *, recorded: tensors.Checksums | None, opener: Opener = PLAIN) -> str:
+    """Restore masters, optimizer state, frozen weights and buffers from a `deepspeed/` folder of any layout; returns
+    counts of what was restored, human-readable.
 
     recorded: `checksums_of` the engine that saved; None computes them from the files, which then detects only errors of
     loading itself. The optimizer's settings, the loss scale and the random generators are not changed. A collective;
@@ -96,17 +78,10 @@ def load_resharded(
     for name in saved.buffers.keys() & buffers.keys():
         buffers[name].copy_(saved.buffers[name])
     recorded = recorded or _checksums_of_files(engine, saved)
-    require_same_checksums(engine, folder, recorded)
-    return Restored(
-        parameters=len(tensors.trainable_parameters(engine)),
-        updates=updates if engine.optimizer_spec.counts_updates else None,
-        compared=sum(len(recorded.get(kind, {})) for kind in tensors.tensor_kinds(engine)),
-    )
-
-
-def require_same_checksums(engine: Engine, where: Path, recorded: tensors.Checksums) -> None:
-    """Compare every master and state tensor with `recorded`. A collective. Raises UserError on every rank."""
-    engine.world.raise_first(_difference(where, recorded, tensors.checksums_of(engine)), UserError)
+    engine.world.raise_first(_difference(engine, folder, recorded), UserError)
+    compared = sum(len(recorded.get(kind, {})) for kind in tensors.tensor_kinds(engine))
+    after = f" after {updates} updates" if engine.optimizer_spec.counts_updates else ""
+    return f"{len(tensors.trainable_parameters(engine))} masters carried over{after}, {compared} checksums agree"
 
 
 def _group_difference(engine: Engine, folder: Path, opener: Opener) -> str | None:
@@ -244,8 +219,10 @@ def _checksums_of_files(engine: Engine, saved: SavedModel) -> tensors.Checksums:
     return result
 
 
-def _difference(folder: Path, recorded: tensors.Checksums, found: tensors.Checksums) -> str | None:
-    """An error message for the first master or state tensor that differs from the saved one, or None."""
+def _difference(engine: Engine, folder: Path, recorded: tensors.Checksums) -> str | None:
+    """An error message for the first master or state tensor that differs from the `recorded` one, or None. A
+    collective."""
+    found = tensors.checksums_of(engine)
     for kind, texts in recorded.items():
         for name, text in texts.items():
             here = found.get(kind, {}).get(name)
