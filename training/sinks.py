@@ -31,9 +31,7 @@ def open_record(resolved: Resolved, corpus: Corpus, engine: Engine, run_dir: Run
         return Record.silent()
     config, train = resolved.config, corpus.train
     # counted like a step's `Batch.tokens`: inputs, whether they have labels or not, without padding
-    tokens = (
-        int(train.places.sum()) if isinstance(train, RowShards) else train.label_tokens(config.data.sequence_length)
-    )
+    tokens = train.inputs if isinstance(train, RowShards) else train.label_tokens(config.data.sequence_length)
     facts = environment(
         {
             "accelerator": _accelerator(world),

@@ -194,7 +194,7 @@ class Batches:
     def _by_source(self, ids: np.ndarray) -> dict[str, int]:
         assert self._mixture is not None
         length, shards = self._sequence_length, self._shards
-        labels = shards.labels[ids] if isinstance(shards, RowShards) else np.full(len(ids), length)
+        labels = shards.labels(ids) if isinstance(shards, RowShards) else np.full(len(ids), length)
         owners = self._mixture.source_of(ids)
         return {name: int(labels[owners == number].sum()) for number, name in enumerate(self._mixture.names)}
 
@@ -255,8 +255,8 @@ def counting_rows(make: MakeBatch) -> MakeBatch:
         assert isinstance(shards, RowShards)
         batch, rows = make(shards, position, ids, mine), shards.trained_rows
         counts = np.zeros_like(mine)
-        counts[mine != NO_SAMPLE] = rows[mine[mine != NO_SAMPLE]]
-        of_all = int(rows[ids[ids != NO_SAMPLE]].sum())
+        counts[mine != NO_SAMPLE] = rows(mine[mine != NO_SAMPLE])
+        of_all = int(rows(ids[ids != NO_SAMPLE]).sum())
         return replace(batch, label_tokens=int(counts.sum()), label_tokens_of_all=of_all, counts=counts)
 
     return made
@@ -289,7 +289,7 @@ def _rows(
     to this rank's longest, since attention is causal; else to `sequence_length`, as one more document."""
     length = sequence_length
     if padded:
-        length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)
+        length = padded_length(shards.places(samples[samples != NO_SAMPLE]), sequence_length)
     inputs = np.zeros((len(samples), length), dtype=np.int64)
     labels = np.full_like(inputs, IGNORED_LABEL)
     positions = np.zeros_like(inputs)
@@ -308,7 +308,7 @@ def _rows(
 def of_all_ranks(shards: RowShards, ids: np.ndarray) -> dict[str, Any]:
     """Labels and inputs of a whole global batch of rows, as `Batch` names them."""
     real = ids[ids != NO_SAMPLE]
-    return {"label_tokens_of_all": int(shards.labels[real].sum()), "places_of_all": int(shards.places[real].sum())}
+    return {"label_tokens_of_all": int(shards.labels(real).sum()), "places_of_all": int(shards.places(real).sum())}
 
 
 def padded_length(lengths: Sequence[int] | np.ndarray, most: int) -> int:

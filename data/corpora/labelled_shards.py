@@ -8,7 +8,6 @@ The files are those of `row_shards`, one row per sequence. A shard has `tokens` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +30,7 @@ class Labelled(NamedTuple):
 class LabelledShards(RowShards):
     """The rows of one split."""
 
-    @cached_property
-    def places(self) -> np.ndarray:
-        """(rows,) int64: tokens of each row."""
-        return self._sums(self._lengths.astype(np.int64))
+    _only_labels = 0
 
     @property
     def by_token(self) -> bool:
@@ -70,7 +66,7 @@ def encoder_batches(
     def make(shards: object, position: int, ids: np.ndarray, mine: np.ndarray) -> Batch:
         assert isinstance(shards, LabelledShards)
         samples = mine.reshape(-1)
-        length = padded_length(shards.places[samples[samples != NO_SAMPLE]], sequence_length)
+        length = padded_length(shards.places(samples[samples != NO_SAMPLE]), sequence_length)
         inputs = np.full((mine.size, length), pad, dtype=np.int64)
         seen, types = np.zeros_like(inputs), np.zeros_like(inputs)
         found = np.full((mine.size, length if by_token else 1), IGNORED_LABEL, dtype=np.int64)

@@ -11,7 +11,7 @@ A row of n tokens takes n - 1 places of a sequence, because its last token is on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -51,7 +51,11 @@ def _view(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
 
 
 class RowShards:
-    """The rows of one split as sequences. Safe to read from several threads."""
+    """The rows of one split as sequences. Safe to read from several threads. Holds nothing of each row but what ranks
+    share in mapped files."""
+
+    _only_labels = 1
+    """Tokens of each row that are no input."""
 
     def __init__(
         self, shards: Sequence[Mapping[str, np.ndarray]], order: Mapping[str, np.ndarray], *, sequence_length: int
@@ -99,32 +103,40 @@ class RowShards:
     def label_tokens(self, sequence_length: int) -> int:
         return int(self._labels.sum(dtype=np.int64))
 
-    @cached_property
-    def places(self) -> np.ndarray:
-        """(sequences,) int64: inputs of each sequence, without padding."""
-        return self._sums(self._lengths.astype(np.int64) - 1)
+    @property
+    def inputs(self) -> int:
+        """[tokens] Of all sequences, without padding."""
+        return self.tokens - self._only_labels * self.rows
+
+    def places(self, numbers: np.ndarray) -> np.ndarray:
+        """(n,) int64: inputs of these sequences, without padding."""
+        return self._sums(numbers, lambda rows: self._lengths[rows] - self._only_labels)
 
     @cached_property
     def longest(self) -> np.ndarray:
-        """(sequences,) int64: inputs of the longest row of each sequence."""
+        """(sequences,) int32: inputs of the longest row of each sequence; for pairs, which have references each."""
         if not len(self._ends):
-            return np.zeros(0, dtype=np.int64)
+            return np.zeros(0, dtype=np.int32)
         starts = np.concatenate([[0], self._ends[:-1]])
-        return np.maximum.reduceat(self._lengths[self._rows].astype(np.int64) - 1, starts)
+        return np.asarray(np.maximum.reduceat(self._lengths[self._rows], starts) - self._only_labels)
 
-    @cached_property
-    def labels(self) -> np.ndarray:
-        """(sequences,) int64: labels of each sequence."""
-        return self._sums(self._labels.astype(np.int64))
+    def labels(self, numbers: np.ndarray) -> np.ndarray:
+        """(n,) int64: labels of these sequences."""
+        return self._sums(numbers, lambda rows: self._labels[rows])
 
-    @cached_property
-    def trained_rows(self) -> np.ndarray:
-        """(sequences,) int64: rows of each sequence that have a label."""
-        return self._sums((self._labels > 0).astype(np.int64))
+    def trained_rows(self, numbers: np.ndarray) -> np.ndarray:
+        """(n,) int64: rows of each of these sequences that have a label."""
+        return self._sums(numbers, lambda rows: self._labels[rows] > 0)
 
-    def _sums(self, of_rows: np.ndarray) -> np.ndarray:
-        total = np.concatenate([[0], np.cumsum(of_rows[self._rows])])[np.concatenate([[0], self._ends])]
-        return np.diff(total)
+    def _sums(self, numbers: np.ndarray, of_rows: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+        """(n,) int64: for each of these sequences the sum of a number of its rows."""
+        if not len(numbers):
+            return np.zeros(0, dtype=np.int64)
+        starts = np.where(numbers > 0, self._ends[numbers - 1], 0)
+        counts = self._ends[numbers] - starts
+        first = np.cumsum(counts) - counts
+        rows = self._rows[np.arange(counts.sum()) + np.repeat(starts - first, counts)]
+        return np.asarray(np.add.reduceat(of_rows(rows).astype(np.int64), first))
 
     def sequence(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The rows of a sequence: (n,) tokens, and (n,) whether each is a label."""

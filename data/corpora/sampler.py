@@ -37,7 +37,7 @@ STRETCH = 16
 
 def grouped(
     position: int,
-    lengths: np.ndarray,
+    lengths_of: Callable[[np.ndarray], np.ndarray],
     sample_ids_of: Callable[[int], np.ndarray],
     bounds_of: Callable[[int], tuple[int, int]],
     *,
@@ -48,7 +48,7 @@ def grouped(
 
     Samples are reordered only within the [first, end) that `bounds_of` gives around a place, such as an epoch. It is
     cut into stretches of STRETCH batches, each sorted by length and dealt out to its batches, with those cut at either
-    end, in a shuffled order. lengths: (samples,). sample_ids_of: the batch drawn at a position.
+    end, in a shuffled order. lengths_of: gives those of samples. sample_ids_of: the batch drawn at a position.
     """
     size, parts = global_size, []
     place, end = position * size, (position + 1) * size
@@ -65,7 +65,7 @@ def grouped(
             rank = permute(batches - batches[0], samples=len(batches), seed=seed, epoch=np.full_like(batches, first))
             mine = position - batches[0]
             start = int(sizes[rank < rank[mine]].sum())
-            ids = ids[np.argsort(lengths[ids], kind="stable")][start : start + int(sizes[mine])]
+            ids = ids[np.argsort(lengths_of(ids), kind="stable")][start : start + int(sizes[mine])]
         parts.append(ids)
         place = stop
     return np.concatenate(parts)

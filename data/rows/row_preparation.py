@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -157,8 +158,7 @@ class SplitWriter:
     def __init__(self, folder: Path, split: str, dtype: str) -> None:
         self._folder, self._split, self._dtype = folder, split, dtype
         self._held: list[Row] = []
-        self._lengths: list[int] = []
-        self._labels: list[int] = []
+        self._lengths, self._labels = array("i"), array("i")
         self._shards: list[dict[str, Any]] = []
         self.tokens = self.labels = self._held_tokens = 0
         self.sequences = 0

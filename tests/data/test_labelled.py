@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data.batches.loader import IGNORED_LABEL
@@ -100,8 +101,8 @@ def test_a_word_is_labelled_at_its_first_token_and_a_long_row_is_cut(made: Path,
     said = [corpus.labels[target] if target != IGNORED_LABEL else "" for target in found.target]
     assert said == ["", "A", "", "B", "C", "", "B", "D", ""]
     assert corpus.counts["truncated"] == 1
-    assert corpus.train.labels.tolist() == [5, 2]
-    assert corpus.train.places.tolist() == [9, 5]
+    assert corpus.train.labels(np.arange(2)).tolist() == [5, 2]
+    assert corpus.train.places(np.arange(2)).tolist() == [9, 5]
     assert prepared(made, tmp_path, [row, short], *options[::2]).counts["dropped"] == 1
 
 

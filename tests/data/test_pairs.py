@@ -1,6 +1,7 @@
 """Pairs of answers: how rows become them, which of their tokens count, and what is refused."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,26 @@ def shards(lengths: list[tuple[int, int]]) -> RowShards:
     order = {"rows": np.arange(len(flat)), "ends": np.arange(2, len(flat) + 1, 2)}
     order |= {"lengths": np.array(flat, dtype=np.int32), "labels": np.full(len(flat), 2, dtype=np.int32)}
     return RowShards([{"tokens": tokens, "trained": trained, "ends": np.cumsum(flat)}], order, sequence_length=64)
+
+
+def test_numbers_of_sequences_are_those_of_their_rows_and_nothing_is_kept_of_each() -> None:
+    """Every rank would keep it: of a billion rows some GB."""
+    count, draw = 10**6, np.random.default_rng(0).integers
+    ends = np.flatnonzero(np.append(draw(0, 3, count - 1) > 0, True)) + 1
+    order = {"rows": np.random.default_rng(1).permutation(count), "ends": ends}
+    order |= {"lengths": draw(2, 9, count, dtype=np.int32), "labels": draw(0, 3, count, dtype=np.int32)}
+    data, asked = RowShards([], order, sequence_length=64), draw(0, len(ends), 500)
+    tracemalloc.start()
+    found = [data.places(asked), data.labels(asked), data.trained_rows(asked)]
+    assert data.inputs == order["lengths"].sum() - count
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    rows = [data.rows_of(number) for number in asked.tolist()]
+    assert max(map(len, rows)) > 3 and 0 in data.trained_rows(asked)
+    assert found[0].tolist() == [int((order["lengths"][own] - 1).sum()) for own in rows]
+    assert found[1].tolist() == [int(order["labels"][own].sum()) for own in rows]
+    assert found[2].tolist() == [int((order["labels"][own] > 0).sum()) for own in rows]
+    assert data.places(np.array([0, len(ends) - 1])).sum() > 0 and not len(data.places(np.arange(0)))
 
 
 def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:

@@ -97,7 +97,8 @@ def ordered(samples: int, lengths: np.ndarray, count: int, *, size: int, seed: i
     def epoch_of(place: int) -> tuple[int, int]:
         return place // samples * samples, (place // samples + 1) * samples
 
-    return [grouped(at, lengths, drawn, epoch_of, seed=seed, global_size=size) for at in range(count)]
+    given = {"seed": seed, "global_size": size}
+    return [grouped(at, lengths.__getitem__, drawn, epoch_of, **given) for at in range(count)]
 
 
 def padding(batches: list[np.ndarray], lengths: np.ndarray) -> int:
@@ -185,7 +186,8 @@ def test_grouping_by_length_keeps_the_passes_and_shares_of_sources(sources, size
     count = -(-2 * span // size)
     drawn = cache(lambda position: mixture.sample_ids(position, seed=seed, global_size=size))
     bounds = partial(mixture.bounds, seed=seed, about=about)
-    ids = np.concatenate([grouped(at, lengths, drawn, bounds, seed=seed, global_size=size) for at in range(count)])
+    of, given = lengths.__getitem__, {"seed": seed, "global_size": size}
+    ids = np.concatenate([grouped(at, of, drawn, bounds, **given) for at in range(count)])
     plain, first = np.concatenate([drawn(at) for at in range(count)]), 0
     for window in (span, 2 * span):
         assert np.array_equal(np.sort(ids[:window]), np.sort(plain[:window])), "each source has had its share"

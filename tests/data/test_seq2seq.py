@@ -147,7 +147,7 @@ def test_a_batch_has_rows_of_similar_length(made: Path, tmp_path: Path) -> None:
     drawn = [sample_ids(position, samples=60, **sizes) for position in range(3 * 15)]
     for epoch in range(3):
         assert sorted(np.concatenate(found[15 * epoch : 15 * epoch + 15])) == list(range(60))
-    spread = [sum(int(np.ptp(train.places[ids])) for ids in those) for those in (drawn, found)]
+    spread = [sum(int(np.ptp(train.places(ids))) for ids in those) for those in (drawn, found)]
     assert spread[1] < spread[0] / 2
 
 

@@ -634,7 +634,7 @@ def test_both_group_rows_alike(sizes: list[int], size: int, seed: int, position:
     order = Order(
         config, Rows(samples), end_of_document=0, by_source=sizes if len(sizes) > 1 else (), places=lengths.__getitem__
     )
-    expected = grouped(position, lengths, drawn, bounds, seed=seed, global_size=size)
+    expected = grouped(position, lengths.__getitem__, drawn, bounds, seed=seed, global_size=size)
     assert order.batch(position) == expected.tolist()
 
 
