@@ -101,10 +101,10 @@ class Checkpoints:
         if self._save_world is None:
             self._save_world = self.world.on_own_group()
         self._save = Save(
-            final,
-            files,
-            self._save_world,
-            self.reached,
+            final=final,
+            files=files,
+            world=self._save_world,
+            reached=self.reached,
             manifest=contents.manifest_of(engine, progress, validation_loss, key) | self._lineage.fields(),
             retention=self.keep,
             verify=self.verify_after_save,

@@ -4,7 +4,8 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,116 +19,111 @@ from training.checkpoint.writer import Files
 from training.distributed import World
 
 
+@dataclass(eq=False, kw_only=True)
 class Save:
     """A save that runs in a daemon thread, which does not keep a dying process alive."""
 
-    def __init__(
-        self,
-        final: Path,
-        files: Files,
-        world: World,
-        reached: Callable[[str], None],
-        *,
-        manifest: dict[str, Any],
-        retention: Retention,
-        verify: bool,
-        remote: Remote | None,
-        started: float,
-    ) -> None:
-        """world: with a process group of its own. reached: called with each phase. manifest: without `files`. started:
-        time.perf_counter() at the call."""
-        self.stall_seconds = 0.0
-        """[s] How long the save has blocked the training thread so far."""
-        self.published = threading.Event()
-        """Set when the checkpoint is published, or the save failed."""
-        self._final, self._files, self._world, self._reached = final, files, world, reached
-        self._manifest, self._retention, self._started = manifest, retention, started
-        self._verify, self._remote = verify, remote
-        self._partial = commit.partial_of(final)
-        self._outcome: Saved | BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"save of {final.name}", daemon=True)
-        self._thread.start()
+    final: Path
+    files: Files
+    world: World
+    """With a process group of its own."""
+    reached: Callable[[str], None]
+    """Called with each phase."""
+    manifest: dict[str, Any]
+    """Without `files`."""
+    retention: Retention
+    verify: bool
+    remote: Remote | None
+    started: float
+    """time.perf_counter() at the call."""
+    stall_seconds: float = 0.0
+    """[s] How long the save has blocked the training thread so far."""
+    published: threading.Event = field(default_factory=threading.Event)
+    """Set when the checkpoint is published, or the save failed."""
+    _saved: Future[Saved] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        threading.Thread(target=self._run, name=f"save of {self.final.name}", daemon=True).start()
 
     @property
     def ended(self) -> bool:
         """Whether `outcome` would return at once on this rank."""
-        return not self._thread.is_alive()
+        return self._saved.done()
 
     def outcome(self) -> Saved | SaveFailed:
         """Wait for the end and return the outcome. Raises any error other than SaveFailed."""
         started = time.perf_counter()
-        self._thread.join()
+        failure = self._saved.exception()
         self.stall_seconds += time.perf_counter() - started
-        if isinstance(self._outcome, Saved):
-            return replace(self._outcome, stall_seconds=self.stall_seconds)
-        assert self._outcome is not None
-        if isinstance(self._outcome, SaveFailed):
-            return self._outcome
-        raise self._outcome
+        return (
+            failure
+            if isinstance(failure, SaveFailed)
+            else replace(self._saved.result(), stall_seconds=self.stall_seconds)
+        )
 
     def _run(self) -> None:
         try:
-            self._outcome = self._save()
-        except SaveFailed as failure:
-            if self._world.is_main:
-                shutil.rmtree(self._partial, ignore_errors=True)
-            self._outcome = failure
+            saved = self._save()
         except BaseException as error:  # raised by `outcome`
-            self._outcome = error
-        finally:
+            if isinstance(error, SaveFailed) and self.world.is_main:
+                shutil.rmtree(commit.partial_of(self.final), ignore_errors=True)
             self.published.set()
+            self._saved.set_exception(error)
+        else:
+            self._saved.set_result(saved)
 
     def _save(self) -> Saved:
-        final, remote, step = self._final, self._remote, int(self._manifest["step"])
-        self._files.write_all()
-        self._reached("written")
-        written, layouts = agree_on_files(self._world, self._files, final)
-        size = on_main(self._world, lambda: self._publish(written, layouts), final)
+        final, remote, step = self.final, self.remote, int(self.manifest["step"])
+        self.files.write_all()
+        self.reached("written")
+        written, layouts = agree_on_files(self.world, self.files, final)
+        size = on_main(self.world, lambda: self._publish(written, layouts), final)
         self.published.set()
-        if self._verify:
+        if self.verify:
             self._read_back(written)
-        on_main(self._world, self._prune, final)
+        on_main(self.world, self._prune, final)
         if remote is not None:
-            remote.upload(self._world, final, step, written)
+            remote.upload(self.world, final, step, written)
         return Saved(
             path=final,
             url=remote.url_of(step) if remote is not None else None,
             step=step,
-            tokens=self._manifest["data"]["tokens"],
-            seconds=time.perf_counter() - self._started,
+            tokens=self.manifest["data"]["tokens"],
+            seconds=time.perf_counter() - self.started,
             stall_seconds=0.0,
             bytes=size,
-            verified=self._verify or remote is not None,
+            verified=self.verify or remote is not None,
         )
 
     def _publish(self, files: dict[str, Written], layouts: dict[str, Tensors]) -> int:
-        commit.add_unlisted_files(self._partial, files)
-        if self._manifest["encryption"] is not None:  # only this user may read the folder
-            self._partial.chmod(0o700)
+        partial = commit.partial_of(self.final)
+        commit.add_unlisted_files(partial, files)
+        if self.manifest["encryption"] is not None:  # only this user may read the folder
+            partial.chmod(0o700)
         listed = {name: asdict(file) for name, file in files.items()}
-        manifest = {**self._manifest, "layouts": layouts, "files": listed}
-        size = commit.seal_folder(self._partial, manifest, self._reached)
-        commit.publish(self._partial, self._final, self._reached)
+        manifest = {**self.manifest, "layouts": layouts, "files": listed}
+        size = commit.seal_folder(partial, manifest, self.reached)
+        commit.publish(partial, self.final, self.reached)
         return size + sum(file.bytes for file in files.values())
 
     def _prune(self) -> None:
-        for old in self._retention.to_delete(self._final.parent, self._final):
-            commit.drop(old, self._reached)
-        self._reached("done")
+        for old in self.retention.to_delete(self.final.parent, self.final):
+            commit.drop(old, self.reached)
+        self.reached("done")
 
     def _read_back(self, files: dict[str, Written]) -> None:
         """Hash this rank's files again, from the disk. If any differs, the checkpoint is renamed and never chosen."""
-        final = self._final
-        mine = {name: asdict(file) for name, file in files.items() if file.rank == self._world.rank}
+        final = self.final
+        mine = {name: asdict(file) for name, file in files.items() if file.rank == self.world.rank}
         problem = problem_of(lambda: check_hashes(final, {"files": mine}, mine), final)
-        problem = next(filter(None, self._world.gather_objects(problem)), None)
+        problem = next(filter(None, self.world.gather_objects(problem)), None)
         if problem is not None:
-            on_main(self._world, self._rename_damaged, final)
+            on_main(self.world, self._rename_damaged, final)
             raise SaveFailed(f"checkpoint {final} differs from what was written and is set aside: {problem}")
 
     def _rename_damaged(self) -> None:
-        commit.rename_damaged(self._final)
-        if (previous := newest(self._final.parent)) is not None:
+        commit.rename_damaged(self.final)
+        if (previous := newest(self.final.parent)) is not None:
             commit.name_latest(previous)
 
 
