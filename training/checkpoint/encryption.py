@@ -133,9 +133,10 @@ def open_file(path: Path, key: Key | None, *, plain: bool = False) -> BinaryIO:
     """Open a file of a checkpoint for reading, decrypted if it is encrypted. plain: with a key, accept a plain file,
     too, into which anyone with write access could have put anything. Raises UserError, and the errors of
     DecryptedFile."""
-    if is_encrypted(path):
+    needed = key_id_of(path)
+    if needed is not None:
         if key is None:
-            raise UserError(f"{path}: is encrypted with the key {key_id_of(path)}; give checkpoint.encryption_key")
+            raise UserError(f"{path}: is encrypted with the key {needed}; give checkpoint.encryption_key")
         return cast(BinaryIO, DecryptedFile(path, key))
     if key is not None and not plain:
         raise UserError(
@@ -156,16 +157,12 @@ def load(path: Path, key: Key | None, *, plain: bool = False, **options: Any) ->
             raise
 
 
-def is_encrypted(path: Path) -> bool:
-    """Whether the file starts like an encrypted one, of any version. Raises OSError."""
+def key_id_of(path: Path) -> str | None:
+    """The id of the key that a file needs if it starts like an encrypted one, of any version; else None. Raises
+    OSError."""
     with path.open("rb") as file:
-        return file.read(len(MAGIC) - 1) == MAGIC[:-1]
-
-
-def key_id_of(path: Path) -> str:
-    """The id of the key that an encrypted file needs. Raises OSError."""
-    with path.open("rb") as file:
-        return file.read(HEADER)[8:16].hex()
+        header = file.read(HEADER)
+    return header[8:16].hex() if header.startswith(MAGIC[:-1]) else None
 
 
 def owner_only(path: str, flags: int) -> int:

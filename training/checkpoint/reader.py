@@ -50,7 +50,7 @@ class Opener:
         damaged, has another key, or refers to code that is not allowed."""
         try:
             with torch.serialization.safe_globals(ALLOWED):
-                if mmap and not encryption.is_encrypted(path) and self.key is None:
+                if mmap and self.key is None and encryption.key_id_of(path) is None:
                     return torch.load(path, map_location=map_location, mmap=True, weights_only=True)
                 options = {"map_location": map_location, "weights_only": True}
                 return encryption.load(path, self.key, plain=self.accept_plain, **options)

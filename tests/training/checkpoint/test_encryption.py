@@ -27,7 +27,6 @@ from training.checkpoint.encryption import (
     TAG,
     DecryptedFile,
     EncryptingStream,
-    is_encrypted,
     key_id_of,
     load,
     open_file,
@@ -170,7 +169,7 @@ def test_another_key_is_named_by_its_id(tmp_path: Path) -> None:
 def test_a_plain_file_is_not_taken_for_an_encrypted_one_unless_asked(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(b"anything")
-    assert not is_encrypted(path)
+    assert key_id_of(path) is None
     with pytest.raises(UserError, match="is not encrypted while checkpoint.encryption_key is set"):
         open_file(path, KEY)
     for opened in (open_file(path, KEY, plain=True), open_file(path, None)):
