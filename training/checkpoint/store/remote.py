@@ -118,11 +118,16 @@ class Remote:
         local, record = newest(folder, beside), read_record(folder)
         mine = read_manifest(local) if local is not None else None
         for step, manifest in self.store.candidates(record):
+            problem: Unusable | str | None = None
             if isinstance(manifest, Unusable):
-                problem: Unusable | None = manifest
-            elif (problem := _of_another_run(manifest, step, record)) is None:
-                if mine is not None and not _is_newer(manifest, mine, record):
-                    break
+                problem = manifest
+            elif manifest["step"] != step:
+                problem = f"{MANIFEST} is of step {manifest['step']}"
+            elif record is not None and (other := record.other_than(manifest)):
+                problem = f"{MANIFEST} is of {other}"
+            elif mine is not None and not _is_newer(manifest, mine, record):
+                break
+            else:
                 newer.append((step, manifest))
             if problem is not None:
                 passed_over[Path(self.url_of(step))] = f"{self.url_of(step)}: {problem}"
@@ -161,14 +166,6 @@ def _asked(world: World, ask: Callable[[], T]) -> T:
         return world.on_main(ask, catch=(StoreError,))
     except UserError as error:
         raise UserError(f"checkpoint.dir = {error}") from None
-
-
-def _of_another_run(manifest: dict[str, Any], step: int, record: Record | None) -> Unusable | None:
-    """Why a checkpoint in the store does not match its place, or None."""
-    if manifest["step"] != step:
-        return Unusable(f"{MANIFEST} is of step {manifest['step']}")
-    other = record and record.other_than(manifest)
-    return Unusable(f"{MANIFEST} is of {other}") if other else None
 
 
 def _is_newer(there: dict[str, Any], here: dict[str, Any], record: Record | None) -> bool:
