@@ -2,12 +2,11 @@
 that raise them (botocore, aiohttp, gcsfs, adlfs) need not be installed; and descriptions without secrets."""
 
 import errno
-import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from config.secrets import ADVICE, WITH_PASSWORD
+from config.redact import redact
+from config.secrets import ADVICE
 
 _TRANSIENT_CODES = {
     *("InternalError", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"),
@@ -33,7 +32,6 @@ _ADVICE_FOR: dict[str | int, str] = {
     "PermissionError": _RIGHTS,
     **dict.fromkeys(("EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "gaierror"), _NETWORK),
 }
-_IN_ENVIRONMENT = re.compile(r"SECRET|TOKEN|PASSW|KEY|CONNECTION_STRING|CREDENTIAL")
 
 
 class StoreError(OSError):
@@ -64,16 +62,8 @@ def describe(error: BaseException) -> str:
         text = f"{code}: {text}"
     keys = [key for cause in _causes(error) for key in (_code(cause), _status(cause), type(cause).__name__)]
     advice = next((_ADVICE_FOR[key] for key in keys if key in _ADVICE_FOR), None)
-    line = without_secrets(" ".join(text.split()))[:300]
+    line = redact(" ".join(text.split()))[:300]
     return f"{line}; {advice}" if advice else line
-
-
-def without_secrets(text: str) -> str:
-    """`text` without values of the environment that are credentials, and without the query of any URL."""
-    for name, value in os.environ.items():
-        if len(value) >= 6 and _IN_ENVIRONMENT.search(name):
-            text = text.replace(value, f"<{name}>")
-    return re.sub(r"(https?://[^\s?\"']*)\?[^\s\"']*", r"\1", WITH_PASSWORD.sub("://", text))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
