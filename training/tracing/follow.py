@@ -2,8 +2,9 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callable[[Any], None] | None]
 """An object or class, the name of its method, a context manager for each call, and a callback with its result."""
@@ -11,18 +12,10 @@ Stage = tuple[Any, str, Callable[[], AbstractContextManager[Any]] | None, Callab
 
 def follow(stages: Sequence[Stage]) -> Callable[[], None]:
     """Replace the methods. Returns a function that restores them."""
-    before = [(target, name, vars(target).get(name)) for target, name, _, _ in stages]
-    for target, name, around, after in stages:
-        setattr(target, name, _followed(getattr(target, name), around, after))
-
-    def undo() -> None:
-        for target, name, own in reversed(before):
-            if own is None:
-                delattr(target, name)
-            else:
-                setattr(target, name, own)
-
-    return undo
+    with ExitStack() as stack:
+        for target, name, around, after in stages:
+            stack.enter_context(patch.object(target, name, _followed(getattr(target, name), around, after)))
+        return stack.pop_all().close
 
 
 def _followed(

@@ -70,7 +70,7 @@ class Tracing:
         self._context: Any = None  # of the newest step, to which the spans inside it and after it belong
         self._saves: deque[tuple[Any, int]] = deque()  # spans of saves in progress, with their start
         self._reported = False
-        self._undo: Callable[[], None] | None = None
+        self._undo: Callable[[], None] = lambda: None
 
     def follow(self, engine: Any, batches: Any, checkpoints: Any) -> None:
         """Record spans of these objects' methods from now on."""
@@ -104,9 +104,7 @@ class Tracing:
 
     def close(self) -> None:
         """Send the remaining spans, for at most 5 seconds, and restore the objects' methods."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
+        self._undo()
         self._saves.clear()  # spans that did not end are not sent
         self._export.close()
         self._report_loss()
