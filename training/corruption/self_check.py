@@ -32,6 +32,7 @@ from precision.step_health import Health
 from training.corruption.copies import Copies, follows_length
 from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.plain import drops, is_random
+from training.corruption.prepared import wrong_preparation
 from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import are_evaluated, is_in_order, wrong_samples
 from training.corruption.settings import decay_and_factor
@@ -66,6 +67,7 @@ _WORDS = {
     "scale": "the loss scale or its counters do not follow their rule",
     "schedule": "it, or its groups' settings, departed from the schedule in as many steps as the error says",
     "samples": "the batch is not what its samples and their order say",
+    "prepared": "they are not what the tokenizer and the chat template make of the source; see python -m data.show",
     "constants": "it is not that of a model that the config makes",
     "draws": "they are the same, so the same values are dropped",
 }
@@ -126,7 +128,7 @@ class SelfCheck:
     def watching(self, batch: Batch, position: int) -> AbstractContextManager[None]:
         """Context of a due step's forward and backward. position: number of global batches before this one."""
         self._rows, self._skipped = [], {}
-        self._samples = self._compare_samples(batch, position) + self._look_ahead()
+        self._samples = self._compare_samples(batch, position) + self._look_ahead() + self._prepared()
         self._passes = Passes(
             self._engine, self._resolved, batch, turn=self._turn, whole=self._whole, history=self._history
         )
@@ -295,6 +297,16 @@ class SelfCheck:
             return []
         found = [] if is_in_order(batch, position, self._resolved, self._corpus) else ["the order of samples"]
         return verdicts("samples", found + wrong_samples(batch, self._resolved, self._corpus))
+
+    def _prepared(self) -> list[Row]:
+        """Comparison of the prepared data with their source; in the session's first step, on rank 0."""
+        if self._turn or not self._whole or self._engine.world.rank:
+            return []
+        try:
+            return verdicts("prepared", wrong_preparation(self._resolved.config, self._corpus))
+        except Exception as error:  # a source that is gone since
+            self._skipped["prepared"] = one_line(error, 120)
+            return []
 
     @torch.no_grad()
     def _look_ahead(self) -> list[Row]:
