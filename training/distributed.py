@@ -139,7 +139,7 @@ class World:
         return on_host.to(self.device, non_blocking=True)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """values: (n,) float64 on this rank's device -> (world_size, n), row r being rank r's values."""
+        """values: (n,) on this rank's device -> (world_size, n), row r being rank r's values."""
         rows = values.new_empty(self.world_size * values.numel())
         dist.all_gather_into_tensor(rows, values, group=self.group)
         return rows.view(self.world_size, -1)

@@ -218,11 +218,4 @@ def _share(items: Sequence[Any], step: int, every: int) -> Sequence[Any]:
 
 def gather_integers(engine: Engine, values: torch.Tensor) -> list[list[int]]:
     """values: (n,) int64 -> each rank's, by rank, modulo 2**64. A collective."""
-    return [[value % _WHOLE for value in row] for row in gather_words(engine, values).tolist()]
-
-
-def gather_words(engine: Engine, values: torch.Tensor) -> torch.Tensor:
-    """values: (n,) int64 -> (ranks, n) int64, each rank's. A collective."""
-    rows = engine.world.gather(halves(values).double().flatten())
-    low, high = rows[:, : len(values)].long(), rows[:, len(values) :].long()
-    return low | (high << 32)
+    return [[value % _WHOLE for value in row] for row in engine.world.gather(values).tolist()]

@@ -20,7 +20,6 @@ import torch
 
 from data.batches.loader import Batch
 from precision.corruption import Reexecution, judge_reexecution
-from training.corruption.copies import gather_words
 from training.engine import Engine
 from training.engine.flips import bit_sum
 from training.engine.health import Outcome
@@ -114,15 +113,15 @@ def run_again(engine: Engine, batch: Batch, outcome: Outcome, first: Answer) -> 
     others: list[bool] | None = None
     if there is not None:
         assert last.local is not None and there.local is not None
-        mine = gather_words(engine, torch.cat([last.own, last.local]))
-        theirs = gather_words(engine, torch.cat([there.own, there.local]))
+        mine = world.gather(torch.cat([last.own, last.local]))
+        theirs = world.gather(torch.cat([there.own, there.local]))
         # by rank: whether it and the rank before it gave different answers to its inputs
         others = [bool(_differ(mine[rank], theirs[rank - 1], own=2).any()) for rank in range(len(mine))]
     finite = world.gather_objects((last.finite, there.finite if there is not None else True))
     mine = own = _differ(first.own, last.own, own=2).any()[None]
     if first.local is not None and last.local is not None:
         own = own | _differ(first.local, last.local).any()
-    rows = gather_words(engine, torch.cat([own, mine, _differ(first.reduced, last.reduced)]).long()).tolist()
+    rows = world.gather(torch.cat([own, mine, _differ(first.reduced, last.reduced)]).long()).tolist()
     differing = [any(row[2 + index] for row in rows) for index in range(len(first.reduced))]
     names = [name for name, differs in zip(trainable_parameters(engine), differing, strict=True) if differs]
     changed = [any(row[1:]) for row in rows]
