@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.func import functional_call
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map_only
 
 from training.engine import Engine
@@ -51,17 +51,6 @@ def plain(module: Any, weights: Mapping[str, torch.Tensor], dtype: torch.dtype |
     return found
 
 
-class Bare(torch.nn.Module):
-    """A module's bare forward, without anything around its call."""
-
-    def __init__(self, code: torch.nn.Module) -> None:
-        super().__init__()
-        self.code = code
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.code.forward(*args, **kwargs)
-
-
 @contextmanager
 def unhooked(module: torch.nn.Module) -> Iterator[None]:
     """Context manager: the module and those inside it have no hooks, of the engine or of observers."""
@@ -73,8 +62,8 @@ def unhooked(module: torch.nn.Module) -> Iterator[None]:
 
 def own_code(module: torch.nn.Module, weights: Weights, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The module's own code, with what patched it, on these inputs and weights."""
-    with unhooked(module):
-        return functional_call(Bare(module), {f"code.{name}": item for name, item in weights.items()}, args, kwargs)
+    with unhooked(module), _reparametrize_module(module, weights, tie_weights=True):
+        return module.forward(*args, **kwargs)
 
 
 def _rebuilt(kind: type, module: Any) -> Any:
