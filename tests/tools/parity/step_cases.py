@@ -1,17 +1,17 @@
 """Functions that run inside the processes of test_steps.py. Every function is called on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from pytest import MonkeyPatch
 from torch.nn import functional
 
 from config.resolved import Resolved
-from config.schema import Fp8Section, ParitySection
+from config.schema import Fp8Section
 from data.batches.loader import Batch
 from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
@@ -24,19 +24,20 @@ from tests.support.models import small_run
 from tests.support.models.flex_on_cpu import flex_on_cpu
 from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
-from tools.parity.judge_steps import Check, judge_signatures
 from tools.parity.reference import Reference
-from tools.parity.rounding import pooled
 from tools.parity.steps import StepParity, walk
 from training.distributed import World
 from training.engine import Engine, optimizer
 from training.engine.rng import generators, restore_generators
 from training.progress import Progress
 
+Plant = Callable[[Engine, World], object]
+"""What is done to a rank's engine before its steps."""
+
 
 def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
     """The comparison of an engine's steps with FP32."""
-    shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=SEQUENCE)
+    shape = model_config(resolved.config.model, vocab_size=small_run.VOCABULARY, sequence_length=SEQUENCE)
     return StepParity(engine, Reference(resolved, shape, world), resolved)
 
 
@@ -48,15 +49,21 @@ def compared(world: World, *, micro: int = 2, defect: str = "", **how: Any) -> I
         yield engine, step_parity(engine, resolved, world)
 
 
-def measured_steps(world: World, *, steps: int, micro: int = 2, **how: Any) -> list[dict[str, Any]]:
-    """Some real steps on random batches, each compared with FP32."""
-    rows, applied = [], 0
-    with compared(world, micro=micro, **how) as (_, parity):
+def measured_steps(
+    world: World, *, steps: int, micro: int = 2, plant: Plant | None = None, **how: Any
+) -> list[dict[str, Any]]:
+    """Some real steps on random batches, each compared with FP32. Ranks that share matrices have the same sequences, of
+    which the errors of known sums are measured, too."""
+    rows, applied, shared = list[dict[str, Any]](), 0, world.tensor is not None
+    owner = World(0, 1, 0, world.device) if shared else world
+    with compared(world, micro=micro, **how) as (engine, parity):
+        if plant is not None:
+            plant(engine, world)
         for step in range(1, steps + 1):
-            batch = replace(batch_of(world, micro, seed=step), position=step - 1)  # defects begin at a step
-            row = parity.step(batch, applied=applied)
-            applied += row["applied"]
-            rows.append(row)
+            batch = replace(batch_of(owner, micro, seed=step), position=step - 1)  # defects begin at a step
+            summed = {"accumulation_error": parity.accumulation_errors(batch)} if shared and not rows else {}
+            rows.append({**summed, **parity.step(batch, applied=applied)})
+            applied += rows[-1]["applied"]
     return rows
 
 
@@ -94,67 +101,45 @@ def inner_dtypes(
         return seen.inner.report(**promises(resolved.config, engine.compute, engine.regions))
 
 
-def signature_with(world: World, *, module: str, rank: int | None = None, **how: Any) -> Check:
-    """The judgement on two steps of an engine in which one module's output is 1% too large. rank: there alone."""
-    with compared(world, **how) as (engine, steps):
-        if rank in (None, world.rank):
-            engine.model.get_submodule(module).register_forward_hook(
-                lambda _, args, output: (output[0] * 1.01, *output[1:])
-            )
-        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
-        return judge_signatures(rows, ParitySection())
+def spoiled(engine: Engine, world: World, *, module: str, rank: int | None = None, forward: bool = True) -> None:
+    """What one module returns is 1% too large, or only the gradients that it makes are. rank: there alone."""
+
+    def spoil(_: Any, args: Any, output: Any) -> Any:
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        wrong = first * 1.01 if forward else 1.01 * first - 0.01 * first.detach()
+        return (wrong, *rest) if isinstance(output, tuple) else wrong
+
+    if rank in (None, world.rank):
+        engine.model.get_submodule(module).register_forward_hook(spoil)
 
 
-def gradients_with(world: World, *, module: str | None, **how: Any) -> dict[str, Any]:
-    """The judgement on two steps of an engine in which one module's gradients are 1% too large; what was measured."""
-    with compared(world, **how) as (engine, steps):
-        if module is not None:  # a hook on what it returns multiplies all that it makes of the gradient
-            engine.model.get_submodule(module).register_forward_hook(
-                lambda _, args, output: (1.01 * output[0] - 0.01 * output[0].detach(), *output[1:])
-            )
-        rows = [steps.step(batch_of(world, 2, seed=step), applied=step) for step in range(2)]
-        check = judge_signatures(rows, ParitySection())
-        measured = rows[0]["signature"]
-        parts = [(row["module"], row["part"]) for row in measured["parts"]]
-        own = [part.module for part in pooled([measured]) if part.part == "output" and part.sums["own_xx"]]
-        return {"check": check, "parts": parts, "own": own, "not_measured": measured["not_measured"]}
+def rounded_moment(engine: Engine, world: World, *, key: str) -> None:
+    """Keeps one of Adam's moments in BF16 from each step to the next."""
+    optimizer: Any = engine.deepspeed.basic_optimizer
+    right = optimizer.step
+
+    def step(*args: Any, **options: Any) -> None:
+        right(*args, **options)
+        for state in optimizer.state.values():
+            state[key].copy_(state[key].bfloat16())
+
+    optimizer.step = step
 
 
-def decaying_norms(world: World, *, steps: int, **how: Any) -> list[dict[str, Any]]:
-    """Some real steps of an engine whose groups all have the matrices' weight decay."""
+def damped_gradients(engine: Engine, world: World) -> None:
+    """The embedding's gradients are so small that FP32 holds their squares in a few bits."""
+    engine.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 1e-17)
+
+
+def decaying_norms(world: World, **how: Any) -> list[dict[str, Any]]:
+    """`measured_steps` of an engine whose groups all have the matrices' weight decay."""
     right = parameter_groups.parameter_groups
 
     def wrong(model: Any, section: Any) -> Any:
         return [{**group, "weight_decay": section.weight_decay} for group in right(model, section)]
 
-    with (
-        patch.object(parameter_groups, "parameter_groups", wrong),
-        patch.object(optimizer, "parameter_groups", wrong),
-        compared(world, **how) as (_, parity),
-    ):
-        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
-
-
-def with_rounded_moment(world: World, *, key: str, steps: int, **how: Any) -> list[dict[str, Any]]:
-    """Some real steps of an engine that keeps one of Adam's moments in BF16 from each step to the next."""
-    with compared(world, **how) as (engine, parity):
-        optimizer: Any = engine.deepspeed.basic_optimizer
-        right = optimizer.step
-
-        def step(*args: Any, **options: Any) -> None:
-            right(*args, **options)
-            for state in optimizer.state.values():
-                state[key].copy_(state[key].bfloat16())
-
-        optimizer.step = step
-        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
-
-
-def with_damped_gradients(world: World, *, steps: int, **how: Any) -> list[dict[str, Any]]:
-    """Some real steps in which the embedding's gradients are so small that FP32 holds their squares in a few bits."""
-    with compared(world, **how) as (engine, parity):
-        engine.model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 1e-17)
-        return [parity.step(batch_of(world, 2, seed=number), applied=number) for number in range(steps)]
+    with patch.object(parameter_groups, "parameter_groups", wrong), patch.object(optimizer, "parameter_groups", wrong):
+        return measured_steps(world, **how)
 
 
 def summed(world: World, *, rounded: bool = False, **how: Any) -> dict[str, float]:
@@ -216,32 +201,17 @@ def weighted(world: World, *, planted: str = "", **how: Any) -> dict[str, Any]:
         return parity.weighting_errors(batch)
 
 
-def router_losses(world: World, *, wrong: Callable[[torch.Tensor], torch.Tensor], **how: Any) -> float:
-    """The error of the routers' terms, where both twins compute something else of them."""
+def router_losses(world: World, *, value: float, gradient: float, **how: Any) -> float:
+    """The error of the routers' terms, where both twins compute so many times their value and their gradient."""
     right = RouterBalance.loss
 
     def loss(self: RouterBalance, counts: torch.Tensor) -> Any:
         found, parts = right(self, counts)
-        return wrong(found), parts
+        return gradient * found + (value - gradient) * found.detach(), parts
 
     with patch.object(RouterBalance, "loss", loss), compared(world, **how) as (_, parity):
         errors: dict[str, float] = parity.task_loss(batch_of(world, 2, seed=1))["task_loss"]
         return max(error for name, error in errors.items() if name.startswith("(balancing loss)"))
-
-
-def doubled(loss: torch.Tensor) -> torch.Tensor:
-    """Twice the loss."""
-    return 2 * loss
-
-
-def of_half_the_gradient(loss: torch.Tensor) -> torch.Tensor:
-    """The loss, with half its gradient."""
-    return (loss + loss.detach()) / 2
-
-
-def unchanged(loss: torch.Tensor) -> torch.Tensor:
-    """The loss."""
-    return loss
 
 
 def dropped(world: World, *, planted: str = "", **how: Any) -> dict[str, str]:
@@ -316,36 +286,15 @@ def with_dropout(world: World, **how: Any) -> dict[str, Any]:
 
 
 def of_shared_matrices(
-    world: World,
-    *,
-    stage: int,
-    compute: str,
-    steps: int,
-    overrides: Sequence[str],
-    defect: str = "",
-    kind: str | None = None,
-    vocabulary: int = VOCABULARY,
+    world: World, *, overrides: Sequence[str], kind: str | None = None, vocabulary: int = VOCABULARY, **how: Any
 ) -> list[dict[str, Any]]:
-    """`measured_steps` for two ranks that share every matrix and so have the same sequences. kind: of model.
+    """`measured_steps` of two ranks that share every matrix. kind: of model.
 
     vocabulary: an odd one gives one rank a row more of the head.
     """
-    model = of_kind(kind) if kind else MODEL % "false"
-    given = ["parallel.tensor=2", "telemetry.every_steps=0", model, *overrides]
-    world = world.sharing(tensor=2, timeout_minutes=2)
-    alone, rows, applied = World(0, 1, 0, world.device), [], 0
-    resolved = resolve(world, stage=stage, compute=compute, micro=4, overrides=given)
-    shape = model_config(resolved.config.model, vocab_size=vocabulary, sequence_length=SEQUENCE)
-    with MonkeyPatch.context() as patch, ExitStack() as ends:
-        patch.setattr(small_run, "VOCABULARY", vocabulary)
-        engine = ends.enter_context(engine_of(world, resolved, defect=defect))
-        parity = StepParity(engine, Reference(resolved, shape, world), resolved)
-        for step in range(1, steps + 1):
-            batch = replace(batch_of(alone, 4, seed=step), position=step - 1)
-            summed = {} if rows else {"accumulation_error": parity.accumulation_errors(batch)}
-            rows.append({**summed, **parity.step(batch, applied=applied)})
-            applied += rows[-1]["applied"]
-    return rows
+    given = ["parallel.tensor=2", "telemetry.every_steps=0", of_kind(kind) if kind else MODEL % "false", *overrides]
+    with patch.object(small_run, "VOCABULARY", vocabulary):
+        return measured_steps(world.sharing(tensor=2, timeout_minutes=2), micro=4, overrides=given, **how)
 
 
 def with_flex_attention(world: World) -> tuple[str, dict[str, Any]]:
@@ -357,58 +306,29 @@ def with_flex_attention(world: World) -> tuple[str, dict[str, Any]]:
     return reference.model.config._attn_implementation, step
 
 
-def spoiled_slice(
-    world: World, *, stage: int, module: str, forward: bool, overrides: Sequence[str] = ()
-) -> tuple[Check, list[dict[str, Any]]]:
-    """The judgement on two BF16 steps in which rank 1's slice of what one module makes is 1% too large, or its
-    gradients are; and what was measured."""
-    world = world.sharing(tensor=2, timeout_minutes=2)
-    given = ["parallel.tensor=2", "telemetry.every_steps=0", MODEL % "false", *overrides]
-    alone = World(0, 1, 0, world.device)
-
-    def spoil(_: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * 1.01 if forward else 1.01 * output - 0.01 * output.detach()
-
-    with compared(world, stage=stage, compute="bf16", micro=4, overrides=given) as (engine, steps):
-        if world.rank == 1:
-            engine.model.get_submodule(module).register_forward_hook(spoil)
-        rows = [steps.step(batch_of(alone, 4, seed=step), applied=step) for step in range(2)]
-        return judge_signatures(rows, ParitySection()), rows
-
-
 LAYER = "model.layers.0.mlp.down_proj"
 
 
-def measured_fp8_steps(
-    world: World, *, stage: int, steps: int, wrong: str | None = None, overrides: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """Some real steps in FP8, each held against FP32. wrong: what one layer does otherwise, of WRONG."""
-    rows, applied = [], 0
-    with compared(world, stage=stage, compute="fp32", overrides=overrides) as (engine, parity):
-        if wrong is not None:
-            layer: Any = engine.model.get_submodule(LAYER)
-            layer.forward = WRONG[wrong](layer)
-        for step in range(1, steps + 1):
-            rows.append(parity.step(batch_of(world, 2, seed=step), applied=applied))
-            applied += rows[-1]["applied"]
-    return rows
+def wrong_layer(engine: Engine, world: World, *, wrong: str) -> None:
+    """What one FP8 layer does otherwise, of WRONG."""
+    layer: Any = engine.model.get_submodule(LAYER)
+    layer.forward = WRONG[wrong](layer)
 
 
-def _forward(layer: Any, section: Fp8Section, quantise: Callable[..., Any] | None = None) -> Callable[..., Any]:
+def _forward(
+    layer: Any,
+    *,
+    quantise: Callable[..., Any] = fp8.quantise,
+    weight: Callable[[torch.Tensor], torch.Tensor] = lambda own: own,
+    **section: Any,
+) -> Callable[..., Any]:
+    given: Any = {"ambient": torch.bfloat16, "section": Fp8Section(**section)}
+
     def forward(input: torch.Tensor) -> torch.Tensor:
-        with _quantising(quantise or fp8.quantise), torch.autocast("cpu", enabled=False):
-            return fp8.linear_fp8(input, layer.weight, layer.bias, ambient=torch.bfloat16, section=section)
+        with patch.object(fp8, "quantise", quantise), torch.autocast("cpu", enabled=False):
+            return fp8.linear_fp8(input, weight(layer.weight), layer.bias, **given)
 
     return forward
-
-
-@contextmanager
-def _quantising(quantise: Callable[..., Any]) -> Iterator[None]:
-    known, fp8.quantise = fp8.quantise, quantise
-    try:
-        yield
-    finally:
-        fp8.quantise = known
 
 
 def _with(scale_of: Callable[[torch.Tensor, torch.dtype], torch.Tensor]) -> Callable[..., Any]:
@@ -430,56 +350,14 @@ def _towards_zero(values: torch.Tensor, dim: int | None, dtype: torch.dtype) -> 
     return torch.ldexp(torch.trunc(mantissa * 16) / 16, exponent).to(dtype), scale
 
 
-class _LostTokens(torch.autograd.Function):
-    """The weight itself; its gradient without a part of it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * 0.95
-
-
-def _lost_gradient(layer: Any) -> Callable[..., Any]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            weight = _LostTokens.apply(layer.weight)
-            return fp8.linear_fp8(input, weight, layer.bias, ambient=torch.bfloat16, section=Fp8Section())
-
-    return forward
-
-
-def _in_bf16(layer: Any) -> Callable[..., Any]:
-    return lambda input: functional.linear(input.bfloat16(), layer.weight.bfloat16())
-
-
-def _clipping(layer: Any) -> Callable[..., Any]:
-    return _forward(layer, Fp8Section(), _with(lambda largest, dtype: fp8.scale_of(largest / 2, dtype)))
-
-
-def _plain_scales(layer: Any) -> Callable[..., Any]:
-    return _forward(layer, Fp8Section(), _with(lambda largest, dtype: largest / torch.finfo(dtype).max))
-
-
-def _weight_rounded_twice(layer: Any) -> Callable[..., Any]:
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            weight = layer.weight + (layer.weight.bfloat16().float() - layer.weight).detach()
-            return fp8.linear_fp8(input, weight, layer.bias, ambient=torch.bfloat16, section=Fp8Section())
-
-    return forward
-
-
 WRONG: dict[str, Callable[[Any], Callable[..., Any]]] = {
-    "clips": _clipping,
-    "plain scales": _plain_scales,
-    "weight rounded twice": _weight_rounded_twice,
-    "rounds towards zero": lambda layer: _forward(layer, Fp8Section(), _towards_zero),
-    "gradient in e5m2": lambda layer: _forward(layer, Fp8Section(gradient="e5m2")),
-    "weight gradient in fp8": lambda layer: _forward(layer, Fp8Section(weight_gradient="fp8")),
-    "5% of a gradient lost": _lost_gradient,
-    "not in fp8": _in_bf16,
+    "clips": partial(_forward, quantise=_with(lambda largest, dtype: fp8.scale_of(largest / 2, dtype))),
+    "plain scales": partial(_forward, quantise=_with(lambda largest, dtype: largest / torch.finfo(dtype).max)),
+    "weight rounded twice": partial(_forward, weight=lambda own: own + (own.bfloat16().float() - own).detach()),
+    "rounds towards zero": partial(_forward, quantise=_towards_zero),
+    "gradient in e5m2": partial(_forward, gradient="e5m2"),
+    "weight gradient in fp8": partial(_forward, weight_gradient="fp8"),
+    "5% of a gradient lost": partial(_forward, weight=lambda own: own.detach() + 0.95 * (own - own.detach())),
+    "not in fp8": lambda layer: lambda input: functional.linear(input.bfloat16(), layer.weight.bfloat16()),
 }
 """Wrong forward passes of a layer by name. Each is another arithmetic than the plan's, some as near to FP32."""

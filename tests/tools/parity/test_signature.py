@@ -618,16 +618,18 @@ def test_ranks_and_steps_are_judged_together() -> None:
     assert one / 4 < six < one / 1.7
 
 
-@pytest.mark.parametrize(("stage", "compute", "overrides"), [(3, "bf16", ()), (2, "fp16", ())])
-def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, compute: str, overrides: Any) -> None:
-    plan = [*overrides, "precision.loss_scale.initial=1024"]
-    for check in pair.run(step_cases.signature_with, stage=stage, compute=compute, module=ATTENTION, overrides=plan):
-        assert (check.passed, check.modules) == (False, (ATTENTION,))
+@pytest.mark.parametrize(("stage", "compute"), [(3, "bf16"), (2, "fp16")])
+def test_a_wrong_constant_in_the_engines_model_is_named(pair: Any, stage: int, compute: str) -> None:
+    given = {"stage": stage, "compute": compute, "steps": 2, "overrides": ["precision.loss_scale.initial=1024"]}
+    for steps in pair.run(step_cases.measured_steps, plant=partial(step_cases.spoiled, module=ATTENTION), **given):
+        assert judge_signatures(steps, BOUNDS).modules == (ATTENTION,)
 
 
 def test_the_rank_that_is_wrong_is_named(pair: Any) -> None:
-    for check in pair.run(step_cases.signature_with, stage=2, compute="bf16", module=ATTENTION, rank=1):
-        assert (check.passed, check.modules) == (False, (ATTENTION,))
+    plant = partial(step_cases.spoiled, module=ATTENTION, rank=1)
+    for steps in pair.run(step_cases.measured_steps, stage=2, compute="bf16", steps=2, plant=plant):
+        check = judge_signatures(steps, BOUNDS)
+        assert check.modules == (ATTENTION,)
         assert check.note.startswith(f"on rank 1, {ATTENTION}")
 
 
@@ -642,19 +644,19 @@ def test_gradients_are_measured_in_the_engine(pair: Any, stage: int, compute: st
         pytest.skip("masters begin with ZeRO-1")
     plan = [f"model.loss={loss}", "precision.loss_scale.initial=1024", f"model.activation_checkpointing={recompute}"]
     plan += ["model.loss_chunk_tokens=16"] if loss == "chunked" else []
-    how = {"stage": stage, "compute": compute, "overrides": plan}
-    for found in pair.run(step_cases.gradients_with, module=None, **how):
-        assert found["check"].passed, found["check"].note
-        parts = found["parts"]
-        assert {(f"{MLP}.up_proj", "gradient of weight"), (NORM, "gradient of its input"), ("(loss)", "output")} <= set(
-            parts
-        )
+    how = {"stage": stage, "compute": compute, "steps": 2, "overrides": plan}
+    for steps in pair.run(step_cases.measured_steps, **how):
+        check, signature = judge_signatures(steps, BOUNDS), steps[0]["signature"]
+        assert check.passed, check.note
+        parts = {(part.module, part.part): part for part in pooled([signature])}
+        assert {(f"{MLP}.up_proj", "gradient of weight"), (NORM, "gradient of its input")} <= parts.keys()
         end = "gradient of what model returned" if loss == "chunked" else "gradient of what lm_head returned"
         assert ("(loss)", end) in parts
-        assert ("(loss)" in found["own"]) == (compute != "fp32")
-        assert list(found["not_measured"]) == ([HEAD] if loss == "chunked" else [])
-    for found in pair.run(step_cases.gradients_with, module=ATTENTION, **how):
-        assert found["check"].modules == (ATTENTION,)
+        assert bool(parts["(loss)", "output"].sums["own_xx"]) == (compute != "fp32")
+        assert list(signature["not_measured"]) == ([HEAD] if loss == "chunked" else [])
+    plant = partial(step_cases.spoiled, module=ATTENTION, forward=False)
+    for steps in pair.run(step_cases.measured_steps, plant=plant, **how):
+        assert judge_signatures(steps, BOUNDS).modules == (ATTENTION,)
 
 
 @pytest.mark.slow

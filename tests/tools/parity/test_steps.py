@@ -1,6 +1,7 @@
 """Single steps against FP32, FP8's and shared matrices' too: what is healthy passes, every planted defect is found."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.training.engine.test_tensor_parallel import MANIFEST
 from tools.parity import gate as parity
 from tools.parity import steps as single_steps
 from tools.parity.dropped import Rate, otherwise
-from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
+from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_signatures, judge_steps
 from tools.parity.plain import by_chance
 from training.engine.optimizer import IMPLEMENTATIONS
 from training.engine.optimizers.rule import UpdateInputs
@@ -377,9 +378,9 @@ def test_losses_of_routers_count_as_the_config_says_or_are_named(pair, stage, co
 )
 def test_a_wrong_definition_of_routers_losses_that_both_twins_share_is_named(pair, overrides, compute):
     given = {"stage": 2, "compute": compute, "overrides": [*ROUTED, *overrides]}
-    assert max(pair.run(step_cases.router_losses, wrong=step_cases.unchanged, **given)) < 0.1
-    for wrong in (step_cases.doubled, step_cases.of_half_the_gradient):
-        assert min(pair.run(step_cases.router_losses, wrong=wrong, **given)) > 100
+    assert max(pair.run(step_cases.router_losses, value=1.0, gradient=1.0, **given)) < 0.1
+    for value, gradient in ((2.0, 2.0), (1.0, 0.5)):
+        assert min(pair.run(step_cases.router_losses, value=value, gradient=gradient, **given)) > 100
 
 
 def test_a_window_that_sequences_do_not_reach_is_said_to_be_unmeasured(pair):
@@ -405,7 +406,8 @@ def test_weight_decay_on_what_should_have_none_is_named(pair):
 @pytest.mark.parametrize("key", ["exp_avg_sq", "exp_avg"])
 def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key):
     """Rounding the second moment moves an update by less than the bound on its error."""
-    for steps in pair.run(step_cases.with_rounded_moment, stage=stage, compute="bf16", key=key, steps=2):
+    plant = partial(step_cases.rounded_moment, key=key)
+    for steps in pair.run(step_cases.measured_steps, stage=stage, compute="bf16", steps=2, plant=plant):
         checks = judged(steps)
         assert checks["update_rounding"].measured > 0.5
         assert checks["update_rounding"].note.startswith("all ")
@@ -416,18 +418,16 @@ def test_a_moment_that_is_kept_in_bf16_is_found_by_its_rounding(pair, stage, key
 def test_second_moments_below_the_smallest_normal_number_are_no_finding(pair, optimizer):
     """The embedding of a pretrained model has them: where a token's probability is 1e-15, its gradient's square is."""
     how = {"stage": 2, "compute": "bf16", "steps": 2, "overrides": [f"optimizer.name={optimizer}"]}
-    for steps in pair.run(step_cases.with_damped_gradients, **how):
+    for steps in pair.run(step_cases.measured_steps, plant=step_cases.damped_gradients, **how):
         assert judged(steps)["update_rounding"].measured == 0.0
         assert steps[0]["update_rounding"]
 
 
 def test_sound_alternatives_are_measured_again_where_gradients_are_further_off(pair):
     """Weights are rounded by chance as well, and damped gradients are still out of bounds."""
-    cases = {step_cases.measured_steps: [True, False], step_cases.with_damped_gradients: [True, True]}
-    for case, again in cases.items():
-        for steps in pair.run(case, stage=2, compute="bf16", steps=2):
-            damped = case is step_cases.with_damped_gradients
-            assert [bool(step["alternatives"]) for step in steps] == again
+    for plant, damped in ((None, False), (step_cases.damped_gradients, True)):
+        for steps in pair.run(step_cases.measured_steps, stage=2, compute="bf16", steps=2, plant=plant):
+            assert [bool(step["alternatives"]) for step in steps] == [True, damped]
             assert any("weights rounded by chance" in step["alternatives"] for step in steps) == damped
             assert ("gradient_excess" in failed(judged(steps))) == damped
 
@@ -476,7 +476,8 @@ FP8 = [*manifest("fp8"), CLIPPED]
 )
 def test_a_sound_run_is_parity(pair, stage, overrides):
     """Its errors are those of four bits, which no bound of 16 bits allows; its products are those of the definition."""
-    for steps in pair.run(step_cases.measured_fp8_steps, stage=stage, steps=3, overrides=[*FP8, *overrides]):
+    given = {"stage": stage, "compute": "fp32", "steps": 3, "overrides": [*FP8, *overrides]}
+    for steps in pair.run(step_cases.measured_steps, **given):
         checks = sound(steps)
         assert max(step["own_error"][LINEAR] for step in steps) > 0.02
         assert checks["fp8_products"].measured < 0.6
@@ -491,7 +492,8 @@ def test_a_sound_run_is_parity(pair, stage, overrides):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("wrong", step_cases.WRONG)
 def test_what_a_layer_does_otherwise_is_found_and_named(pair, wrong):
-    for steps in pair.run(step_cases.measured_fp8_steps, stage=2, steps=1, wrong=wrong, overrides=FP8):
+    given = {"stage": 2, "compute": "fp32", "steps": 1, "overrides": FP8}
+    for steps in pair.run(step_cases.measured_steps, plant=partial(step_cases.wrong_layer, wrong=wrong), **given):
         check = judged(steps)["fp8_products"]
         assert (check.passed, check.modules) == (False, (step_cases.LAYER,))
         assert check.measured > 1.5
@@ -586,8 +588,9 @@ def test_a_planted_defect_of_shared_matrices_is_found_and_named(pair, tmp_path, 
 @pytest.mark.parametrize("forward", [True, False])
 @pytest.mark.parametrize("module", ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.v_proj"])
 def test_one_ranks_slice_that_is_wrong_is_named(pair, module, forward):
-    for check, _ in pair.run(step_cases.spoiled_slice, stage=2, module=module, forward=forward):
-        assert not check.passed and check.modules == (module,)
+    plant = partial(step_cases.spoiled, module=module, rank=1, forward=forward)
+    for steps in pair.run(step_cases.of_shared_matrices, stage=2, compute="bf16", steps=2, overrides=[], plant=plant):
+        assert judge_signatures(steps, BOUNDS).modules == (module,)
 
 
 @pytest.mark.slow
