@@ -12,6 +12,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -115,11 +116,7 @@ def judge_steps(walks: Sequence[Walk], bounds: ParitySection) -> list[Check]:
     margin = PLAIN_MARGIN * max(1.0, others)
     most_excess = max(bounds.gradient_excess, PLAIN_MARGIN * others)
 
-    def over(
-        steps: Sequence[Mapping[str, Any]], name: str, values: _Values, *, bound: float | None = None, **how: Any
-    ) -> Check:
-        return _over(steps, name, getattr(bounds, name) if bound is None else bound, values, **how)
-
+    over = partial(_over, bounds)
     checks = [
         over(attempted, "module_error", module_errors, note=_fp8_note(planned)),
         over(attempted, "accumulation_error", _figures("accumulation_error"), floor=_IF_ANY),
@@ -233,19 +230,22 @@ def blamed(checks: Sequence[Check]) -> tuple[str, ...]:
 
 
 def _over(
+    bounds: ParitySection,
     steps: Sequence[Mapping[str, Any]],
     name: str,
-    bound: float,
     values: _Values,
     *,
+    bound: float | None = None,
     at_least: bool = False,
     note: str = "",
     floor: float | None = None,
 ) -> Check:
     """The check of the worst value over modules and steps.
 
-    floor: initial value; None: something must be measured; _IF_ANY: where nothing is, it passes as not measured.
+    bound: None: that of `bounds`. floor: initial value; None: something must be measured; _IF_ANY: where nothing is, it
+    passes as not measured.
     """
+    bound = getattr(bounds, name) if bound is None else bound
     worse, nan = (operator.lt, -math.inf) if at_least else (operator.gt, math.inf)
     measured, where = floor, ""
     seen: set[str] = set()
