@@ -9,20 +9,19 @@ it was 0.003 after 30 steps, while a query projection's gradient had an error of
 from __future__ import annotations
 
 import functools
-import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 
 from data.batches.loader import Batch
 from precision.dtypes import DTYPES
-from precision.manifest import load_manifest
+from precision.manifest import Manifest, Rule
 from precision.regions import Regions
 from precision.routers import compute_routers_in_fp32
 from precision.statistics import NEGLIGIBLE, in_fp64
@@ -122,12 +121,9 @@ def _squares(values: torch.Tensor, others: torch.Tensor) -> tuple[float, int]:
 @contextmanager
 def under_manifest(engine: Engine, manifest: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: the engine's model computes under this manifest, default dtype included."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "manifest.json"
-        path.write_text(json.dumps(manifest), encoding="utf-8")
-        loaded = load_manifest(path)
+    rules = tuple(Rule(**rule) for rule in manifest["rules"])
     with _without_regions(engine) as before:
-        engine.regions = Regions(engine.model, loaded, before.fp8)
+        engine.regions = Regions(engine.model, Manifest(manifest["default"], rules, Path()), before.fp8)
         try:
             yield
         finally:
@@ -229,10 +225,10 @@ def validate(
 
 def _over_batches(errors: Sequence[GradientError]) -> dict[str, Any]:
     worst = max(errors, key=lambda error: error.parameter_error)
-    return {
-        "error": (sum(error.error**2 for error in errors) / len(errors)) ** 0.5,
-        "whole": (sum(error.whole**2 for error in errors) / len(errors)) ** 0.5,
-        "parameter": worst.parameter,
-        "parameter_error": worst.parameter_error,
-        "finite": sum(error.finite for error in errors) / len(errors),
-    }
+    error, whole = rms([each.error for each in errors]), rms([each.whole for each in errors])
+    return asdict(replace(worst, error=error, whole=whole, finite=fmean(each.finite for each in errors)))
+
+
+def rms(values: Sequence[float]) -> float:
+    """Root mean square."""
+    return math.sqrt(fmean(value**2 for value in values))

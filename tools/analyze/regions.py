@@ -11,7 +11,7 @@ import torch
 from data.batches.loader import Batch
 from precision.manifest import can_be_fp8, find_regions
 from precision.observe import Observation
-from tools.analyze.gradients import Fp32Gradients
+from tools.analyze.gradients import Fp32Gradients, rms
 from tools.analyze.proposal import Limits, Unit, largest_scale, pattern_of
 from tools.analyze.ranges import OperandMeter, Ranges, gradients_counted
 from tools.analyze.stored import Stored, StoredPeaks, largest_of_each
@@ -116,9 +116,6 @@ def summary(units: Sequence[Unit], points: Sequence[Point]) -> tuple[list[Unit],
     flops = points[-1].flops
     measured = []
     for index, unit in enumerate(units):
-        errors = {
-            dtype: (sum(point.errors[index][dtype] ** 2 for point in points) / len(points)) ** 0.5
-            for dtype in points[0].errors[index]
-        }
+        errors = {dtype: rms([point.errors[index][dtype] for point in points]) for dtype in points[0].errors[index]}
         measured.append(Unit(unit.names, sum(flops.get(name, 0) for name in unit.names), errors))
     return measured, sum(flops.values()) - sum(unit.flops for unit in measured)
