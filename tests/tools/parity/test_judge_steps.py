@@ -1,6 +1,5 @@
 """The judgement of parity: which measurements pass, what a failure names, and confidence in a verdict."""
 
-import json
 import math
 import random
 from dataclasses import replace
@@ -18,6 +17,7 @@ from config.schema import LossScaleSection, ModelSection, ParitySection, Precisi
 from modeling.build import model_config
 from precision.loss_scale import make_policy
 from tests.support.models.small_models import small_model
+from tests.support.rows.jsonl import write_jsonl
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import judge_every_step, power, settings
 from tools.parity.judge_runs import (
@@ -55,14 +55,14 @@ def trajectories(mine: Any, other: Any, controls: Any = ()) -> dict[str, Check]:
     return {check.name: check for check in judge_trajectories(*runs, BOUNDS, controls)}
 
 
-def step(number: int = 1, **changes: Any) -> dict[str, Any]:
-    """A healthy measured step of two modules."""
+def step(number: int = 1, names: str = "ab", **changes: Any) -> dict[str, Any]:
+    """A healthy measured step of modules with these letters as names."""
+    weights = [f"{name}.weight" for name in names]
     agreement = {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99}
-    fields = {"step": number, "loss": 4.0, "applied": True, "order": ["a", "b"], "own_error": {"a": 0.003, "b": 0.002}}
+    fields = {"step": number, "loss": 4.0, "applied": True, "order": [*names], "own_error": dict.fromkeys(names, 0.002)}
     fields |= dict.fromkeys(("grad_norm", "own_grad_norm", "reference_grad_norm"), 1.0)
-    fields |= {"parameters": dict.fromkeys(("a.weight", "b.weight"), agreement)}
-    fields |= {"roundoff": 2.0**-8, "reference_norms": {"a.weight": 0.8, "b.weight": 0.6}}
-    fields |= dict.fromkeys(("update_error", "drift"), {"a.weight": 0.0, "b.weight": 0.0})
+    fields |= {"parameters": dict.fromkeys(weights, agreement), "reference_norms": dict.fromkeys(weights, 0.7)}
+    fields |= dict.fromkeys(("update_error", "drift"), dict.fromkeys(weights, 0.0)) | {"roundoff": 2.0**-8}
     fields |= {"signature": {"parts": [part()], "ranks": [{}, {}], "not_measured": {}}}
     return fields | changes
 
@@ -135,12 +135,8 @@ def scaled(*outcomes: str, policy: str = "deepspeed", **section: Any) -> Traject
     [
         ("xx" + 22 * ".", {}, "of steps 1 to 2, from 65536 to 32768", 0.0),  # one tolerated, one that halves
         ("xxxxx" + 19 * ".", {"hysteresis": 1}, "of steps 1 to 5, from 65536 to 2048", 0.0),
-        (
-            "xxx" + 21 * ".",
-            {"policy": "adaptive"},
-            "of steps 1 to 3, from 4096 to 256",
-            0.0,
-        ),  # the third squares the backoff
+        # the third squares the backoff
+        ("xxx" + 21 * ".", {"policy": "adaptive"}, "of steps 1 to 3, from 4096 to 256", 0.0),
         ("xx" + 10 * "." + "x" + 11 * ".", {}, "from 65536 to 32768", 1 / 22),
         ("xx" + 10 * "." + "xx" + 10 * ".", {}, "from 65536 to 32768", 2 / 22),
         (".xx" + 21 * ".", {}, "", 2 / 24),  # it had trained already: no start
@@ -148,7 +144,7 @@ def scaled(*outcomes: str, policy: str = "deepspeed", **section: Any) -> Traject
         (13 * "x" + 11 * ".", {}, "", 13 / 24),  # longer than what is left of the run
         ("xx." + 7 * "xx.", {}, "", 16 / 24),
         (
-            "xxx." + "x" + 19 * ".",
+            "xxx.x" + 19 * ".",
             {"hysteresis": 1},
             "4 while the loss scale settled: of steps 1 to 5, from 65536 to 4096",
             0.0,
@@ -214,10 +210,9 @@ def test_medians_tell_one_run_that_is_far_off_from_a_defect() -> None:
         return {check.name: check for check in checks}
 
     assert not failed(judged(run(validation=4.002), run(validation=3.998)))
-    assert failed(judged(run(factor=1.03, validation=4.09), run(factor=1.04, validation=4.11))) == {
-        *("validation_delta", "loss_gap"),
-    }
-    assert failed(judged(replace(run(), steps=[1]), far)) == {"validation_delta", "loss_gap"}, "of as many steps"
+    both = {"validation_delta", "loss_gap"}
+    assert failed(judged(run(factor=1.03, validation=4.09), run(factor=1.04, validation=4.11))) == both
+    assert failed(judged(replace(run(), steps=[1]), far)) == both, "of as many steps"
 
 
 def test_a_run_a_bit_apart_starts_from_weights_as_far_off_as_its_dtype_rounds() -> None:
@@ -384,10 +379,8 @@ def test_a_gradient_is_no_failure_where_plain_torch_is_as_far_off_in_the_same_dt
 @pytest.mark.parametrize(("error", "names"), [(0.05, set()), (0.07, {"gradient_excess"}), (math.nan, None)])
 def test_a_gradient_is_no_further_off_than_plain_torchs(error: float, names: set[str] | None) -> None:
     """Within every bound on the error itself."""
-    found = {
-        name: {"relative_error": 0.01, "cosine": 0.9999, "sign_agreement": 0.99} for name in ("a.weight", "b.weight")
-    }
-    found["b.weight"]["relative_error"] = error
+    found = step()["parameters"]
+    found["b.weight"] = found["b.weight"] | {"relative_error": error}
     checks = walked(step(parameters=found, plain_error={"a.weight": 0.01, "b.weight": 0.04}))
     assert failed(checks) == names if names is not None else "gradient_excess" in failed(checks)
 
@@ -487,9 +480,8 @@ def test_the_stated_power_is_the_share_of_runs_in_which_the_error_is_found(steps
 def test_a_run_compares_its_steps_as_far_as_its_config_allows() -> None:
     launched = as_launched(2)
     every = settings(DEMO, launched, 8)
-    assert [setting.partition("=")[0] for setting in every] == [
-        *("guard.self_check_every", "guard.gradient_checks", "guard.replica_checks", "guard.update_checks"),
-    ]
+    keys = ("self_check_every", "gradient_checks", "replica_checks", "update_checks")
+    assert [setting.partition("=")[0] for setting in every] == [f"guard.{key}" for key in keys]
     assert settings([*DEMO, "optimizer.name=lion"], launched, 8) == every[:3]
     assert settings([*DEMO, "parallel.tensor=2"], launched, 8) == every[:1]
     assert settings(DEMO, launched, 0) == []
@@ -508,8 +500,7 @@ def test_what_a_run_said_of_its_steps_is_no_parity(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("guard: {gradient_checks: 1, replica_checks: 0}")
     files = []
     for name, said in (("sound", [*sound, other]), ("unsound", [*sound, warning, flip]), ("none", events)):
-        files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text("".join(json.dumps(event) + "\n" for event in said))
+        files.append(write_jsonl(tmp_path / f"{name}.jsonl", said))
     good, bad = judge_every_step(files[:1], 8), judge_every_step(files[:2], 8)
     assert good.passed and good.note == (
         "power in 8 and in 400 steps: an error in every 8th step is found with probability 1 and 1, and one in 200 "
