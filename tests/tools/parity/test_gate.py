@@ -18,6 +18,7 @@ from launch.job import launch
 from precision.loss_scale import DeepSpeedPolicy, make_policy
 from tests.support.jobs import launches
 from tests.support.jobs.forked_launcher import forked_launcher
+from tests.support.rows.jsonl import change_jsonl, write_jsonl
 from tests.support.runs.compare_runs import SCALE, TOKENS_PER_STEP, step_fields
 from tools.parity import gate as parity
 from tools.parity import jobs as parity_jobs
@@ -56,22 +57,16 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     assert found == json.loads((folder / "good/parity.json").read_text())
     assert found["verdict"] == "parity"
     assert not found["failed"]
-    assert {check["name"] for check in found["checks"]} >= {
-        "validation_delta",
-        "nonfinite_events",
-        "restored_share",
-        "module_error",
-        "gradient_cosine",
-        "update_error",
-    }
+    checks = {check["name"]: check for check in found["checks"]}
+    assert checks.keys() >= {"validation_delta", "nonfinite_events", "restored_share", "module_error"}
+    assert checks.keys() >= {"gradient_cosine", "update_error"}
     assert all(len(walk["steps"]) == 2 and walk["recorded_loss"] == walk["steps"][0]["loss"] for walk in found["walks"])
     runs = found["trajectories"]
     assert runs["candidate"][0]["steps"] == runs["fp32"][0]["steps"] == list(range(1, 13))
     assert 0 < abs(runs["candidate"][0]["losses"][-1] - runs["fp32"][0]["losses"][-1]) < 0.02
     for quantity in ("step_seconds", "memory_bytes", "tokens_per_second", "cost_per_million_tokens"):
         assert found["bought"][quantity]["ratio"] > 0
-    dtypes = {check["name"]: check for check in found["checks"]}["lower_dtypes"]
-    assert (dtypes["measured"], dtypes["note"]) == (0, "")
+    assert (checks["lower_dtypes"]["measured"], checks["lower_dtypes"]["note"]) == (0, "")
     conditions = found["conditions"]
     assert conditions["steps"] == 12
     assert conditions["data"]
@@ -136,7 +131,12 @@ def test_a_file_that_changed_under_the_same_command_is_noticed(tmp_path, monkeyp
     assert [seen.index(each) for each in seen] == [0, 0, 2, 2, 4, 4, 6, 6]
 
 
-def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
+def copied(run, folder):
+    """A copy of a run, to be changed."""
+    return dataclasses.replace(run, folder=RunDir(shutil.copytree(run.folder.path, folder / "run")))
+
+
+def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged, tmp_path):
     """The twin's steps recomputed, as they were recorded and with one loss that is off by what BF16 would hide."""
     found, references = judged
     [check] = [check for check in found["checks"] if check["name"] == "oracle"]
@@ -150,39 +150,34 @@ def test_what_both_runs_share_is_judged_outside_of_the_engine(folder, judged):
         assert judged_evaluation["passed"] and 0 < judged_evaluation["measured"] < 0.5
     assert f"evaluation compared: step {point}; evaluation compared: step 12" in judged_evaluation["note"]
     assert "recomputed outside of the engine" in (folder / "good/parity.md").read_text()
-    twin = references.twins[0]
-    whole = twin.folder.events.read_text()
-    rows = [json.loads(line) for line in whole.splitlines()]
-    for row in rows:
-        if row["event"] == "step" and row["step"] == 2:
-            row["loss"] *= 1 + 1e-4
-    twin.folder.events.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    try:
-        check, of_evaluations = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
-    finally:
-        twin.folder.events.write_text(whole)
+
+    def off_at_step_2(event):
+        if event["event"] == "step" and event["step"] == 2:
+            event["loss"] *= 1 + 1e-4
+
+    twin = copied(references.twins[0], tmp_path)
+    change_jsonl(twin.folder.events, off_at_step_2)
+    check, of_evaluations = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
     assert not check.passed and check.measured > 10 and check.where.startswith("loss 1.0")
     assert of_evaluations.passed
 
 
 def test_what_the_oracle_does_not_know_is_said_and_what_it_cannot_read_fails(tmp_path, judged):
-    twin = judged[1].twins[0]
-    folder = RunDir(tmp_path / "run")
-    shutil.copytree(twin.folder.path, folder.path)
-    copied, text = dataclasses.replace(twin, folder=folder), folder.config.read_text()
+    twin = copied(judged[1].twins[0], tmp_path)
+    folder, text = twin.folder, twin.folder.config.read_text()
     folder.config.write_text(text.replace("balance_loss: 0.0\n", "balance_loss: 0.1\n"))
-    check, of_evaluations = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
+    check, of_evaluations = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
     assert check.passed and "model.balance_loss = 0.1: the oracle does not compute it" in check.note
     assert check.where.startswith("loss ") and "step 1" in check.where
     assert of_evaluations.passed and of_evaluations.measured > 0
     folder.config.write_text(text + "\nparallel: {sequence: 2}\n")
-    [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
+    [check] = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
     assert not check.passed and "parallel" in check.note
     folder.config.write_text(text)
     events = [json.loads(line) for line in folder.events.read_text().splitlines()]
     kept = [event for event in events if event["event"] != "run_start"]  # as nothing that ran would leave it
-    folder.events.write_text("".join(f"{json.dumps(event)}\n" for event in kept))
-    [check] = parity.outside(copied, lambda line: None, "fp32_evaluation", steps=3)
+    write_jsonl(folder.events, kept)
+    [check] = parity.outside(twin, lambda line: None, "fp32_evaluation", steps=3)
     assert (check.name, check.passed, check.note) == ("oracle", False, "StopIteration")
 
 
@@ -242,7 +237,7 @@ def test_what_a_restored_run_has_to_repeat_is_read_from_the_events_without_incid
     rows = [{"event": "step", "step": 5, "loss": 2.0, **recorded}, {"event": "incident", "step": 9}]
     point = {"point": 4, "restored": True, "steps": [{"step": 5}]}
     for count, expected in ((1, recorded), (2, {})):
-        (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows[:count]))
+        write_jsonl(tmp_path / "events.jsonl", rows[:count])
         [walk] = parity_jobs.walks_of([point], parity_jobs.Run(RunDir(tmp_path), True, "", None))
         assert (walk.recorded_loss, walk.recorded) == (2.0, expected)
 
@@ -275,9 +270,7 @@ def test_rates_and_scales_that_no_rule_gives_are_named(tmp_path):
 
     def measured(*events, **wrong):
         rows = [start, *({**step, **wrong.get(f"at_{step['step']}", {})} for step in steps), *events]
-        path = tmp_path / "events.jsonl"
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        return parity.by_rule(path, config)
+        return parity.by_rule(write_jsonl(tmp_path / "events.jsonl", rows), config)
 
     assert measured().passed
     late = measured(at_7={"lr": steps[5]["lr"]})
