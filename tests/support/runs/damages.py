@@ -10,7 +10,7 @@ from config.files import file_sha256
 from config.json_text import sealed, unsealed
 from training.checkpoint.manifest import MANIFEST
 
-Act = Callable[[Path], None]
+Act = Callable[[Path], object]
 
 NESTED = b'{"event":' + b"[" * 100_000
 """JSON that no parser follows to its end."""
@@ -56,7 +56,7 @@ def zeroed(path: Path) -> None:
 
 def holding(content: bytes) -> Act:
     """Another content."""
-    return lambda path: _write(path, content)
+    return lambda path: path.write_bytes(content)
 
 
 COMMON = {
@@ -82,28 +82,27 @@ def common(files: dict[str, str]) -> dict[str, tuple[str, Act]]:
 
 def after(content: bytes) -> Act:
     """Something appended."""
-    return lambda path: _write(path, path.read_bytes() + content)
+    return lambda path: path.write_bytes(path.read_bytes() + content)
+
+
+def lines(change: Callable[[list[bytes]], list[bytes]]) -> Act:
+    """Lines in another order or number."""
+    return lambda path: path.write_bytes(b"".join(change(path.read_bytes().splitlines(keepends=True))))
 
 
 def line(number: int, content: bytes) -> Act:
     """Another content in place of one line, counted from 0."""
 
-    def act(path: Path) -> None:
-        lines = path.read_bytes().splitlines(keepends=True)
-        lines[number] = content + b"\n"
-        path.write_bytes(b"".join(lines))
+    def change(all_lines: list[bytes]) -> list[bytes]:
+        all_lines[number] = content + b"\n"
+        return all_lines
 
-    return act
-
-
-def lines(change: Callable[[list[bytes]], list[bytes]]) -> Act:
-    """Lines in another order or number."""
-    return lambda path: _write(path, b"".join(change(path.read_bytes().splitlines(keepends=True))))
+    return lines(change)
 
 
 def edited(change: Callable[[Any], Any]) -> Act:
     """JSON with another value."""
-    return lambda path: _write(path, json.dumps(change(json.loads(path.read_bytes()))).encode())
+    return lambda path: path.write_bytes(json.dumps(change(json.loads(path.read_bytes()))).encode())
 
 
 def sealed_again(change: Callable[[dict[str, Any]], Any]) -> Act:
@@ -122,14 +121,7 @@ def in_its_manifest(act: Act) -> Act:
     def whole(path: Path) -> None:
         act(path)
         entry = {"sha256": file_sha256(path), "bytes": path.stat().st_size}
-        sealed_again(lambda content: {"files": _with(content["files"], path.name, entry)})(path.parent / MANIFEST)
+        known = sealed_again(lambda m: {"files": m["files"] | {path.name: m["files"][path.name] | entry}})
+        known(path.parent / MANIFEST)
 
     return whole
-
-
-def _with(files: dict[str, Any], name: str, entry: dict[str, Any]) -> dict[str, Any]:
-    return {**files, name: {**files[name], **entry}}
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
