@@ -51,44 +51,29 @@ def telemetry(
     }
 
 
-def growing(
-    layers: Sequence[int], *, limit_step: int, per_100: float, part: str = "mlp.down_proj", noise: float = 0.02
-) -> Callable[[str, int], float | None]:
-    """Activations of `part` in `layers` that grow by the factor `per_100` each 100 steps, to 65504 at `limit_step`."""
-    names = {f"model.layers.{layer}.{part}" for layer in layers}
+def growing(layers: Sequence[int], *, limit_step: int, per_100: float) -> Callable[[str, int], float | None]:
+    """Activations of MLPs in `layers` that grow by the factor `per_100` each 100 steps, to 65504 at `limit_step`."""
+    names = {f"model.layers.{layer}.mlp.down_proj" for layer in layers}
 
     def activation(name: str, step: int) -> float | None:
         if name not in names:
             return None
-        spread = random.Random(f"{name} {step}").lognormvariate(0, noise)
+        spread = random.Random(f"{name} {step}").lognormvariate(0, 0.02)
         return 65504.0 * per_100 ** ((step - limit_step) / 100) * spread
 
     return activation
 
 
 def write_heat_run(
-    root: Path,
-    name: str,
-    *,
-    layers=4,
-    steps=400,
-    every=10,
-    activation=None,
-    lost=None,
-    compute="fp16",
-    config=None,
-    events=(),
+    root: Path, name: str, *, layers=4, steps=400, every=10, activation=None, lost=None, compute="fp16", config=None
 ) -> Path:
-    """A finished run with a telemetry event every so many steps. events: (step, event, fields) beside them."""
+    """A finished run with a telemetry event every so many steps."""
     writer = RunWriter(root, name)
     settings = merged(CONFIG, {"run.name": name, "run.steps": steps, "precision.compute": compute, **(config or {})})
     writer.run_dir.write_inputs(settings, {"zero": 2}, ENVIRONMENT)
     writer.start(compute=compute)
     for step in range(1, steps + 1):
         writer.step(step)
-        for at, kind, fields in events:
-            if at == step:
-                writer.event(kind, step, **fields)
         if step % every == 0:
             writer.event("telemetry", step, **telemetry(step, layers, activation=activation, lost=lost))
     return writer.end(steps).path
