@@ -8,7 +8,7 @@ from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import write_base, write_chats, write_pairs
 
 LORA = "adapter={kind: lora, r: 4, alpha: 8}"
-_BF16, _FP16 = "precision.compute=bf16", "precision.compute=fp16"
+_BF16, _FP16, _ZERO3 = "precision.compute=bf16", "precision.compute=fp16", "deepspeed.stage=3"
 _COMMON = [
     *("model.architecture=null", "model.config={}", "model.activation_checkpointing=none"),
     *("data.source=auto", "data.tokenizer=model", "data.sequence_length=96", "data.validation_fraction=0.2"),
@@ -48,42 +48,30 @@ _WORDS = ("data.sequence_length=32",)
 _SIDES = (f"data.sequence_length={seq2seq.SOURCE}", f"data.target_length={seq2seq.TARGET}")
 _TAUGHT = ("data.format=messages", "distill.teacher={folder}/teacher")
 _VALUE, _OF_BERT = "model.layers.1.self_attn.v_proj", "bert.encoder.layer.1.attention.self.value"
+_LABELLER, _MASKED, _PAIRED = ("classify", "encoder"), ("mlm", "encoder", "sequence"), ("seq2seq", "t5", "sides")
+_ANSWERS, _STUDENT = ("sft", "base", "chats"), ("distill", "base", "chats")
 JOBS = {
-    "sft": TaskJob("sft", "base", "chats", [_BF16, "deepspeed.stage=3"], "model.layers.0.mlp.up_proj"),
-    "sft, LoRA": TaskJob("sft", "base", "chats", [_BF16, LORA], f"{_VALUE}.lora_B.default"),
-    "sft, NF4": TaskJob("sft", "base", "chats", [_BF16, _adapted(base="nf4")], f"{_VALUE}.base_layer"),
-    "sft, int8": TaskJob(
-        *("sft", "base", "chats"), [_FP16, "deepspeed.stage=3", _adapted(base="int8")], f"{_VALUE}.lora_A.default"
-    ),
+    "sft": TaskJob(*_ANSWERS, [_BF16, _ZERO3], "model.layers.0.mlp.up_proj"),
+    "sft, LoRA": TaskJob(*_ANSWERS, [_BF16, LORA], f"{_VALUE}.lora_B.default"),
+    "sft, NF4": TaskJob(*_ANSWERS, [_BF16, _adapted(base="nf4")], f"{_VALUE}.base_layer"),
+    "sft, int8": TaskJob(*_ANSWERS, [_FP16, _ZERO3, _adapted(base="int8")], f"{_VALUE}.lora_A.default"),
     "dpo": TaskJob("dpo", "base", "pairs", [_FP16, "deepspeed.stage=1"], _VALUE),
     "dpo, LoRA": TaskJob("dpo", "base", "pairs", [_BF16, LORA], "model.layers.0.mlp.down_proj.lora_B.default"),
-    "distill": TaskJob("distill", "base", "chats", [_BF16, *_TAUGHT], "model.layers.0.mlp.down_proj"),
-    "distill, LoRA": TaskJob(
-        *("distill", "base", "chats"), [_BF16, "deepspeed.stage=3", LORA, *_TAUGHT], f"{_VALUE}.lora_A.default"
-    ),
-    "classify": TaskJob("classify", "encoder", "sequence", [_BF16, *_LABELLED], "bert.pooler.dense"),
-    "classify, token": TaskJob(
-        *("classify", "encoder", "token"), [_FP16, "classify.kind=token", *_LABELLED], f"{_OF_BERT}"
-    ),
+    "distill": TaskJob(*_STUDENT, [_BF16, *_TAUGHT], "model.layers.0.mlp.down_proj"),
+    "distill, LoRA": TaskJob(*_STUDENT, [_BF16, _ZERO3, LORA, *_TAUGHT], f"{_VALUE}.lora_A.default"),
+    "classify": TaskJob(*_LABELLER, "sequence", [_BF16, *_LABELLED], "bert.pooler.dense"),
+    "classify, token": TaskJob(*_LABELLER, "token", [_FP16, "classify.kind=token", *_LABELLED], _OF_BERT),
     "classify, regression": TaskJob(
-        *("classify", "encoder", "regression"),
-        [_BF16, "deepspeed.stage=3", "classify.kind=regression", *_LABELLED],
-        "classifier",
+        *_LABELLER, "regression", [_BF16, _ZERO3, "classify.kind=regression", *_LABELLED], "classifier"
     ),
-    "classify, LoRA": TaskJob(
-        *("classify", "encoder", "sequence"), [_BF16, LORA, *_LABELLED], f"{_OF_BERT}.lora_B.default"
-    ),
-    "mlm": TaskJob("mlm", "encoder", "sequence", [_BF16, *_WORDS], "bert.encoder.layer.0.output.dense"),
+    "classify, LoRA": TaskJob(*_LABELLER, "sequence", [_BF16, LORA, *_LABELLED], f"{_OF_BERT}.lora_B.default"),
+    "mlm": TaskJob(*_MASKED, [_BF16, *_WORDS], "bert.encoder.layer.0.output.dense"),
     "mlm, LoRA": TaskJob(
-        *("mlm", "encoder", "sequence"),
-        [_FP16, "deepspeed.stage=3", _adapted(modules_to_save="[cls]"), *_WORDS],
-        f"{_OF_BERT}.lora_A.default",
+        *_MASKED, [_FP16, _ZERO3, _adapted(modules_to_save="[cls]"), *_WORDS], f"{_OF_BERT}.lora_A.default"
     ),
-    "seq2seq": TaskJob(
-        *("seq2seq", "t5", "sides"), [_BF16, "deepspeed.stage=3", *_SIDES], "decoder.block.1.layer.1.EncDecAttention.v"
-    ),
+    "seq2seq": TaskJob(*_PAIRED, [_BF16, _ZERO3, *_SIDES], "decoder.block.1.layer.1.EncDecAttention.v"),
     "seq2seq, LoRA": TaskJob(
-        *("seq2seq", "t5", "sides"), [_BF16, LORA, *_SIDES], "encoder.block.0.layer.0.SelfAttention.v.lora_B.default"
+        *_PAIRED, [_BF16, LORA, *_SIDES], "encoder.block.0.layer.0.SelfAttention.v.lora_B.default"
     ),
 }
 
