@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from config.cli import REPOSITORY, Arguments, entry_point
+from config.cli import DIVERGED, DONE, REPOSITORY, Arguments, entry_point
 from config.files import write_atomically
 from config.options import positive_int
 from lab.detection.planted import MODULE
 from lab.detection.plants.permanent import PLANTED
 from launch.job import add_processes_option, default_processes, job_command
-from tools.parity.gate import NO_PARITY, PARITY, gate
+from tools.parity.gate import gate
 from tools.parity.jobs import plan, train_references
 from tracking.pages.markdown import Table
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table(HEAD, rows)
     write_atomically(options.report / "defects.md", f"{table}\n".encode())
     print(table)
-    return PARITY if as_expected else NO_PARITY
+    return DONE if as_expected else DIVERGED
 
 
 def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:

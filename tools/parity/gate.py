@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from config.cli import Arguments, entry_point
+from config.cli import DIVERGED, DONE, Arguments, entry_point
 from config.errors import UserError, one_line
 from config.options import positive_int
 from config.redact import redact, redact_arguments
@@ -51,7 +51,6 @@ from tools.parity.jobs import (
     forks_for,
     inner_dtypes,
     plan,
-    seeds,
     train_again,
     train_candidate,
     train_references,
@@ -71,7 +70,7 @@ from tools.parity.judge_runs import (
 )
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.comparison import Comparison
-from tools.parity.oracle.judge import STEPS, Unknown, judge
+from tools.parity.oracle.judge import STEPS, Unknown, judge, undisturbed
 from tools.parity.oracle.rules import loss_scale
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
@@ -82,7 +81,6 @@ from tracking.run_facts import median
 from tracking.summary import read_inputs
 from training.corruption.rates import SAME_RATE, schedule
 
-PARITY, NO_PARITY = 0, 3
 MAX_CURVE_POINTS = 2000
 
 
@@ -96,14 +94,14 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None
-    candidates = [train_candidate(chosen, seed, log) for seed in seeds(chosen)]  # first: it may be refused
+    candidates = [train_candidate(chosen, seed, log) for seed in chosen.seeds]  # first: it may be refused
     references = references or train_references(chosen, log)
     twins, controls = references.twins, references.controls
     log(f"single steps after steps {', '.join(map(str, chosen.points))}")
     walks = walk_steps(chosen, candidates[0], log)
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
     nudged, whole = [trajectory(run) for run in controls], fp32[0] if twins else None
-    for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
+    for index, (seed, run) in enumerate(zip(chosen.seeds, half, strict=True)):
         if twins and run.settling is not None:
             fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.settling.steps))
     apart, again, of_runs = list[Trajectory](), list[Trajectory](), list[Check]()
@@ -114,15 +112,15 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
 
     if whole is not None:
         of_runs = whole_runs()
-        for index, (seed, run) in enumerate(zip(seeds(chosen), half, strict=True)):
+        for index, (seed, run) in enumerate(zip(chosen.seeds, half, strict=True)):
             if in_doubt(of_runs) and len(run.lost) > len(run.settling.steps if run.settling else ()):
                 fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.lost))
         of_runs = whole_runs()
         while in_doubt(of_runs) and len(apart) < MOST_APART:  # by a defect, or by chaos alone
-            apart.append(trajectory(train_twin(chosen, seeds(chosen)[0], log, a_bit=len(apart))))
+            apart.append(trajectory(train_twin(chosen, chosen.seeds[0], log, a_bit=len(apart))))
             of_runs = whole_runs()
         if in_doubt(of_runs) and candidates[0].finished:
-            again = [trajectory(train_again(chosen, seeds(chosen)[0], log, draw)) for draw in range(AGAIN)]
+            again = [trajectory(train_again(chosen, chosen.seeds[0], log, draw)) for draw in range(AGAIN)]
             of_runs = whole_runs()
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
@@ -163,14 +161,13 @@ def by_rule(events: Path, config: Config) -> Check:
     of the loss scale is also compared over more steps than most runs have.
     """
     found = surviving(read_events(events))
-    incident = min((event["step"] for event in found if event["event"] == "incident"), default=math.inf)
     start = next(event for event in found if event["event"] == "run_start")
     rate = schedule(config.schedule, peak=config.optimizer.learning_rate, total=config.scheduled_steps)
     scaled = "fp16" in {start["compute"], *(start["regions"] or {}).values()}
     scale = loss_scale(config.precision.loss_scale) if scaled else None
     note = f"loss scale not judged: policy {config.precision.loss_scale.policy}" if scaled and scale is None else ""
     applied, worst, where = 0, *(unlike_rule(config.precision.loss_scale) if scale is not None else (0.0, ""))
-    for event in (event for event in found if event["event"] == "step" and event["step"] < incident):
+    for event in undisturbed(found)[0]:
         pairs = [("learning rate", event["lr"], rate(applied))]
         if scale is not None:
             pairs.append(("loss scale", event["loss_scale"], scale(not event["applied"])))
@@ -378,11 +375,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"{options.overrides[0]}: the oracle takes the run's own config; leave it out")
         found_by_oracle = judge(options.oracle, steps=options.steps or STEPS)
         print("\n".join(found_by_oracle.lines()))
-        return PARITY if found_by_oracle.holds else NO_PARITY
+        return DONE if found_by_oracle.holds else DIVERGED
     folder = options.report or Path("runs") / f"parity-{Path(options.config).stem}"
     if options.effect is not None:
         print(_planned(folder / "parity.json", options.effect, options.power))
-        return PARITY
+        return DONE
     forks = forks_for(options.processes, options.launch)  # before anything is computed
     chosen = plan(
         options.config,
@@ -401,4 +398,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(confidence_line(found["confidence"]))
     print(next(check["note"] for check in found["checks"] if check["name"] == "every_step"))
     print(f"report   {folder / 'parity.md'}")
-    return NO_PARITY if found["failed"] else PARITY
+    return DIVERGED if found["failed"] else DONE

@@ -60,9 +60,6 @@ the second a wrong state after the first."""
 FEW_STEPS = 30
 """Length of a run below which two points are compared by default."""
 
-APART = ("-m", "tools.parity.alternatives")
-"""`train.py` starting from slightly different weights."""
-
 Log = Callable[[str], object]
 
 
@@ -95,6 +92,11 @@ class Plan:
     def gpus(self) -> list[str]:
         """This machine's GPUs that its ranks use, if no launcher starts them elsewhere."""
         return visible_gpus()[: self.processes]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds of the runs that are compared."""
+        return [self.resolved.config.run.seed + index for index in range(self.resolved.config.parity.seeds)]
 
     @property
     def points(self) -> list[int]:
@@ -180,51 +182,39 @@ def plan(
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching, forks, twin)
 
 
-def seeds(chosen: Plan) -> list[int]:
-    """The seeds of the runs that are compared."""
-    return [chosen.resolved.config.run.seed + index for index in range(chosen.resolved.config.parity.seeds)]
-
-
 def train_references(chosen: Plan, log: Log) -> References:
     """Train the FP32 runs; none for a task whose runs sample other answers. Raises UserError if one fails."""
     if chosen.twin is None:
         return References((), ())
-    twins = tuple(train_twin(chosen, seed, log) for seed in seeds(chosen))
-    first, count = seeds(chosen)[0], chosen.resolved.config.parity.controls
+    twins = tuple(train_twin(chosen, seed, log) for seed in chosen.seeds)
+    first, count = chosen.seeds[0], chosen.resolved.config.parity.controls
     return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))
 
 
 def train_twin(
-    chosen: Plan,
-    seed: int,
-    log: Log,
-    *,
-    control: int | None = None,
-    lost: Sequence[int] = (),
-    a_bit: int | None = None,
+    chosen: Plan, seed: int, log: Log, *, control: int | None = None, lost: Sequence[int] = (), a_bit: int | None = None
 ) -> Run:
     """Train the job in FP32. Raises UserError if it fails, since there is then nothing to compare with.
 
     control: its index, which sets a slightly different learning rate. lost: steps that are not applied.
     a_bit: draw of starting weights that differ by so little that only chaos makes it matter.
     """
-    overrides = _in_fp32(chosen.resolved, chosen.folder)
-    if control is None and not lost and a_bit is None:
-        overrides += seldom(chosen.watching, chosen.resolved.config.parity.whole_steps)
-        overrides += _saving(chosen) if seed == chosen.resolved.config.run.seed else []
-    name = f"{TWIN}seed-{seed}"
+    config, overrides = chosen.resolved.config, _in_fp32(chosen.resolved, chosen.folder)
     program: Sequence[str] = TRAIN
     if a_bit is not None:
-        off = rounding_to(chosen.resolved.config.precision)
-        name, program = f"{TWIN}a-bit-apart-{a_bit + 1}", (*APART, repr(off), str(a_bit))
-    if control is not None:
+        name, program = f"a-bit-apart-{a_bit + 1}", _a_bit_apart(chosen, a_bit)
+    elif control is not None:
         factor = 1 + (-1) ** control * NUDGE * (control // 2 + 1)  # 1 + 2^-8, 1 - 2^-8, 1 + 2^-7 ...
-        rate = chosen.resolved.config.optimizer.learning_rate * factor
-        name, overrides = f"{TWIN}control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
-    if lost:
+        rate = config.optimizer.learning_rate * factor
+        name, overrides = f"control-{control + 1}", [*overrides, f"optimizer.learning_rate={rate!r}"]
+    elif lost:
         faults = ", ".join(f"{{kind: lost_update, step: {step}}}" for step in lost)
-        name, overrides = f"{TWIN}without-{len(lost)}-seed-{seed}", [*overrides, f"faults=[{faults}]"]
-    run = _train(chosen, name, seed, overrides, log, program=program)
+        name, overrides = f"without-{len(lost)}-seed-{seed}", [*overrides, f"faults=[{faults}]"]
+    else:
+        name = f"seed-{seed}"
+        overrides += seldom(chosen.watching, config.parity.whole_steps)
+        overrides += _saving(chosen) if seed == config.run.seed else []
+    run = _train(chosen, TWIN + name, seed, overrides, log, program=program)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
@@ -232,8 +222,13 @@ def train_twin(
 
 def train_again(chosen: Plan, seed: int, log: Log, draw: int) -> Run:
     """Train the half-precision job from weights that are perturbed as by rounding."""
-    program = (*APART, repr(rounding_to(chosen.resolved.config.precision)), str(draw))
-    return _train(chosen, f"candidate-a-bit-apart-{draw + 1}", seed, ["checkpoint.every_steps=0"], log, program=program)
+    name, program = f"candidate-a-bit-apart-{draw + 1}", _a_bit_apart(chosen, draw)
+    return _train(chosen, name, seed, ["checkpoint.every_steps=0"], log, program=program)
+
+
+def _a_bit_apart(chosen: Plan, draw: int) -> tuple[str, ...]:
+    """`train.py` starting from slightly different weights."""
+    return ("-m", "tools.parity.alternatives", repr(rounding_to(chosen.resolved.config.precision)), str(draw))
 
 
 def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
@@ -289,8 +284,8 @@ def _train(
             steps.extend(event["step"] for event in follower.events("step"))
             return max(steps)
 
-        report, before = _progress(f"{name}: step", done, config.run.steps, log), _joules(chosen)
-        _launch(chosen, program, output, report)
+        before = _joules(chosen)
+        _launch(chosen, program, output, log, f"{name}: step", done, config.run.steps)
         energy = used(before, _joules(chosen))
     events = read_events(folder.events) if folder.events.exists() else ()
     end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
@@ -316,8 +311,10 @@ def _is_kept(chosen: Plan, folder: RunDir, command: Sequence[str]) -> bool:
     return same and finished and there and read_inputs(folder)["environment"].get("git") == git
 
 
-def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Callable[[], object]:
-    """A function that logs a job's progress and about how long it will take, once it has done a step."""
+def _launch(
+    chosen: Plan, program: Sequence[str], output: Path, log: Log, what: str, done: Callable[[], int], steps: int
+) -> None:
+    """Run a job to its end. Logs its progress and about how long it will take, once it has done a step."""
     began = time.monotonic()
 
     def report() -> None:
@@ -326,7 +323,8 @@ def _progress(what: str, done: Callable[[], int], steps: int, log: Log) -> Calla
             left = (time.monotonic() - began) / at * (steps - at)
             log(f"{what} {at} of {steps}, about {duration(left)} left")
 
-    return report
+    processes, launcher, forks = chosen.processes, chosen.launcher, chosen.forks
+    launch(program, processes=processes, log=output, launcher=launcher, forks=forks, report=report)
 
 
 def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
@@ -334,14 +332,13 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
     out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
     points = ",".join(map(str, chosen.points))
-    program = ["-m", "tools.parity.steps", str(run.folder.path), "--out", str(out), "--points", points]
+    program = ["-m", "tools.parity.steps", str(run.folder.path)]
+    program += ["--out", str(out), "--points", points, "--walk", str(WALK)]
 
     def done() -> int:
         return output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
 
-    report = _progress("single steps:", done, sum(lengths(chosen.points, WALK)), log)
-    program += ["--walk", str(WALK)]
-    _launch(chosen, program, output, report)
+    _launch(chosen, program, output, log, "single steps:", done, sum(lengths(chosen.points, WALK)))
     if not out.exists():
         again = "the same command at the same commit keeps the trained runs"
         raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")
@@ -393,17 +390,6 @@ def inner_dtypes(run: Run) -> list[dict[str, Any]]:
     """Reports in the run's `precision` events on the sums inside its modules (`precision.inner_dtypes`)."""
     events = read_events(run.folder.events)
     return [event["inner"] for event in events if event["event"] == "precision" and "inner" in event]
-
-
-def _launch(chosen: Plan, program: Sequence[str], log: Path, report: Callable[[], object]) -> None:
-    launch(
-        program,
-        processes=chosen.processes,
-        log=log,
-        launcher=chosen.launcher,
-        forks=chosen.forks,
-        report=report,
-    )
 
 
 def _log(chosen: Plan, name: str) -> Path:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from config.cli import DIVERGED, DONE
 from config.errors import UserError
 from config.printable import line
 from config.resolved import Resolved
@@ -26,7 +27,6 @@ from training.checkpoint.choice import by_step, step_of
 from training.checkpoint.manifest import is_whole
 from training.session import Session, session
 
-HELD, LEFT = 0, 3
 PROBED = 2
 """Applied steps judged at a checkpoint: the first shows wrong computation, the second the wrong state after it."""
 _FORWARD, _BACKWARD = "module_error", ("gradient_error", "gradient_cosine", "sign_agreement")
@@ -145,7 +145,10 @@ class Walker:
 
 
 def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) -> int:
-    """Find the first step that departs and its first module; LEFT or HELD. A collective. recorded: the last step."""
+    """Find the first step that departs and its first module; DIVERGED, or DONE if none does. A collective.
+
+    recorded: the last step.
+    """
     steps, last = {event["step"]: event for event in recorded.steps}, recorded.step
     world = distributed.join(resolved)
     try:
@@ -163,10 +166,10 @@ def bisect(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
         distributed.stop()
     if found is not None:
         log(line(found.text()))
-        return LEFT
+        return DIVERGED
     if left is not None:
         log(f"step {left} exceeds the bounds from a later checkpoint, not from step {start}: the saved state is wrong")
-        return LEFT
+        return DIVERGED
     within = f"{len(points)} checkpoints, and steps {start + 1} to {last}, are within the bounds"
     log(f"the run matches its FP32 twin: {within}")
-    return HELD
+    return DONE

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from config.cli import DIVERGED, DONE
 from config.errors import UserError
 from config.printable import line
 from config.resolved import Resolved
@@ -27,7 +28,6 @@ from training.progress import Progress
 from training.session import session
 from training.step import train_step
 
-REPRODUCED, DIFFERENT = 0, 3
 _SUMS = ("loss", "grad_norm")
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
 _NOISE = 10.0
@@ -135,7 +135,7 @@ def repeat(run_dir: RunDir, resolved: Resolved, recorded: Recorded, log: Log) ->
     for cause in causes:
         log(f"cause: {describe(cause)}")
     log("not reproduced: see the steps marked above" if differing else "reproduced")
-    return DIFFERENT if differing else REPRODUCED
+    return DIVERGED if differing else DONE
 
 
 def _attempts(

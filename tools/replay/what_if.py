@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from config.cli import DIVERGED, DONE
 from config.command_line import read_command_line
 from config.errors import UserError
 from config.printable import line
@@ -19,7 +20,6 @@ from tools.replay.recorded import Event, Recorded
 from tools.replay.repeat import Log, describe, restored
 from tracking.run_dir import RunDir
 
-SURVIVED, NOT_SURVIVED = 0, 3
 _FURTHER = ("model.attention",)
 """Keys outside `precision:` that change rounding, but neither model nor data."""
 _SETS_SCALE = ("precision.loss_scale", "precision.loss_scale.initial")
@@ -82,8 +82,8 @@ def under(resolved: Resolved, overrides: Sequence[str], environment: Mapping[str
 def what_if(
     run_dir: RunDir, other: Resolved, recorded: Recorded, overrides: Sequence[str], log: Log, *, after: int
 ) -> int:
-    """Run the steps up to the recorded one, and up to `after` planned ones after it, under `other`; SURVIVED or
-    NOT_SURVIVED. A collective over the run's processes."""
+    """Run the steps up to the recorded one, and up to `after` planned ones after it, under `other`; DONE if the run
+    survives, else DIVERGED. A collective over the run's processes."""
     keys = {text.partition("=")[0] for text in overrides}
     new_scale = not keys.isdisjoint(_SETS_SCALE)
     tried: list[Tried] = []
@@ -104,7 +104,7 @@ def what_if(
                 break
     survived, text = verdict(tried, recorded)
     log(line(f"under {' '.join(overrides)} {text}"))
-    return SURVIVED if survived else NOT_SURVIVED
+    return DONE if survived else DIVERGED
 
 
 def verdict(tried: Sequence[Tried], recorded: Recorded) -> tuple[bool, str]:

@@ -144,7 +144,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     compared = {ALONE: alone} | _comparisons(config, start, teacher=teacher, layers=layers)
     notes.append(_compare_start(at_start, environment, compared))
     if config.task not in SAMPLING_TASKS:
-        _compare_order(held_out, _undisturbed(events), compared, size=config.batch.global_size)
+        _compare_order(held_out, undisturbed(events)[0], compared, size=config.batch.global_size)
     oracle = _Oracle(config, corpus, task, model, None if unknown else movement, computes=computes)
     reused = [event for event in later if config.task == "grpo" and event["position"] % config.grpo.updates]
     for event in reused:
@@ -248,34 +248,31 @@ def _model(run: Path, config: Config, shape: PretrainedConfig, *, compares: bool
 
 def _require_known(config: Config) -> None:
     """Raises Unknown, naming the key, for what the oracle does not compute in any pass."""
-    adapter = config.adapter
-    for key, value, known in (
-        ("adapter.kind", adapter.kind, adapter.kind != "dora"),
-        ("adapter.modules_to_save", ", ".join(adapter.modules_to_save), not adapter.modules_to_save),
-    ):
-        if not known:
-            raise Unknown(f"{key} = {value}: {UNKNOWN}")
+    if config.adapter.kind == "dora":
+        raise Unknown(f"adapter.kind = dora: {UNKNOWN}")
+    if config.adapter.modules_to_save:
+        raise Unknown(f"adapter.modules_to_save = {', '.join(config.adapter.modules_to_save)}: {UNKNOWN}")
 
 
 def _unknown_in_training(config: Config) -> dict[str, frozenset[str]]:
     """Results of a step that do not depend on it, by text that names what the oracle does not compute in training."""
-    model, optimizer = config.model, config.optimizer
-    rows: tuple[tuple[str, Any, bool, frozenset[str]], ...] = (
-        ("adapter.dropout", config.adapter.dropout, not config.adapter.dropout, frozenset()),
-        ("optimizer.orthogonalization", "bf16", optimizer.orthogonalization != "bf16", _PASSES),
-        ("model.balance_loss", model.balance_loss, not model.balance_loss, frozenset({_LOSS})),
-        ("model.router_z_loss", model.router_z_loss, not model.router_z_loss, frozenset({_LOSS})),
-        ("sft.neftune_alpha", config.sft.neftune_alpha, not config.sft.neftune_alpha, frozenset()),
+    iteration = config.optimizer.orthogonalization
+    rows: tuple[tuple[str, Any, frozenset[str]], ...] = (
+        ("adapter.dropout", config.adapter.dropout, frozenset()),
+        ("optimizer.orthogonalization", iteration if iteration == "bf16" else None, _PASSES),
+        ("model.balance_loss", config.model.balance_loss, frozenset({_LOSS})),
+        ("model.router_z_loss", config.model.router_z_loss, frozenset({_LOSS})),
+        ("sft.neftune_alpha", config.sft.neftune_alpha, frozenset()),
     )
-    return {f"{key} = {value}: {UNKNOWN}": left for key, value, known, left in rows if not known}
+    return {f"{key} = {value}: {UNKNOWN}": left for key, value, left in rows if value}
 
 
 def _recorded(
     run: Path, events: Sequence[Mapping[str, Any]], count: int, points: Sequence[int]
 ) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]], list[str]]:
     """The `step` events 1 to `count` and those after later points, up to the first incident; and notes."""
-    reacted = _reacted(events)
-    by_step = {event["step"]: event for event in _undisturbed(events)}
+    steps, reacted = undisturbed(events)
+    by_step = {event["step"]: event for event in steps}
     first = [by_step[step] for step in range(1, count + 1) if step in by_step]
     if count and not first:
         raise UserError(f"{run}: has no first step to recompute")
@@ -285,15 +282,10 @@ def _recorded(
     return first, later, notes if reacted <= max(count, *after, 0) else []
 
 
-def _reacted(events: Sequence[Mapping[str, Any]]) -> float:
-    """The step of the first incident; infinite without one."""
-    return min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
-
-
-def _undisturbed(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The `step` events before the first incident."""
-    reacted = _reacted(events)
-    return [event for event in events if event["event"] == "step" and event["step"] < reacted]
+def undisturbed(events: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], float]:
+    """The `step` events before the first incident, and its step; infinite without one."""
+    reacted = min((event["step"] for event in events if event["event"] == "incident"), default=math.inf)
+    return [event for event in events if event["event"] == "step" and event["step"] < reacted], reacted
 
 
 def _compare_order(
