@@ -17,7 +17,7 @@ from modeling.tensor_parallel import cut
 from tools.parity.recompute import Call, leaves_of, map_floats
 from training.distributed import TensorGroup
 from training.engine import Engine
-from training.engine.tensor_slices import joined, slice_group
+from training.engine.tensor_slices import gathered, joined, slice_group
 from training.engine.tensors import shape_of, shard_of
 
 _Shapes = Sequence[torch.Size]
@@ -91,14 +91,8 @@ class Slices:
         dim = _smaller(values.shape, shape)
         if dim is None:
             return values
-        sizes = self._sizes(values, dim)
-        padded = list(values.shape)
-        padded[dim] = max(sizes)
-        row = values.new_zeros(padded)
-        row.narrow(dim, 0, values.shape[dim]).copy_(values.detach())
-        rows = zip(self.group.gather(row), sizes, strict=True)
-        joined = torch.cat([found.narrow(dim, 0, size) for found, size in rows], dim)
-        return joined.requires_grad_(values.requires_grad)
+        whole = gathered(self.group, values.detach(), dim, self._sizes(values, dim))
+        return whole.requires_grad_(values.requires_grad)
 
     def _sizes(self, values: torch.Tensor, dim: int) -> list[int]:
         """Sizes of all ranks' slices along a dimension."""

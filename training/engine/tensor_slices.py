@@ -83,14 +83,16 @@ def joined(values: torch.Tensor, parameter: Any, world: World) -> torch.Tensor:
 def joined_in(group: SliceGroup | None, values: torch.Tensor, parameter: Any) -> torch.Tensor:
     """`joined` for a group that holds the slices of every cut parameter; group None: nothing is cut."""
     how = cut(parameter)
-    if group is None or how is None:
-        return values
+    return values if group is None or how is None else gathered(group, values, how.dimension, how.sizes)
+
+
+def gathered(group: SliceGroup, values: torch.Tensor, dim: int, sizes: Sequence[int]) -> torch.Tensor:
+    """The slices of all ranks side by side. dim, sizes: in which these differ, as those of a vocabulary by a row."""
     largest = list(values.shape)
-    largest[how.dimension] = max(how.sizes)  # slices of a vocabulary may differ by a row
+    largest[dim] = max(sizes)
     padded = values.new_zeros(largest)
-    padded.narrow(how.dimension, 0, how.sizes[group.rank]).copy_(values)
-    slices = zip(group.gather(padded), how.sizes, strict=True)
-    return torch.cat([found.narrow(how.dimension, 0, size) for found, size in slices], how.dimension)
+    padded.narrow(dim, 0, values.shape[dim]).copy_(values)
+    return torch.cat([row.narrow(dim, 0, size) for row, size in zip(group.gather(padded), sizes, strict=True)], dim)
 
 
 class Replicas:
