@@ -1,7 +1,6 @@
 """The oracle computes what runs record, by rules of its own, and names what a run does otherwise."""
 
 import copy
-import json
 import math
 import random
 import shutil
@@ -42,6 +41,7 @@ from tests.support.marks import slow, some_slow
 from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs, write_teacher
+from tests.support.rows.jsonl import change_jsonl, write_jsonl
 from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main, outside, recomputed
 from tools.parity.jobs import Run, plan
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = ["".join(draw.choices("abcd ", k=draw.randint(1, 40))) for _ in range(600)]
     write_base(made / "base")
     write_chats(made / "rows.jsonl", 80)
-    (made / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    write_jsonl(made / "short.jsonl", [{"text": text} for text in texts])
     return made
 
 
@@ -320,14 +320,8 @@ PAIRS = ("task=dpo", "model.name_or_path=FOLDER/base", "data.path=FOLDER/pairs.j
 TAUGHT = ("task=distill", "data.format=messages", "model.name_or_path=FOLDER/base", "data.path=FOLDER/rows.jsonl")
 TASKS: dict[str, tuple[str, ...]] = {
     "dpo": PAIRS,
-    "dpo, ipo": (
-        *PAIRS,
-        *("preference={loss: ipo, sft_weight: 0.3}", "adapter={kind: lora, r: 4, alpha: 8}"),
-    ),
-    "dpo, smoothed": (
-        *PAIRS,
-        "preference={label_smoothing: 0.2, beta: 0.5}",
-    ),
+    "dpo, ipo": (*PAIRS, "preference={loss: ipo, sft_weight: 0.3}", "adapter={kind: lora, r: 4, alpha: 8}"),
+    "dpo, smoothed": (*PAIRS, "preference={label_smoothing: 0.2, beta: 0.5}"),
     "classify": (
         *("task=classify", BERT, "data.path=FOLDER/sequence.jsonl", SHORT),
         *("data.validation_fraction=0.5", "evaluate={every_steps: 4, batches: null}"),
@@ -340,10 +334,7 @@ TASKS: dict[str, tuple[str, ...]] = {
         *("task=seq2seq", "model.name_or_path=FOLDER/t5", "data.path=FOLDER/seq2seq.jsonl"),
         *(f"data.sequence_length={seq2seq.SOURCE}", f"data.target_length={seq2seq.TARGET}"),
     ),
-    "distill": (
-        *TAUGHT,
-        "distill={teacher: FOLDER/teacher, temperature: 2.0, ce_weight: 0.25}",
-    ),
+    "distill": (*TAUGHT, "distill={teacher: FOLDER/teacher, temperature: 2.0, ce_weight: 0.25}"),
     "distill, likeliest": (
         *TAUGHT,
         "distill={teacher: FOLDER/teacher, loss: jsd, beta: 0.3, temperature: 1.5, ce_weight: 0.5, top_k: 5}",
@@ -435,12 +426,7 @@ def test_both_loss_scales_are_one(overflows: list[bool], window: int, hysteresis
 
 def tampered(finished: Path, folder: Path, change: Callable[[dict[str, Any]], None]) -> Judged:
     run = shutil.copytree(finished / "runs/it", folder / "it")
-    lines = []
-    for text in (run / "events.jsonl").read_text(encoding="utf-8").splitlines():
-        event = json.loads(text)
-        change(event)
-        lines.append(json.dumps(event))
-    (run / "events.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    change_jsonl(run / "events.jsonl", change)
     return judge(run, steps=2)
 
 
@@ -652,18 +638,14 @@ def test_the_command_line(finished: Path, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_run_with_an_attention_of_gpus_alone_is_recomputed_without_it(finished: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(finished / "runs/it", tmp_path / "it")
-    text = (run / "config.yaml").read_text(encoding="utf-8")
-    assert "attention: sdpa\n" in text
     for kernel in ("flex_attention", "flash_attention_2"):
-        changed = text.replace("attention: sdpa\n", f"attention: {kernel}\n")
-        (run / "config.yaml").write_text(changed, encoding="utf-8")
+        run = configured(finished, tmp_path / kernel, {"attention: sdpa": f"attention: {kernel}"}, without="")
         assert judge(run, steps=1, log=lambda line: None).holds
 
 
-def configured(finished: Path, folder: Path, changes: dict[str, str]) -> Path:
+def configured(finished: Path, folder: Path, changes: dict[str, str], without: str = "checkpoints") -> Path:
     """The finished run, as if it had another config."""
-    run = shutil.copytree(finished / "runs/it", folder / "it", ignore=shutil.ignore_patterns("checkpoints"))
+    run = shutil.copytree(finished / "runs/it", folder / "it", ignore=shutil.ignore_patterns(without))
     text = (run / "config.yaml").read_text(encoding="utf-8")
     for old, new in changes.items():
         assert f"{old}\n" in text
@@ -705,10 +687,10 @@ def test_what_it_does_not_compute_in_training_spares_the_rest(finished, tmp_path
     found = judge(run, steps=4, log=lambda line: None)
     assert found.holds and {each.what for each in found.comparisons} == ALWAYS | compared
     assert any(note.startswith(f"compared as far as it does not depend on it: {key}") for note in found.notes)
-    lines = (run / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        if row["event"] == "step" and row["step"] == 4:
-            row |= {"sample_ids_sha256": "0" * 64, "lr": row["lr"] * 1.001, "loss": 0.0, "grad_norm": 0.0}
-    (run / "events.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+    def at_step_4(event: dict[str, Any]) -> None:
+        if event["event"] == "step" and event["step"] == 4:
+            event |= {"sample_ids_sha256": "0" * 64, "lr": event["lr"] * 1.001, "loss": 0.0, "grad_norm": 0.0}
+
+    change_jsonl(run / "events.jsonl", at_step_4)
     assert failed(judge(run, steps=4, log=lambda line: None)) == {"samples", "learning rate"}
