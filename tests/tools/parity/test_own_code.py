@@ -27,6 +27,7 @@ from tests.tools.parity.test_signature import (
     fused,
     measured,
     named,
+    replaced,
     trained,
 )
 from tools.dequantise import dequantise
@@ -55,27 +56,15 @@ def turned(run: Any) -> None:
     module.forward = forward
 
 
-def approximated(run: Any) -> None:
+def _approximated(_: Any, given: torch.Tensor) -> torch.Tensor:
     """SiLU whose exponential is good to 12 bits, as a fast kernel's may be."""
-    module = run.get_submodule(f"{MLP}.act_fn")
-
-    def forward(given: torch.Tensor) -> torch.Tensor:
-        exponential = (-given.float()).exp()
-        return (given.float() / (1 + exponential * (1 + 2.0**-12))).to(given.dtype)
-
-    module.forward = forward
+    return (given.float() / (1 + (-given.float()).exp() * (1 + 2.0**-12))).to(given.dtype)
 
 
-def scaled_residual(run: Any) -> None:
+def _scaled_residual(module: Any, *args: Any, **options: Any) -> torch.Tensor:
     """Scales by 1 + 2^-14, a thirty-second of BF16's smallest step."""
-    module = run.get_submodule(LAYER)
-    right = module.forward
-
-    def forward(*args: Any, **options: Any) -> Any:
-        output = right(*args, **options)
-        return (output.float() * (1 + 2.0**-14)).to(output.dtype)
-
-    module.forward = forward
+    output = type(module).forward(module, *args, **options)
+    return (output.float() * (1 + 2.0**-14)).to(output.dtype)
 
 
 def laid_out(run: Any, *, turned_first: bool) -> None:
@@ -108,7 +97,12 @@ def test_what_is_inside_in_another_layout_is_compared_as_a_whole(turned_first, f
 
 
 @pytest.mark.parametrize(
-    ("plant", "module"), [(turned, ATTENTION), (approximated, f"{MLP}.act_fn"), (scaled_residual, LAYER)]
+    ("plant", "module"),
+    [
+        (turned, ATTENTION),
+        (replaced(f"{MLP}.act_fn", _approximated), f"{MLP}.act_fn"),
+        (replaced(LAYER, _scaled_residual), LAYER),
+    ],
 )
 def test_an_error_below_the_roundings_of_16_bits_is_named_alone(plant: Plant, module: str) -> None:
     steps = measured(plant=plant)

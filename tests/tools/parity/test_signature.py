@@ -310,22 +310,9 @@ def test_an_error_that_is_not_rounding_is_named_alone(plant: Plant, compute: str
     assert named(measured(compute=compute, plant=plant)) == (module,)
 
 
-class _Scaled(torch.autograd.Function):
-    """Identity whose gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return given.view_as(given)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        return (gradients[0].double() * ctx.factor).to(gradients[0].dtype), None
-
-
 def _scaled(given: torch.Tensor, factor: float) -> torch.Tensor:
-    found: torch.Tensor = _Scaled.apply(given, factor)
-    return found
+    """The values themselves, whose gradient is multiplied."""
+    return given.detach() + factor * (given - given.detach())
 
 
 def _of_a_constant(module: Any, given: torch.Tensor) -> torch.Tensor:
@@ -338,24 +325,13 @@ def _of_a_constant(module: Any, given: torch.Tensor) -> torch.Tensor:
 norm_of_a_constant = replaced(NORM, _of_a_constant)
 
 
-class _InHalves(torch.autograd.Function):
-    """A linear layer whose weight's gradient is summed over tokens, rounded each time."""
-
-    @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(given, weight)
-        return functional.linear(given, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # type: ignore[override]
-        given, weight = ctx.saved_tensors
-        (gradient,), total = gradients, torch.zeros_like(weight)
-        for rows, columns in zip(gradient.flatten(0, 1).split(16), given.flatten(0, 1).split(16), strict=True):
-            total += rows.t() @ columns
-        return gradient @ weight, total
+def _in_pieces(module: Any, given: torch.Tensor) -> torch.Tensor:
+    """A linear layer of 16 tokens at a time: autograd adds up its weight's gradients, and rounds each sum."""
+    pieces = [functional.linear(rows, module.weight) for rows in given.flatten(0, 1).split(16)]
+    return torch.cat(pieces).unflatten(0, given.shape[:-1])
 
 
-summed_in_pieces = replaced(f"{MLP}.up_proj", lambda module, given: _InHalves.apply(given, module.weight))
+summed_in_pieces = replaced(f"{MLP}.up_proj", _in_pieces)
 
 
 class InLogits(LabelPrediction):
