@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
 from data.batches.loader import IGNORED_LABEL
-from tools.export_hf.outputs import OutputErrors
+from tools.export_hf.outputs import output_errors
 from tools.export_hf.rows import ROWS, Row
 from tools.export_hf.tensors import TensorsDiffer, untie
 from training.checkpoint.partitions import SavedModel
@@ -252,13 +252,7 @@ def _by_position(gaps: Sequence[RowGap]) -> Iterator[tuple[str, dict[str, float]
 
 
 def _modules(exact: Any, found: Any, row: Row) -> list[dict[str, Any]]:
-    errors = OutputErrors(exact, found)
-    with torch.no_grad(), errors.of_reference():
-        exact(**row.inputs)
-    with torch.no_grad(), errors.of_candidate():
-        found(**row.inputs)
-    worst = sorted(errors.own_error, key=lambda name: -errors.own_error[name])[:_MODULES]
-    return [
-        {"module": name, "own error": errors.own_error[name], "output error": errors.output_error[name]}
-        for name in worst
-    ]
+    with torch.no_grad():
+        errors = output_errors(exact, found, lambda: exact(**row.inputs), lambda: found(**row.inputs))
+    worst = sorted(errors, key=lambda name: -errors[name][0])[:_MODULES]
+    return [{"module": name, "own error": errors[name][0], "output error": errors[name][1]} for name in worst]

@@ -7,8 +7,8 @@ of each, evenly spread, are kept. Inside a step of a run `tools.parity.signature
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from contextvars import Context
 from functools import partial
 from typing import Any
@@ -25,63 +25,55 @@ SAMPLE = 65536
 """At most this many values of an output are kept for the output error."""
 
 
-class OutputErrors:
-    """One pass's outputs of the modules that two models share: a reference in FP32 and a candidate."""
+def output_errors(
+    reference: torch.nn.Module,
+    candidate: torch.nn.Module,
+    run_reference: Callable[[], Any],
+    run_candidate: Callable[[], Any],
+) -> dict[str, tuple[float, float]]:
+    """(own error, output error) of the modules that a reference in FP32 and a candidate share, in the order of
+    execution: relative L2 errors, inf where a value is not finite or only the reference is zero.
 
-    def __init__(self, reference: torch.nn.Module, candidate: torch.nn.Module) -> None:
-        kinds = find_regions(reference)
-        self._reference = dict(reference.named_modules())
-        self._candidate = {
-            name: module
-            for name, module in candidate.named_modules()
-            if name in kinds or (name and next(module.children(), None) is None)
-        }
-        self._outputs: dict[str, torch.Tensor] = {}
-        self._not_comparable: set[str] = set()
-        self.own_error: dict[str, float] = {}
-        """Relative L2 own error by module, in the order of execution; inf where a value is not finite or only the
-        reference is zero."""
-        self.output_error: dict[str, float] = {}
-        """The same of the output error."""
-
-    def of_reference(self) -> AbstractContextManager[None]:
-        """Context manager around the reference's pass, which comes first."""
-        return self._hooks(self._reference, self._keep)
-
-    def of_candidate(self) -> AbstractContextManager[None]:
-        """Context manager around the candidate's pass."""
-        return self._hooks(self._candidate, self._compare)
-
-    @contextmanager
-    def _hooks(self, modules: dict[str, torch.nn.Module], callback: Any) -> Iterator[None]:
-        def hook(name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            # outside the context in which transformers collects outputs of the run's modules
-            Context().run(callback, name, args, kwargs, _first(output))
-
-        with ExitStack() as stack:
-            for name in self._candidate:
-                stack.enter_context(modules[name].register_forward_hook(partial(hook, name), with_kwargs=True))
-            yield
+    run_reference, run_candidate: make a pass of each; the first call of a module counts.
+    """
+    kinds, exact_modules = find_regions(reference), dict(reference.named_modules())
+    shared = {
+        name: module
+        for name, module in candidate.named_modules()
+        if name in kinds or (name and next(module.children(), None) is None)
+    }
+    outputs: dict[str, torch.Tensor] = {}
+    errors: dict[str, tuple[float, float]] = {}
 
     @torch.no_grad()
-    def _keep(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is not None and name not in self._outputs:  # neither later micro-batches nor a recomputation
-            self._outputs[name] = _sampled(output).float().clone()
+    def keep(name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
+        if output is not None and name not in outputs:  # neither later micro-batches nor a recomputation
+            outputs[name] = _sampled(output).float().clone()
 
     @_disable_current_modes()  # a block that keeps its matmuls' results must not count these
     @torch.no_grad()
-    def _compare(self, name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
-        if output is None or name in self.own_error or name in self._not_comparable:
+    def compare(name: str, args: Any, kwargs: Any, output: torch.Tensor | None) -> None:
+        kept = outputs.pop(name, None)
+        if output is None or kept is None:
             return
         exact = None
         with suppress(Exception), torch.autocast(output.device.type, enabled=False):  # some inputs cannot be converted
             args, kwargs = map_floats(torch.Tensor.float, (args, kwargs))
-            exact = _first(self._reference[name](*args, **kwargs))
-        if exact is None or exact.shape != output.shape or name not in self._outputs:
-            self._not_comparable.add(name)
-            return
-        self.own_error[name] = Apart([(output, exact)]).error
-        self.output_error[name] = Apart([(_sampled(output), self._outputs[name])]).error
+            exact = _first(exact_modules[name](*args, **kwargs))
+        if exact is not None and exact.shape == output.shape:
+            errors[name] = Apart([(output, exact)]).error, Apart([(_sampled(output), kept)]).error
+
+    for modules, see, run in ((exact_modules, keep, run_reference), (shared, compare, run_candidate)):
+        with ExitStack() as hooks:
+            for name in shared:
+                hooks.enter_context(modules[name].register_forward_hook(partial(_hook, see, name), with_kwargs=True))
+            run()
+    return errors
+
+
+def _hook(see: Callable[..., None], name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+    # outside the context in which transformers collects outputs of the run's modules
+    Context().run(see, name, args, kwargs, _first(output))
 
 
 def _first(output: Any) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from tests.support.models.plain_steps import (
 )
 from tests.support.models.small_models import distance
 from tests.support.models.small_run import GLOBAL, VOCABULARY, engine_of, faults_of, masters_of, plain_model, resolve
-from tools.export_hf.outputs import OutputErrors
+from tools.export_hf.outputs import output_errors
 from tools.parity.reference import Reference
 from training.distributed import World
 from training.telemetry import Telemetry
@@ -136,13 +136,15 @@ def references(world: World, *, stage: int) -> dict[str, float]:
         shape = model_config(resolved.config.model, vocab_size=VOCABULARY, sequence_length=LENGTH)
         reference, plain = Reference(resolved, shape, world), plain_model(resolved, masters)
         reference.load(masters.items())
-        errors = OutputErrors(reference.model, engine.model)
-        with errors.of_reference():
-            loss, gradients = reference.loss_and_gradients(batch)
-        with errors.of_candidate():
-            engine.forward_backward(batch, step=1)
+        made: list[Any] = []
+        own = output_errors(
+            reference.model,
+            engine.model,
+            lambda: made.append(reference.loss_and_gradients(batch)),
+            lambda: engine.forward_backward(batch, step=1),
+        )
+        [(loss, gradients)] = made
         engine.discard_gradients()
-        own = errors.own_error
         if probe:
             telemetry = Telemetry(engine, probe=True)
             with telemetry.watching(batch):
@@ -159,7 +161,7 @@ def references(world: World, *, stage: int) -> dict[str, float]:
     return {
         "loss": abs(loss / float(expected.detach()) - 1),
         "gradients": off,
-        "outputs": max(own.values()),
+        "outputs": max(error for error, _ in own.values()),
         "probe": cosine,
     }
 
