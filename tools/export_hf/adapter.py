@@ -8,7 +8,7 @@ place of a weight is lost, so the loss is measured.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def write_adapter(
     for key, tensor in tensors.items():
         if key not in found or not torch.equal(found[key], tensor):
             raise TensorsDiffer(f"{key} in {WEIGHTS} is not what was written")
-    given = adapter_config(config.adapter, model_class=model_class_of(config), whole=whole)
+    given = adapter_config(config.adapter, skeleton, model_class=model_class_of(config), whole=whole)
     # what all-linear means is found here, as `peft` itself does: another version might find other modules
     own = get_peft_model(copy.deepcopy(skeleton), given).peft_config[NAME]
     own.base_model_name_or_path, own.inference_mode = config.model.name_or_path, True
@@ -125,7 +125,7 @@ def merge(
     name, model_class = str(config.model.name_or_path), model_class_of(config)
     base = _base(config, shape, base_dtype or DTYPES[str(config.precision.compute)])
     quantised = _as_computed(base, config, shape)
-    own = adapter_config(config.adapter, model_class=model_class, whole=whole_modules(trained(saved)))
+    own = adapter_config(config.adapter, base, model_class=model_class, whole=whole_modules(trained(saved)))
     wrapped = get_peft_model(base, own, autocast_adapter_dtype=False)
     adapted: Any = wrapped.get_base_model()
     parameters = dict(adapted.named_parameters())
@@ -149,9 +149,12 @@ def merge(
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
     rows = rows_of_run(corpus, config)
-    facts |= _on_rows(model, dtype, rows)
+    if rows:
+        facts |= {"unit": rows[0].unit, "rows": len(rows)}
+        facts |= _apart(model, rows, lambda name, weight: weight.to(dtype).float())
     if config.adapter.base != "compute":
-        facts |= {"base": config.adapter.base, "on the base in floats": _on_original(model, quantised, rows)}
+        original = _apart(model, rows, lambda name, weight: weight + quantised.get(name.removesuffix(".weight"), 0.0))
+        facts |= {"base": config.adapter.base, "on the base in floats": original}
     tensors = {key: SavedTensor(value.shape, value.detach) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # a weight with two names is two tensors in files
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
@@ -191,21 +194,18 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
     return taken
 
 
-def _on_original(model: PreTrainedModel, taken: dict[str, torch.Tensor], rows: Sequence[Row]) -> dict[str, float]:
-    """The change in log-probabilities when the same adapter is applied to the weights in the files.
-
-    model: merged, FP32. taken: from `_as_computed`.
-    """
+def _apart(
+    model: PreTrainedModel, rows: Sequence[Row], change: Callable[[str, torch.Tensor], torch.Tensor]
+) -> dict[str, float]:
+    """How far a copy of the merged model is from it on these rows, in FP32; empty without rows. change: a weight of the
+    copy, from its name and the merged one."""
     if not rows:
         return {}
     other: Any = copy.deepcopy(model.eval())
-    for name, difference in taken.items():
-        other.get_submodule(name).weight.add_(difference)
-    return _figures(summary([row_gap(model, other, row) for row in rows]))
-
-
-def _figures(found: dict[str, Any]) -> dict[str, float]:
-    return {key.removesuffix(" difference"): value for key, value in figures(found).items()}
+    for name, parameter in other.named_parameters():
+        parameter.copy_(change(name, parameter))
+    found = figures(summary([row_gap(model, other, row) for row in rows]))
+    return {key.removesuffix(" difference"): value for key, value in found.items()}
 
 
 def words_of(facts: dict[str, Any], dtype: str) -> list[str]:
@@ -237,14 +237,3 @@ def _loss_of_rounding(base: torch.Tensor, merged: torch.Tensor, dtype: torch.dty
     error = float((written - merged).double().norm())
     share = error / update if update else 0.0
     return share, float((written == base.to(dtype).float()).double().mean())
-
-
-def _on_rows(model: PreTrainedModel, dtype: torch.dtype, rows: Sequence[Row]) -> dict[str, Any]:
-    """The effect of rounding on the merged model's outputs for these rows, computed in FP32."""
-    if not rows:
-        return {}
-    rounded = copy.deepcopy(model.eval())
-    for parameter in rounded.parameters():
-        parameter.copy_(parameter.to(dtype).float())
-    found = summary([row_gap(model, rounded, row) for row in rows])
-    return {"unit": found["unit"], "rows": found["rows"], **_figures(found)}
