@@ -11,16 +11,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 
-def on_disk(model: PreTrainedModel, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors, by name, that represent one parameter in a file. `value` may be on the meta device."""
-    return dict(revert_weight_conversion(model, {name: value}))
-
-
 def equivalent_names(model: PreTrainedModel, name: str, shape: torch.Size) -> tuple[str, ...]:
     """The names under which a file may hold this parameter unchanged, neither split nor transposed."""
     probe = torch.arange(shape.numel()).view(shape)
     try:
-        pieces = on_disk(model, name, probe)
+        pieces = revert_weight_conversion(model, {name: probe})
     except Exception:  # transformers raises whatever its conversion operations raise
         return ()
     return tuple({name: None, **pieces}) if all(torch.equal(probe, piece) for piece in pieces.values()) else ()

@@ -15,7 +15,6 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from config.errors import UserError
 from config.files import flush
-from modeling.disk_names import on_disk
 from training.checkpoint.partitions import SavedModel
 
 PATTERN = "model{suffix}.safetensors"
@@ -62,7 +61,7 @@ class Tensors:
                     yield key, piece
 
     def _pieces(self, name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        return on_disk(self._skeleton, name, value) if self._converts else {name: value}
+        return revert_weight_conversion(self._skeleton, {name: value}) if self._converts else {name: value}
 
 
 def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.Tensor]) -> bool:
@@ -72,7 +71,7 @@ def _converts_separately(model: PreTrainedModel, parameters: Mapping[str, torch.
     """
     try:
         together = set(revert_weight_conversion(model, dict(parameters)))
-        apart = {key for name, value in parameters.items() for key in on_disk(model, name, value)}
+        apart = {key for name, value in parameters.items() for key in revert_weight_conversion(model, {name: value})}
     except Exception:  # transformers raises whatever its conversion operations raise
         return False
     return together == apart
