@@ -86,15 +86,11 @@ def check_parameters(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> list[
 def first_bad(tensors: Iterable[torch.Tensor]) -> Description | None:
     """`describe` of the first tensor that is neither finite nor an additive attention mask."""
     for tensor in tensors:
-        found = describe(tensor)
-        if found and not _is_additive_mask(tensor):
-            return found
+        if found := describe(tensor):
+            zero = tensor == 0
+            if not zero.any() or not (zero | (tensor == -torch.inf)).all():
+                return found
     return None
-
-
-def _is_additive_mask(tensor: torch.Tensor) -> bool:
-    zero = tensor == 0
-    return bool(zero.any()) and bool((zero | (tensor == float("-inf"))).all())
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:

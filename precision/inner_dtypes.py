@@ -27,7 +27,7 @@ KERNEL = "fp32 inside torch's kernel"
 """A single torch operator that takes 16-bit operands and accumulates in FP32."""
 FUSED = "inside {kernel}, by its kernel"
 
-_WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")
+_WIDTHS = ("fp8", "bf16", "fp16", "fp32", "fp64")  # by bits of the mantissa
 _EXPONENTIALS = frozenset({"aten::exp", "aten::exp_", "aten::exp2", "aten::exp2_"})
 _SOFTMAXES = frozenset({"aten::_softmax", "aten::_safe_softmax"})
 _LOSSES = frozenset({"aten::_log_softmax", "aten::logsumexp", "aten::nll_loss_forward", "aten::nll_loss2d_forward"})
@@ -178,7 +178,7 @@ class InnerDtypes:
                     promise = (promised or {}).get(name, promise)
                 counts.update(sorted(dtypes))
                 for dtype in dtypes:
-                    if _is_lower(dtype, promise):
+                    if dtype in _WIDTHS and _WIDTHS.index(dtype) < _WIDTHS.index(promise):
                         lower[what, dtype, promise].append(name)
             computed[what] = dict(counts)
         return {
@@ -335,8 +335,3 @@ def _narrowest(*dtypes: str) -> str:
 
 def _is_narrow(dtype: str) -> bool:
     return dtype in ("fp8", "bf16", "fp16")
-
-
-def _is_lower(dtype: str, promise: str) -> bool:
-    """Whether a dtype is known to have fewer bits of mantissa than the promised one."""
-    return dtype in _WIDTHS and _WIDTHS.index(dtype) < _WIDTHS.index(promise)

@@ -12,8 +12,9 @@ mode, and its arguments are recorded.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -74,12 +75,12 @@ class Observation:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
-                before = module.register_forward_pre_hook(self._entering(name or ROOT), with_kwargs=True)
+                enter = partial(self._enter, name or ROOT)
+                stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
                 # always_call: checkpointing ends a recomputation early with an exception
-                after = module.register_forward_hook(self._leaving, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            stack.enter_context(self._flex_attention_without_mode())
+                stack.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            stack.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, FLEX, ALL_ATTENTION_FUNCTIONS[FLEX])
+            ALL_ATTENTION_FUNCTIONS[FLEX] = partial(self._attend_without_mode, ALL_ATTENTION_FUNCTIONS[FLEX])
             stack.enter_context(_OperatorHook(self._see))
             self._exit = stack.pop_all()
         return self
@@ -88,33 +89,22 @@ class Observation:
         self._exit.close()
         self._running.clear()
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._running:
-                self.inner.forget()
-            self._running.append(name)
-            self.inner.enter(name, (args, kwargs))
+    def _enter(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._running:
+            self.inner.forget()
+        self._running.append(name)
+        self.inner.enter(name, (args, kwargs))
 
-        return enter
-
-    def _leaving(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
 
-    @contextmanager
-    def _flex_attention_without_mode(self) -> Iterator[None]:
-        function = ALL_ATTENTION_FUNCTIONS[FLEX]
-
-        def attend(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes():
-                output = function(module, query, key, value, *args, **kwargs)
-            self._see(None, FLEX, (query, key, value), output)
-            return output
-
-        ALL_ATTENTION_FUNCTIONS[FLEX] = attend
-        try:
-            yield
-        finally:
-            ALL_ATTENTION_FUNCTIONS[FLEX] = function
+    def _attend_without_mode(
+        self, own: Callable[..., Any], module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        with _disable_current_modes():
+            output = own(module, query, key, value, *args, **kwargs)
+        self._see(None, FLEX, (query, key, value), output)
+        return output
 
     def _see(self, func: Any, name: str, args: tuple, output: Any) -> None:
         if "backward" in name or self._in_backward():
