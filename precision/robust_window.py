@@ -8,25 +8,22 @@ norms, go into the window as logarithms. Until the window is half full there is 
 of values is often far too small. The window's owner pushes only values that were accepted.
 """
 
-import math
 from collections import deque
 from statistics import median
 from typing import Any
 
 NORMAL_CONSISTENCY = 1.4826
 """1 / the 75% quantile of the standard normal: turns a MAD into a standard deviation for normal data."""
+_FLOOR = 0.01
+"""Lower limit of the standard deviation, in the values' unit."""
 
 
 class RobustWindow:
     """The newest `size` accepted values of one quantity. Memory and time are O(size); 128 values take microseconds."""
 
-    def __init__(self, size: int, *, floor: float = 0.01) -> None:
-        """size: values kept. floor: lower limit of the standard deviation, in the values' unit. Raises ValueError."""
-        if size < 2 or not floor > 0:
-            raise ValueError(f"a window of {size} values with floor {floor} cannot score anything")
+    def __init__(self, size: int) -> None:
         self._values: deque[float] = deque(maxlen=size)
         self._size = size
-        self._floor = floor
 
     def __len__(self) -> int:
         return len(self._values)
@@ -37,9 +34,7 @@ class RobustWindow:
         return median(self._values) if 2 * len(self._values) >= self._size else None
 
     def push(self, value: float) -> None:
-        """Add an accepted value. Raises ValueError for inf and nan."""
-        if not math.isfinite(value):
-            raise ValueError(f"{value} is not a value to measure others by")
+        """Add an accepted value, which is finite."""
         self._values.append(float(value))
 
     def score(self, value: float) -> float | None:
@@ -48,7 +43,7 @@ class RobustWindow:
         if center is None:
             return None
         spread = NORMAL_CONSISTENCY * median(abs(item - center) for item in self._values)
-        return (value - center) / max(spread, self._floor)
+        return (value - center) / max(spread, _FLOOR)
 
     def state_dict(self) -> dict[str, Any]:
         """The values, oldest first, as plain floats."""
