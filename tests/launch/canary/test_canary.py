@@ -17,7 +17,7 @@ from launch.canary.monitor import Breach, RunMonitor
 from launch.canary.plan import in_fp32, promoted, read_plan
 from launch.canary.record import Journal
 from launch.job import job_command
-from tests.support.jobs.launches import SMALL, events, finish, start, wait_until, with_defect
+from tests.support.jobs.launches import SMALL, events, finish, output_of, start, wait_until, with_defect
 from tools.parity.jobs import plan as parity_plan
 from tracking.compare.surviving import read_events
 from training.schedule import scheduled_rate
@@ -31,12 +31,9 @@ WITHOUT_ZERO = ("deepspeed.config=ds_configs/zero0_fp32.json", "precision.comput
 
 def given(folder, *overrides):
     """The overrides of a small run of 24 steps, 6 of them the canary's."""
-    run = [
-        *(f"run.dir={folder}/runs", "run.name=it", "run.steps=24", "schedule.warmup_steps=2"),
-        "checkpoint.every_steps=3",
-    ]
+    run = [f"run.dir={folder}/runs", "run.name=it", "run.steps=24", "schedule.warmup_steps=2"]
     size = ["batch.global_size=8", "batch.micro_size=2", "evaluate.every_steps=6", f"data.cache_dir={folder}/cache"]
-    quiet = ["tracking.wandb=disabled", "generate.tokens=0", "telemetry.every_steps=0"]
+    quiet = ["checkpoint.every_steps=3", "tracking.wandb=disabled", "generate.tokens=0", "telemetry.every_steps=0"]
     canary = ["canary.steps=6", "parity.points=2", "canary.bounds={validation_delta: 0.05}"]
     return [*SMALL, *run, *size, *quiet, *canary, *overrides]
 
@@ -134,10 +131,8 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
         if overrides is None:
             break
         assert plan.refusal(overrides) is None and "precision.compute=fp32" in overrides
-    assert [(event["event"], event["to"]) for event in journal.events[1:]] == [
-        ("refused", "promote"),
-        ("fallback", "fp32"),
-    ]
+    told = [(event["event"], event["to"]) for event in journal.events[1:]]
+    assert told == [("refused", "promote"), ("fallback", "fp32")]
     assert "no fallback to promote: model.compile = true is not verified with" in journal.events[1]["text"]
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
@@ -237,8 +232,7 @@ def test_a_canary_ends_with_its_budget_or_on_request_and_leaves_no_job(tmp_path)
     twin = tmp_path / "runs/it-canary/gate/runs/fp32-seed-0/events.jsonl"
     wait_until(lambda: twin.exists() and '"step":' in twin.read_text(encoding="utf-8"), seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)  # which ends when nobody holds its output any more
-    assert process.returncode == 75, output
+    output_of(process, exit_code=75, seconds=120)
     told, journal = story(tmp_path)
     assert [event["verdict"] for event in journal.events] == ["none", "none"] and {kind for kind, _ in told} == {"gate"}
     assert "canary.device_hours = 0.0005" in journal.events[0]["text"] and not (tmp_path / "runs/it").exists()
@@ -251,8 +245,7 @@ def test_a_stop_saves_and_the_same_command_goes_on(tmp_path):
     record = tmp_path / "runs/it/events.jsonl"
     wait_until(lambda: record.exists() and record.read_text(encoding="utf-8").count('"step":') > 40, seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 75, output
+    output_of(process, exit_code=75, seconds=300)
     stopped = events(tmp_path, "it", "step")[-1]["step"]
     finish(job(tmp_path, "run.steps=4000", "checkpoint.every_steps=500", f"run.steps={stopped + 5}"), seconds=PATIENCE)
     told, journal = story(tmp_path)

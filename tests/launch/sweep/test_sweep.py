@@ -7,6 +7,7 @@ import random
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,13 @@ def command(*arguments: object, **environment: str) -> list[str]:
 
 def finish(*arguments: object, code: int = 0, **environment: str) -> str:
     return launches.finish(command(*arguments, **environment), exit_code=code, seconds=60)
+
+
+def begun(path: Path, *, saved: bool = True) -> subprocess.Popen[str]:
+    """A sweep whose first trial has started, and has saved."""
+    sweep = launches.start(command(path))
+    launches.wait_until(lambda: starts(path.parent, 0) and (not saved or saved_once(path.parent)))
+    return sweep
 
 
 def saved_once(folder: Path) -> bool:
@@ -276,8 +284,7 @@ def test_a_launcher_gets_a_port_of_its_own_and_the_slots_devices(tmp_path, launc
 
 def test_a_killed_sweep_takes_its_trials_with_it_and_goes_on(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW, FAST], grid=None, fixed={"run.hypothesis": "leave"})
-    sweep = launches.start(command(path))
-    launches.wait_until(lambda: starts(tmp_path, 0) and saved_once(tmp_path))
+    sweep = begun(path)
     sweep.kill()
     sweep.communicate(timeout=30)  # the trial holds the pipe until it has gone
     assert record(tmp_path, 0)["status"] == "stopped" and processes_of(tmp_path / "runs") == []
@@ -289,10 +296,8 @@ def test_a_killed_sweep_takes_its_trials_with_it_and_goes_on(tmp_path):
 
 def test_what_nobody_is_left_to_end_is_ended_by_the_next_start(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW, FAST], grid=None, fixed={"run.hypothesis": "deaf"})
-    sweep = launches.start(command(path))
-    launches.wait_until(lambda: saved_once(tmp_path))
-    trial = children(sweep.pid)[0]
-    for pid in (sweep.pid, trial):
+    sweep = begun(path)
+    for pid in (sweep.pid, children(sweep.pid)[0]):
         os.kill(pid, signal.SIGKILL)
     sweep.wait(timeout=30)
     sweep.stdout.close()
@@ -305,11 +310,9 @@ def test_what_nobody_is_left_to_end_is_ended_by_the_next_start(tmp_path):
 
 def test_a_trials_own_process_that_is_killed_costs_that_trial_only(tmp_path):
     path = sweep_file(tmp_path, trials=[SLOW | {"optimizer.eps": 20}, FAST], grid=None)
-    sweep = launches.start(command(path))
-    launches.wait_until(lambda: starts(tmp_path, 0))
+    sweep = begun(path, saved=False)
     os.kill(children(sweep.pid)[0], signal.SIGKILL)
-    output, _ = sweep.communicate(timeout=60)
-    assert sweep.returncode == 1, output
+    launches.output_of(sweep, exit_code=1, seconds=60)
     assert [record(tmp_path, index)["status"] for index in (0, 1)] == ["crashed", "done"]
     assert "was killed by SIGKILL" in record(tmp_path, 0)["reason"] and processes_of(tmp_path / "runs") == []
 
@@ -317,16 +320,13 @@ def test_a_trials_own_process_that_is_killed_costs_that_trial_only(tmp_path):
 @pytest.mark.parametrize("how", ["", "deaf"])
 def test_ctrl_c_saves_and_a_second_one_kills(tmp_path, how):
     path = sweep_file(tmp_path, fixed={"optimizer.eps": 0.3, "run.hypothesis": how})
-    sweep = launches.start(command(path))
-    launches.wait_until(lambda: saved_once(tmp_path))
+    sweep = begun(path)
     sweep.send_signal(signal.SIGINT)
     if how == "deaf":
         time.sleep(0.5)
         assert sweep.poll() is None
         sweep.send_signal(signal.SIGINT)
-    output, _ = sweep.communicate(timeout=30)
-    assert sweep.returncode == 75, output
-    assert f"to resume: python -m launch.sweep {path}" in output
+    assert f"to resume: python -m launch.sweep {path}" in launches.output_of(sweep, exit_code=75)
     assert record(tmp_path, 0)["status"] == "stopped" and starts(tmp_path, 1) == []
     assert record(tmp_path, 0)["exit_code"] == (75 if not how else -9)
 
@@ -360,11 +360,10 @@ def test_a_changed_file_adds_trials_and_never_mixes_two_runs(tmp_path):
 
 def test_a_sweep_that_is_running_is_not_run_twice(tmp_path):
     path = sweep_file(tmp_path, fixed={"optimizer.eps": 0.3})
-    sweep = launches.start(command(path))
-    launches.wait_until(lambda: starts(tmp_path, 0))
+    sweep = begun(path, saved=False)
     assert "another process runs this sweep" in finish(path, code=2)
     sweep.send_signal(signal.SIGTERM)
-    sweep.communicate(timeout=30)
+    launches.output_of(sweep, exit_code=75)
 
 
 def test_a_trial_of_an_array_is_one_command_and_the_report_another(tmp_path):

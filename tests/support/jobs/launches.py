@@ -83,7 +83,11 @@ def with_defect(defect: str, arguments: Sequence[str]) -> list[str]:
 
 def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240.0, **how: Any) -> str:
     """Run a job to its end and check its exit code; what it printed. how: as in `start`."""
-    process = start(arguments, **how)
+    return output_of(start(arguments, **how), exit_code=exit_code, seconds=seconds)
+
+
+def output_of(process: subprocess.Popen[str] | Job, *, exit_code: int = 0, seconds: float = 30.0) -> str:
+    """What a started job prints until nobody holds its output any more; checks its exit code."""
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == exit_code, output
     return output
