@@ -82,6 +82,11 @@ def test_a_result_is_kept_with_its_conditions_and_not_measured_again(tmp_path) -
         assert "| `one` | what one is | not run |" in page(check_in(tmp_path, **other), 7, part, {})
 
 
+def works(bench: Bench) -> dict[str, Any]:
+    """Done at once."""
+    return {"fine": True}
+
+
 @pytest.fixture
 def one_item(monkeypatch) -> None:
     """The command, with an item of part 1 that is done at once, on a machine that is described beforehand."""
@@ -115,7 +120,7 @@ def test_a_folder_that_cannot_be_written_is_refused(refusal, tmp_path) -> None:
 
 
 def test_what_does_not_fit_is_not_started_and_what_is_smaller_is(tmp_path) -> None:
-    part = Part("a part", (item("long", lambda _: {}, seconds=60), item("short", lambda _: {"fine": 1}, seconds=1)))
+    part = Part("a part", (item("long", works, seconds=60), item("short", works)))
     check = check_in(tmp_path)
     started, not_run = ran(check, part, seconds=30)
     assert started == ["short"] and not_run["long"].startswith("takes about 60 s, and ")
@@ -131,7 +136,7 @@ def test_a_failure_is_a_row_and_tried_again_after_what_was_never_tried(tmp_path)
             raise ValueError("the first\nline and the second")
         return {"fine": True}
 
-    part = Part("a part", (item("program", fails), item("unlucky", unlucky), item("good", lambda _: {"fine": True})))
+    part = Part("a part", (item("program", fails), item("unlucky", unlucky), item("good", works)))
     check = check_in(tmp_path)
     assert ran(check, part) == (["program", "unlucky", "good"], {})
     result = check.result(7, part.items[0])
@@ -167,7 +172,7 @@ def test_a_job_over_its_time_is_killed_with_all_that_it_started(tmp_path) -> Non
 
 
 def test_what_this_machine_lacks_is_skipped_and_measured_once_it_is_there(tmp_path) -> None:
-    part = Part("a part", (Item("liger", "Liger's", 1.0, lambda _: {"fine": True}, None, "liger"), item("one", works)))
+    part = Part("a part", (Item("liger", "Liger's", 1.0, works, None, "liger"), item("one", works)))
     lacking = check_in(tmp_path, machine=MACHINE | {"lacks": {"liger": "liger-kernel is not installed"}})
     assert ran(lacking, part) == (["one"], {})
     assert lacking.result(7, part.items[0])["status"] == "skipped"
@@ -176,30 +181,19 @@ def test_what_this_machine_lacks_is_skipped_and_measured_once_it_is_there(tmp_pa
     assert ran(check_in(tmp_path), part) == (["liger"], {})
 
 
-def works(bench: Bench) -> dict[str, Any]:
-    """Done at once."""
-    return {"fine": True}
-
-
 def test_what_was_measured_before_a_failure_or_the_end_of_the_time_is_kept(tmp_path) -> None:
-    def of_file(bench: Bench) -> dict[str, Any]:
-        return {"mantissa": json.loads((bench.folder / "rows.json").read_text())}
+    def that_ends(name: str, written: str, error: Exception) -> Item:
+        def ends(bench: Bench) -> dict[str, Any]:
+            with bench.keeping(lambda: {"mantissa": json.loads((bench.folder / "rows.json").read_text())}):
+                if written:
+                    (bench.folder / "rows.json").write_text(written)
+                raise error
 
-    def fails_late(bench: Bench) -> dict[str, Any]:
-        with bench.keeping(lambda: of_file(bench)):
-            (bench.folder / "rows.json").write_text('{"tokens/s": 5.0}')
-            raise ItemFailed("the trainer has no memory")
+        return item(name, ends)
 
-    def takes_too_long(bench: Bench) -> dict[str, Any]:
-        with bench.keeping(lambda: of_file(bench)):
-            (bench.folder / "rows.json").write_text('{"tokens/s": 6.0}')
-            raise subprocess.TimeoutExpired("a job", bench.limit)
-
-    def fails_at_once(bench: Bench) -> dict[str, Any]:
-        with bench.keeping(lambda: of_file(bench)):
-            raise ItemFailed("there is no data")
-
-    part = Part("a part", (item("late", fails_late), item("long", takes_too_long), item("soon", fails_at_once)))
+    late = that_ends("late", '{"tokens/s": 5.0}', ItemFailed("the trainer has no memory"))
+    long = that_ends("long", '{"tokens/s": 6.0}', subprocess.TimeoutExpired("a job", 1.0))
+    part = Part("a part", (late, long, that_ends("soon", "", ItemFailed("there is no data"))))
     check = check_in(tmp_path)
     ran(check, part)
     found = [check.result(7, each) for each in part.items]
@@ -337,12 +331,7 @@ def test_contestants_whose_losses_differ_and_those_that_failed_reach_no_goal() -
 
 @pytest.mark.parametrize(
     ("equal", "before", "after", "outcome"),
-    [
-        (True, 0.0, 0.0, HOLDS),
-        (False, 1e-6, 9e-6, HOLDS),
-        (False, 0.0, 1e-6, MISSED),
-        (False, 1e-6, 2e-5, MISSED),
-    ],
+    [(True, 0.0, 0.0, HOLDS), (False, 1e-6, 9e-6, HOLDS), (False, 0.0, 1e-6, MISSED), (False, 1e-6, 2e-5, MISSED)],
 )
 def test_a_resumed_run_may_differ_as_two_runs_do(equal: bool, before: float, after: float, outcome: str) -> None:
     figures = {"bit-equal": equal, "largest difference after it": after, "and before it, of two runs": before}
