@@ -16,7 +16,7 @@ from tests.support.rows.chats import write_base, write_teacher
 from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
-from tests.training.tasks import distill_cases
+from tests.training.tasks import sft_cases
 from training.rollouts import rollouts as files
 
 
@@ -111,10 +111,11 @@ def test_a_teacher_on_own_answers_equals_plain_torch(pair, solo, folder, loss) -
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(solo: ProcessGroup, folder: Path) -> None:
     given = (*cases.TASK, f"data.path={folder}/prompts.jsonl", "data.validation_fraction=0.2", "task=opd")
     given = (*given, f"distill={{teacher: {folder}/base}}")
-    [found] = solo.run(distill_cases.first_metrics, folder=folder, overrides=given)
-    assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0 and found["norm"] < 1e-6
-    assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
-    assert found["metrics"]["reward/none"] == 0 and found["metrics"]["reward/mean"] > 0
+    [found] = solo.run(sft_cases.sets, folder=folder, overrides=given)
+    metrics = found["of step"]
+    assert found["step"] == metrics["kl"] == found["whole"] == 0 and found["norm"] < 1e-6
+    assert metrics["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
+    assert metrics["reward/none"] == 0 and metrics["reward/mean"] > 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -16,7 +16,6 @@ from config.errors import UserError
 from config.resolved import Resolved
 from tests.training.tasks.sft_cases import labelled, resolve, trained_plainly
 from training.distributed import World
-from training.engine.ledger import read_ledger
 from training.engine.teacher import Teacher
 from training.session import session
 from training.tasks.task import prepare
@@ -73,24 +72,6 @@ def oracle(
 
 
 NAMES = ("base", "teacher")
-
-
-def first_metrics(world: World, *, folder: Path, **options: Any) -> dict[str, Any]:
-    """The metrics of the first step and the validation set, and the sum of squares of the gradient."""
-    with session(resolve(folder, **options), world=world) as opened:
-        engine = opened.engine
-        health = engine.health(engine.forward_backward(opened.batches.next_step(), step=1))
-        evaluation = engine.evaluate(opened.validation())
-        by_source = {name: engine.evaluate(own).loss for name, own in opened.validation_by_source().items()}
-        return {
-            "metrics": health.metrics,
-            "norm": health.grad_norm,
-            "ledger": {row.what: row.dtype for row in read_ledger(engine, reduce="fp32")},
-            "loss": health.loss,
-            "held out": evaluation,
-            "losses of sources": health.loss_by_source
-            | {f"{name}, held out": loss for name, loss in by_source.items()},
-        }
 
 
 def gathering_streams(world: World, *, folder: Path, **options: Any) -> list[bool]:

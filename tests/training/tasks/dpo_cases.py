@@ -20,11 +20,10 @@ from training.session import Session, session
 from training.tasks.task import prepare
 
 PAIRS = ("task=dpo", "model.loss=auto")
-LORA = "adapter={kind: lora, r: 4, alpha: 8}"
 KINDS: dict[str, tuple[str, ...]] = {
     "precomputed": (),
     "lora and a whole module": ("adapter={kind: lora, r: 4, alpha: 8, modules_to_save: [lm_head]}",),
-    "precomputed with an adapter": (LORA, "preference.reference=precomputed"),
+    "precomputed with an adapter": (sft_cases.LORA, "preference.reference=precomputed"),
 }
 """Overrides for each source of the reference."""
 

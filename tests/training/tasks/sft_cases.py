@@ -26,15 +26,20 @@ from modeling.parameter_groups import parameter_groups
 from tests.support.rows.chats import LENGTH, SHAPE
 from training import session as session_module
 from training.distributed import World
+from training.engine.ledger import PrecisionError, read_ledger
 from training.engine.tensors import trainable_parameters, whole_master
 from training.session import Session, session
 from training.tasks.task import prepare
+from training.telemetry import Telemetry
 
 STEPS = 3
 GLOBAL = 8
 RATE = 0.01
 CLIPPING = 0.5
 SEED = 0
+LORA = "adapter={kind: lora, r: 4, alpha: 8}"
+GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+"""The same for plain `peft`."""
 
 
 def resolve(folder: Path, *, stage: int = 2, compute: str = "fp32", overrides: tuple[str, ...] = ()) -> Resolved:
@@ -242,8 +247,6 @@ def model_of(folder: Path, found: dict[str, Any], adapter: dict[str, Any] | None
 
 def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
     """The ledger after a step."""
-    from training.engine.ledger import read_ledger
-
     with session(resolve(folder, **options), world=world) as opened:
         step(opened)
         return read_ledger(opened.engine, reduce="fp32")
@@ -251,8 +254,6 @@ def ledger(world: World, *, folder: Path, **options: Any) -> list[Any]:
 
 def with_a_frozen_gradient(world: World, *, folder: Path, **options: Any) -> str:
     """The ledger's complaint when a frozen weight has a gradient."""
-    from training.engine.ledger import PrecisionError, read_ledger
-
     with session(resolve(folder, **options), world=world) as opened:
         frozen = next(p for p in opened.engine.model.parameters() if not p.requires_grad)
         frozen.grad = torch.zeros_like(frozen)
@@ -323,8 +324,6 @@ def mean_loss(model: Any, rows: list[tuple[Any, Any]], *, by_row: bool = False) 
 
 def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> dict[str, Any]:
     """The meter's report on the second step, and the whole masters before and after it."""
-    from training.telemetry import Telemetry
-
     with session(resolve(folder, **options), world=world) as opened:
         step(opened)
         engine, batch = opened.engine, opened.batches.next_step()
@@ -338,15 +337,18 @@ def lost_updates(world: World, *, folder: Path, rate: float, **options: Any) -> 
 
 
 def sets(world: World, *, resolve: Any = resolve, folder: Path, **options: Any) -> dict[str, Any]:
-    """Loss and metrics of each validation set, the loss of all, the first step, and how many rows are trained on."""
+    """Loss and metrics of each validation set, the evaluation of all, the first step, the ledger, and how many rows are
+    trained on."""
     with session(resolve(folder, **options), world=world) as opened:
         engine = opened.engine
         evaluations = {name: engine.evaluate(own) for name, own in opened.validation_by_source().items()}
         found = {name: evaluation.loss for name, evaluation in evaluations.items()}
         metrics = {name: evaluation.metrics for name, evaluation in evaluations.items()}
-        whole, batch = engine.evaluate(opened.validation()).loss, opened.batches.next_step()
+        whole, batch = engine.evaluate(opened.validation()), opened.batches.next_step()
         health = engine.health(engine.forward_backward(batch, step=1))
         engine.discard_gradients()
-        found = {"sets": found, "metrics": metrics, "whole": whole, "step": health.loss, "of step": health.metrics}
+        found = {"sets": found, "metrics": metrics, "whole": whole.loss, "held out": whole}
+        found |= {"step": health.loss, "norm": health.grad_norm, "of step": health.metrics}
         found["of source"] = health.loss_by_source
+        found["ledger"] = {row.what: row.dtype for row in read_ledger(engine, reduce="fp32")}
         return found | {"ids": batch.sample_ids.tolist(), "rows": opened.corpus.train_documents}

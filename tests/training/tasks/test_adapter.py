@@ -16,7 +16,7 @@ from tests.training.tasks import sft_cases as cases
 from training.checkpoint.reader import PLAIN
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
-    "lora": (["adapter={kind: lora, r: 4, alpha: 8}"], {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}),
+    "lora": ([cases.LORA], cases.GIVEN),
     "dora, rslora, modules": (
         ["adapter={kind: dora, r: 4, alpha: 8, rslora: true, target_modules: [q_proj, v_proj]}"],
         {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "use_dora": True, "use_rslora": True},
@@ -40,13 +40,11 @@ def test_one_and_two_ranks_equal_plain_peft(pair: ProcessGroup, solo: ProcessGro
             require_equal(found, exact)
 
 
-LORA = "adapter={kind: lora, r: 4, alpha: 8}"
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("stage", "compute"), [(0, "fp32"), (2, "bf16"), (3, "bf16"), (2, "fp16")])
 def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: Path, stage: int, compute: str) -> None:
-    both = pair.run(cases.ledger, folder=folder, stage=stage, compute=compute, overrides=(LORA,))
+    given = {"folder": folder, "stage": stage, "compute": compute, "overrides": (cases.LORA,)}
+    both = pair.run(cases.ledger, **given)
     width = 4 if compute == "fp32" else 2
     for rows in both:
         entry = {row.what: row for row in rows}
@@ -57,15 +55,12 @@ def test_the_base_is_held_once_in_the_compute_dtype(pair: ProcessGroup, folder: 
         held = trained * (2 if stage == 3 else 1)  # of which ZeRO-3 holds a half here
         assert entry["masters"].bytes // 4 == pytest.approx(held / share, abs=64)
         assert entry["moments"].bytes // 8 == pytest.approx(held / share, abs=64)
-    assert (
-        "is frozen, but has a gradient"
-        in pair.run(cases.with_a_frozen_gradient, folder=folder, stage=stage, compute=compute, overrides=(LORA,))[0]
-    )
+    assert "is frozen, but has a gradient" in pair.run(cases.with_a_frozen_gradient, **given)[0]
 
 
 def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
     rule = {"match": "*.q_proj", "compute": "fp32", "reason": "a test"}
-    given = (LORA, *manifest_of(tmp_path, {"default": "bf16", "rules": [rule]}))
+    given = (cases.LORA, *manifest_of(tmp_path, {"default": "bf16", "rules": [rule]}))
     regions = pair.run(cases.regions, folder=folder, overrides=given)[0]["dtypes"]
     own = {name: dtype for name, dtype in regions.items() if "q_proj" in name}
     assert {name.rpartition("q_proj.")[2] for name in own} == {"base_layer", "lora_A.default", "lora_B.default"}

@@ -63,9 +63,9 @@ def test_each_loss_equals_plain_torch(request, folder, name, stage, packing, mor
 @pytest.mark.parametrize(("stage", "sharded"), [(2, "false"), (3, "true")])
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(pair, folder, stage, sharded) -> None:
     overrides = (*overrides_of(folder, teacher="base", sharded=sharded), "data.validation_fraction=0.1")
-    for found in pair.run(cases.first_metrics, folder=folder, stage=stage, overrides=overrides):
-        assert found["loss"] == found["metrics"]["kl"] == found["held out"].loss == 0
-        assert found["metrics"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
+    for found in pair.run(sft_cases.sets, folder=folder, stage=stage, overrides=overrides):
+        assert found["step"] == found["of step"]["kl"] == found["whole"] == 0
+        assert found["of step"]["teacher_agreement"] == found["held out"].metrics["teacher_agreement"] == 1
         assert found["norm"] < 1e-6
         assert found["held out"].perplexity is None
         assert found["ledger"]["teacher, without masters"] == "float32"
@@ -86,15 +86,12 @@ def test_cached_answers_are_the_live_ones(pair: ProcessGroup, folder: Path, sour
     both = f"[{item.format(folder, 'chats', 'a')}, {item.format(folder, 'more', 'b')}]"
     mixed = ("data.path=null", "data.format=auto", f"data.sources={both}") if sources == 2 else ()
     live, cached = (
-        pair.run(cases.first_metrics, folder=folder, overrides=(*given, *mixed, "data.validation_fraction=0.2"))[0]
+        pair.run(sft_cases.sets, folder=folder, overrides=(*given, *mixed, "data.validation_fraction=0.2"))[0]
         for given in (overrides_of(folder), overrides_of(folder, top_k=vocabulary - 1))
     )
-    assert cached["loss"] == pytest.approx(live["loss"], rel=1e-5)
-    assert cached["norm"] == pytest.approx(live["norm"], rel=1e-5)
-    assert cached["held out"].loss == pytest.approx(live["held out"].loss, rel=1e-5)
-    assert cached["metrics"] == pytest.approx(live["metrics"], rel=1e-5)
-    assert cached["losses of sources"] == pytest.approx(live["losses of sources"], rel=1e-5)
-    assert len(live["losses of sources"]) == (4 if sources == 2 else 0)
+    for what in ("step", "norm", "whole", "of step", "of source", "sets"):
+        assert cached[what] == pytest.approx(live[what], rel=1e-5), what
+    assert len(live["of source"]) == len(live["sets"]) == (2 if sources == 2 else 0)
 
 
 def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, folder: Path) -> None:
@@ -138,15 +135,15 @@ def test_a_full_disk_is_one_line(solo: ProcessGroup, folder: Path, at_start: boo
 
 def test_half_written_answers_are_not_taken_and_damaged_ones_named(solo: ProcessGroup, folder: Path) -> None:
     given = (*overrides_of(folder, top_k=3), "data.sequence_length=64", "data.too_long=truncate_left")
-    solo.run(cases.first_metrics, folder=folder, overrides=given)
+    solo.run(sft_cases.sets, folder=folder, overrides=given)
     [made] = [path for path in (folder / "cache").glob("*-teacher-*") if path.is_dir() and _width(path) == 3]
     partial = made.with_name(f"{made.name}.partial-1")
     made.rename(partial)
     (partial / "train-ids.npy").unlink()
-    [again] = solo.run(cases.first_metrics, folder=folder, overrides=given)
+    [again] = solo.run(sft_cases.sets, folder=folder, overrides=given)
     assert made.is_dir() and not partial.exists()
-    [cached] = solo.run(cases.first_metrics, folder=folder, overrides=given)
-    assert cached["loss"] == again["loss"]
+    [cached] = solo.run(sft_cases.sets, folder=folder, overrides=given)
+    assert cached["step"] == again["step"]
     content = bytearray((made / "train-ids.npy").read_bytes())
     content[-1] ^= 1
     (made / "train-ids.npy").write_bytes(content)

@@ -10,7 +10,7 @@ from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models import plain_steps
 from tests.support.rows.chats import write_base, write_pairs
 from tests.training.tasks import dpo_cases as cases
-from tests.training.tasks.sft_cases import sets
+from tests.training.tasks.sft_cases import GIVEN, LORA, sets
 
 STARTED = {"rewards/margin": 0.0, "rewards/chosen": 0.0, "rewards/rejected": 0.0, "rewards/accuracy": 0.5}
 
@@ -92,9 +92,8 @@ def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: st
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_an_adapter_equals_plain_peft(pair: ProcessGroup, folder: Path, stage: int) -> None:
-    found, _ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(cases.LORA,))
-    given = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
-    require_equal(found, cases.oracle(folder, found, adapter=given))
+    found, _ = pair.run(cases.steps, folder=folder, stage=stage, overrides=(LORA,))
+    require_equal(found, cases.oracle(folder, found, adapter=GIVEN))
 
 
 def test_the_reference_is_kept_and_is_of_this_base(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.training.checkpoint import resume_cases
 from tests.training.tasks import classify_cases as cases
 from tests.training.tasks import mlm_cases, sft_cases
 from tests.training.tasks.mlm_cases import mlm
+from tests.training.tasks.sft_cases import GIVEN, LORA
 from tests.training.tasks.test_classify import require_equal
 from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
@@ -204,24 +205,14 @@ def test_a_masked_language_model_counts_what_is_hidden_of_each_source(pair, solo
         assert found["loss_by_source"][name] == pytest.approx(exact, rel=1e-5)
 
 
-LORA = "adapter={kind: lora, r: 4, alpha: 8}"
-GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 CELLS: list[tuple[str, str, str, dict[str, Any]]] = [
     # the files of a masked language model have no pooler, which plain peft has to be told
     ("sequence", "bert", LORA, {**GIVEN, "task_type": "SEQ_CLS", "modules_to_save": ["pooler"]}),
     ("token", "modernbert", LORA, {**GIVEN, "task_type": "TOKEN_CLS", "modules_to_save": ["classifier"]}),
     (
-        "regression",
-        "deberta-v2",
-        "adapter={kind: dora, r: 4, alpha: 8, target_modules: [query_proj, value_proj]}",
-        {
-            "r": 4,
-            "lora_alpha": 8,
-            "target_modules": ["query_proj", "value_proj"],
-            "use_dora": True,
-            "task_type": "SEQ_CLS",
-            "modules_to_save": ["pooler"],
-        },
+        *("regression", "deberta-v2", "adapter={kind: dora, r: 4, alpha: 8, target_modules: [query_proj, value_proj]}"),
+        {**GIVEN, "target_modules": ["query_proj", "value_proj"], "use_dora": True}
+        | {"task_type": "SEQ_CLS", "modules_to_save": ["pooler"]},
     ),
 ]
 

@@ -29,7 +29,7 @@ from tests.training.tasks.test_dpo import STARTED
 from tools import generate
 from training.checkpoint.partitions import open_saved_model
 
-GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+GIVEN = {**sft_cases.GIVEN, "task_type": "CAUSAL_LM"}
 BASES = {
     "nf4": "adapter={kind: lora, r: 4, alpha: 8, base: nf4}",
     "nf4, double": "adapter={kind: lora, r: 4, alpha: 8, base: nf4, double_quant: true}",
@@ -113,7 +113,7 @@ def test_preferences_start_from_margins_of_exactly_0(pair: ProcessGroup, folder:
 
 def test_references_of_a_base_in_other_codes_are_not_read(pair: ProcessGroup, folder: Path, tmp_path: Path) -> None:
     given = ("preference.reference=precomputed", f"data.cache_dir={tmp_path}")
-    for base in (BASES["nf4"], BASES["int8"], dpo_cases.LORA):
+    for base in (BASES["nf4"], BASES["int8"], sft_cases.LORA):
         found = pair.run(dpo_cases.first_step, folder=folder, stage=2, compute="bf16", overrides=(base, *given))[0]
         assert found["metrics"] | STARTED == found["metrics"], base
     assert len(list(tmp_path.glob("*/references-*"))) == 3

@@ -18,6 +18,8 @@ from tests.support.runs import exports
 from tests.support.runs.exports import exported_adapter
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import seq2seq_cases as cases
+from tests.training.tasks import sft_cases
+from tests.training.tasks.sft_cases import LORA
 from tools.generate import main as generate
 from training.checkpoint.partitions import open_saved_model
 
@@ -128,10 +130,7 @@ def answer_of_the_export(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said == tokenizer.decode(found[0], skip_special_tokens=True) + "\n"
 
 
-LORA = "adapter={kind: lora, r: 4, alpha: 8}"
-GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "SEQ_2_SEQ_LM"}
-
-
+GIVEN = {**sft_cases.GIVEN, "task_type": "SEQ_2_SEQ_LM"}
 ADAPTED: dict[str, tuple[str, int, str, dict[str, Any]]] = {
     "t5-v1.1": ("t5-v1.1", 3, LORA, GIVEN),
     "t5, one side's attention": (

@@ -1,4 +1,5 @@
-"""Fine-tuning equals plain torch on the same rows, one at a time: loss, norm, weights, NEFTune, lost updates."""
+"""Fine-tuning equals plain torch on the same rows, one at a time: loss, norm, weights, NEFTune, lost updates; of each
+family of causal models, too, with plain peft."""
 
 import hashlib
 import os
@@ -34,6 +35,33 @@ def test_one_and_two_ranks_equal_plain_torch(request, folder, ranks, packing) ->
         exact = exact or cases.oracle(folder, found)
         require_equal(found, exact)
         assert all(other["steps"] == found["steps"] for other in others)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 8, "head_dim": 16},
+    "qwen3": {},
+    "gemma": {"tie_word_embeddings": True, "head_dim": 16},
+    "gpt2": {"tie_word_embeddings": True},
+    "mixtral": {},
+}
+"""Features of their public models: tied embeddings, windows shorter than a row."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def of_a_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of one family, chats and pairs."""
+    return write_folder(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("adapter", [(), (cases.LORA,)], ids=["whole", "lora"])
+@pytest.mark.parametrize(("packing", "stages"), [("best_fit", (3, 2)), ("none", (1, 0))])
+def test_each_family_equals_plain_torch(pair, of_a_family, packing, stages, adapter) -> None:
+    exact, given = None, (f"data.packing={packing}", *adapter)
+    for stage in stages:
+        found, _ = pair.run(cases.steps, folder=of_a_family, stage=stage, overrides=given)
+        exact = exact or cases.oracle(of_a_family, found, adapter=cases.GIVEN if adapter else None)
+        require_equal(found, exact)
 
 
 @pytest.mark.one_in(2)

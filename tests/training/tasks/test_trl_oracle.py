@@ -23,14 +23,13 @@ from tests.support.rows.chat_templates import SHAPES
 from tests.support.rows.chats import LENGTH, WORDS, write_folder
 from tests.training.tasks import dpo_cases
 from tests.training.tasks import sft_cases as cases
+from tests.training.tasks.sft_cases import GIVEN, LORA
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.trl,
     pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed; make trl"),
 ]
-LORA = "adapter={kind: lora, r: 4, alpha: 8}"
-GIVEN = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 PLAIN = "optimizer.weight_decay=0"  # which norms and biases would have in TRL otherwise than embeddings
 ROWS_PACKED = 3
 """Number of rows of equal length that fill a sequence."""
