@@ -8,8 +8,6 @@ be interrupted; the page keeps a suite's row until the suite has run again. Exit
 did.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

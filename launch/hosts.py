@@ -4,8 +4,6 @@ A launcher that dies leaves its ranks running on the other machines, where they 
 environment variable with the job's id identifies them, so that no other process is affected.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -17,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from config.errors import UserError
 
@@ -58,7 +56,7 @@ class Hosts:
     job_id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @classmethod
-    def of_command(cls, command: Sequence[str]) -> Hosts | None:
+    def of_command(cls, command: Sequence[str]) -> Self | None:
         """The machines of a `deepspeed` command that reaches them over ssh; None for others. Raises UserError."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), len(command))
         launcher = list(command[:script])

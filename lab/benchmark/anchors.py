@@ -7,8 +7,6 @@ its loss and everything done once a step (docs/performance.md says what is taken
 out if it is not installed (`make titan`). Exit code 0; 2 when the config is wrong.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ fails is left out of later rounds, and the report says why. Exit code 0; 3: loss
 bound of --at-least is not met; 2: not possible.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from collections.abc import Mapping, Sequence

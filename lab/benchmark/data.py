@@ -9,8 +9,6 @@ timed separately, because its sample stops growing at 32 MiB; MB/s covers the re
 the process that reads and writes, and of the largest worker that tokenizes.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import resource

@@ -9,8 +9,6 @@ out-of-memory killer chooses another process. The folder gets `largest.json` and
 0; 3: not even the first depth trains; 2: not possible.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

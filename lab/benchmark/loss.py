@@ -9,8 +9,6 @@ torch's own chunked linear_cross_entropy, since 2.13, `liger` Liger Kernel's, on
 says why.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -23,8 +23,6 @@ share over `--every` steps, bounded by 0.5%. A save is started before the first 
 block; the checks, by default those of docs/corruption.md, run in every step of their block.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

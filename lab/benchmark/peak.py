@@ -6,8 +6,6 @@ Each process multiplies two square matrices repeatedly; its rate is that of the 
 peak is the sum over processes. A data sheet's number is higher; use it with `--peak-tflops`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

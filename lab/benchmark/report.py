@@ -1,7 +1,5 @@
 """The report of `lab.benchmark`: medians over rounds, ratios round by round, and the Markdown page."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median

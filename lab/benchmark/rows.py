@@ -1,20 +1,16 @@
 """The rows or pairs of every step of `lab.benchmark`, in Mantissa's order, as a dataset for the peers."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from config.errors import UserError
+from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, Batches
+from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
-
-if TYPE_CHECKING:
-    from config.resolved import Resolved
-    from data.corpora.corpus import Corpus
 
 
 def write_rows(resolved: Resolved, corpus: Corpus, folder: Path, *, warm_up: int) -> float:

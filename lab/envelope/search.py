@@ -6,8 +6,6 @@ departs from FP32's trial of the same setting and rate. `climb` tries rates from
 fail: the largest rate is the last one below the first failure; larger ones that passed between failures are lucky.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +49,7 @@ class Setting:
         return "fp32" if self.precision == CONTROL else self.precision
 
     @property
-    def reference(self) -> Setting:
+    def reference(self) -> "Setting":
         """This setting in FP32."""
         return Setting(self.depth, self.batch, "fp32")
 

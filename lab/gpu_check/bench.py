@@ -3,8 +3,6 @@
 Every job runs in its own process, with a log, and is killed when the item's time is up.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import time

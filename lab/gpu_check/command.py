@@ -12,8 +12,6 @@ Exit code 0: every item is done, or skipped because the machine does not meet it
 not run; 2: the check is not possible.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

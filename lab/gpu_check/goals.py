@@ -1,7 +1,5 @@
 """Target figures for one GPU, checked against the measurements."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@
 the check early.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Every function takes a `Bench` and returns figures: name to number, string or li
 `losses` has the loss of every step, for comparison with another item's.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

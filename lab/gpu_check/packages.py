@@ -4,8 +4,6 @@ Packages that are already installed are used as they are, torch and transformers
 separate folder appended to PYTHONPATH, so the machine's own environment is neither modified nor shadowed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """Markdown pages of results: part-N.md and goals.md."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

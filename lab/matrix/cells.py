@@ -4,8 +4,6 @@ The model is tiny, so buckets and ZeRO-3's thresholds are small as well: as in a
 several buckets, matrices are partitioned and norms are not.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ measured; --into replaces those sections of an earlier page whose cells were all
 config/deepspeed/combinations.py expects; 3: some are not; 2: not possible.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

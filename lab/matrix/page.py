@@ -1,7 +1,5 @@
 """docs/precision-matrix.md: the table of config/deepspeed/combinations.py, with the measurements of every row."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

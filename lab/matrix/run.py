@@ -5,8 +5,6 @@ operands too, and other optimizers step in FP64 by `tools.parity.oracle.optimize
 for bare DeepSpeed on the cast path they are rounded to the cell's dtype, as its masters are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

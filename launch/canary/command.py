@@ -11,8 +11,6 @@ the run stopped on numerics and no fallback is left; 75: a stop was requested (S
 saved; the same command continues it. Any other code is the run's.
 """
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The canary: `tools.parity` runs and judges the first steps of the whole run, and leaves their final state."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import shutil

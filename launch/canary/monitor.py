@@ -6,8 +6,6 @@ check stops the run, sets aside what was saved since the last checkpoint that pa
 with the next fallback of `canary.fallback`. A run ended by its guard (exit code 3) is treated the same way.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

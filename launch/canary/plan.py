@@ -1,7 +1,5 @@
 """Resolve and check the canary and the whole run before anything starts, and make the overrides of fallbacks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,14 +3,12 @@
 A restarted canary reads its state from it.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from config.files import write_atomically
 from launch import job
@@ -29,7 +27,7 @@ class Journal:
     events: list[Event] = field(default_factory=list)
 
     @classmethod
-    def read(cls, folder: Path, name: str) -> Journal:
+    def read(cls, folder: Path, name: str) -> Self:
         """Read the journal in a folder, which is created if missing. Skips damaged lines. Raises OSError."""
         from tracking.jsonl import Follower, decode  # imports orjson, which is not needed to start
 

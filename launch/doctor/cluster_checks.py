@@ -1,7 +1,5 @@
 """Checks that compare machines: versions, names, clocks, folders and network. Pure functions of the facts."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -6,8 +6,6 @@ green: fine. amber: may fail, or is slow. red: the job fails or computes wrong n
 Exit code 0; 1 with a red line (--strict: or an amber one); 2 for a mistake on the command line or in the config.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import signal

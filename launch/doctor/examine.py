@@ -1,7 +1,5 @@
 """Collect the facts of every machine of a job, and check them."""
 
-from __future__ import annotations
-
 import argparse
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Checks of one machine. Pure functions of the facts that `launch.doctor.facts` collects."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

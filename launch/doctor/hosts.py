@@ -1,7 +1,5 @@
 """The machines of a job, and the agent process on each of them, over ssh or local."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -1,7 +1,5 @@
 """The doctor's findings: lines with a level and a fix, as text or JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ run.timeout_minutes, after which a run with a stuck rank ends by itself, and abo
 metric is requested by name, which the sink does not count as a scrape.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import closing, suppress
 from http.client import HTTPConnection

@@ -6,8 +6,6 @@ That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74
 including a save on request (75), becomes 143, as if SIGTERM had killed the job.
 """
 
-from __future__ import annotations
-
 import sys
 
 from config.cli import DONE

@@ -5,8 +5,6 @@ saves is added up storage by storage, and each operator of the forward and backw
 the bytes of its operands. Nothing is computed, so a model of any size takes seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -105,7 +103,7 @@ def count_operations(model: Any, blocks: Sequence[Any], run: Callable[[], Any], 
     return counter.log.operations
 
 
-def _pass(counter: _Counter, blocks: Sequence[Any], run: Callable[[], Any], *, answer: bool) -> dict[str, float]:
+def _pass(counter: "_Counter", blocks: Sequence[Any], run: Callable[[], Any], *, answer: bool) -> dict[str, float]:
     """Run forward and backward; returns the bytes kept in between, by scope."""
     with counter.watching(blocks), _answering(answer, counter):
         output = run()

@@ -3,8 +3,6 @@
 Only the h100 row has been checked against its source; check the others against the sheets they name before using them.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

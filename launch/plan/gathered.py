@@ -8,8 +8,6 @@ release everything there, and keeps that when the trace is discarded (`functools
 forward pass, as for a reference, the trace is discarded within each step: modules gather and release only their own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from launch.plan.layout import Layout

@@ -1,7 +1,5 @@
 """The settings of a run that determine its memory and speed: parallelism, batch, dtypes and the ZeRO section."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

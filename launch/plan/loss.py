@@ -1,7 +1,5 @@
 """Memory of the loss: logits and tensors derived from them, by objective; and memory of samplers and a teacher."""
 
-from __future__ import annotations
-
 from config.schema import SAMPLING_TASKS
 from launch.plan.layout import ZERO_DEFAULTS, Layout
 from launch.plan.model import Shape

@@ -4,8 +4,6 @@ Model states follow Rajbhandari et al. 2020 (ZeRO), plus what DeepSpeed 0.19.8 k
 counted in a forward pass of the model (counted.py).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from config.optimizers import OPTIMIZERS

@@ -1,7 +1,5 @@
 """Record the operators of one micro-batch: FLOPs, bytes of operands, and which of them a kernel could fuse."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Plan a run config on a number of devices: memory, speed, hours, cost, and the smallest setting that fits."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Activations that remain of a block under checkpointing, and the share of a forward pass that is recomputed."""
 
-from __future__ import annotations
-
 from launch.plan.layout import Layout
 from launch.plan.model import Shape
 

@@ -5,8 +5,6 @@ all-reduce (Thakur et al. 2005). Within a node it runs at the speed of a link; a
 network adapters of a node together, whichever is slower. Each collective adds log2(n) latencies, as trees do.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

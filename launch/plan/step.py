@@ -1,7 +1,5 @@
 """Memory of the optimizer step: a second copy of gradients, and temporaries of the optimizer besides its state."""
 
-from __future__ import annotations
-
 from config.optimizers import EXCHANGED_VALUES
 from launch.plan.layout import Layout
 from launch.plan.model import Group, Shape

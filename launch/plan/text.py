@@ -1,7 +1,5 @@
 """Show the plan as tables in a terminal, with lines on what dominates memory and time."""
 
-from __future__ import annotations
-
 import shlex
 
 from rich.text import Text

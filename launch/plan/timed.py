@@ -4,8 +4,6 @@ This is modelled, not measured. A kernel takes the time of its FLOPs or of its b
 a few microseconds; the host runs ahead of the device unless launching takes longer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace

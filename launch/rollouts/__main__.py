@@ -10,8 +10,6 @@ Exit code 0: stopped by Ctrl-C or SIGTERM; 2: wrong config or command line; 1: i
 minutes of its start.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -7,8 +7,6 @@
 the run's exit code, `requeue` or `end`, and why.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

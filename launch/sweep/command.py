@@ -11,8 +11,6 @@ second one kills them. Exit code 0: all trials ended, including hopeless and div
 2: the file is wrong, nothing was started; 1: some failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """A trial's losses and state, read from its events.jsonl while that is being written."""
 
-from __future__ import annotations
-
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field

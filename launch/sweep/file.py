@@ -3,8 +3,6 @@
 The run config of every trial is resolved here, as train.py would do, before anything starts.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

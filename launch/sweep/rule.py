@@ -7,8 +7,6 @@ step s, ended or not (Vizier uses completed ones); and there is a tolerance fact
 may be negative, such as a negated reward, so the tolerance is relative to the absolute value of the median.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

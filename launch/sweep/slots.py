@@ -1,7 +1,5 @@
 """Run trials in parallel on this machine: each slot runs one trial at a time, with its own devices and port."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A sweep's results: ranked trials with their cost and why they ended, for results.json and as Markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from statistics import fmean, stdev

@@ -3,8 +3,6 @@
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.bare_loop SPEC RESULT
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import deepspeed

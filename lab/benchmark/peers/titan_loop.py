@@ -7,8 +7,6 @@ It is given the work (weights, tokens, learning rates, AdamW's settings) and oth
 `partial_dtensor` backend is not its default; see `titan_trainer`. On a CPU, CUDA graphs are off and attention is SDPA.
 """
 
-from __future__ import annotations
-
 import tempfile
 from importlib import import_module
 from pathlib import Path

@@ -7,8 +7,6 @@ except where the work decides: recomputation only if it has some, no dropout. Th
 rewards) are computed in every step, as they are for every user.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
