@@ -2,12 +2,12 @@
 
 import math
 import tempfile
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -16,7 +16,7 @@ from precision.dtypes import DTYPES
 from tests.support.models.gradient_oracle import gradient_statistics
 from tests.support.models.plain_steps import mean_label_loss
 from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, plain_model, resolve
-from tests.training.jobs.step_cost_cases import parts_of
+from tests.training.jobs.step_cost_cases import collectives, parts_of
 from tracking.compare.surviving import read_events
 from training.distributed import World
 from training.engine.tensors import local_weight, shard_of, whole_gradient
@@ -111,32 +111,16 @@ def maxima(world: World) -> tuple[list[float], list[float]]:
 
 def sent(world: World, **arguments: Any) -> dict[str, int]:
     """Bytes that the collectives of `Telemetry.finish` return on a rank, by their kind."""
-    counted: dict[str, int] = {}
-
-    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def run(result: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            counted[kind] = counted.get(kind, 0) + result.nbytes
-            return collective(result, *rest, **options)
-
-        return run
-
-    kinds = ("all_reduce", "all_gather_into_tensor", "all_gather", "all_to_all_single", "broadcast", "reduce")
-    plain, finish = {kind: getattr(torch.distributed, kind) for kind in kinds}, Telemetry.finish
+    counted, finish = Counter[str](), Telemetry.finish
 
     def counted_finish(self: Telemetry, **options: Any) -> dict[str, Any]:
-        for kind, collective in plain.items():
-            setattr(torch.distributed, kind, counting(kind, collective))
-        try:
-            return finish(self, **options)
-        finally:
-            for kind, collective in plain.items():
-                setattr(torch.distributed, kind, collective)
+        with collectives(lambda result, *rest: result.nbytes) as found:
+            fields = finish(self, **options)
+        counted.update(found)
+        return fields
 
-    Telemetry.finish = counted_finish  # type: ignore[method-assign]
-    try:
+    with patch.object(Telemetry, "finish", counted_finish):
         parameters = len(measured(world, **arguments)["telemetry"]["gradients"])
-    finally:
-        Telemetry.finish = finish  # type: ignore[method-assign]
     return {**counted, "modules": parameters}
 
 

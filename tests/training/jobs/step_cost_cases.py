@@ -39,16 +39,8 @@ _WAITS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", 
 _COPIES = ("tensor", "as_tensor", "new_tensor", "to", "copy_", "cuda")
 """Methods that do so when they bring something from the host's pageable memory to a device."""
 _COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "broadcast",
-    "broadcast_object_list",
-    "reduce",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "barrier",
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all_single"),
+    *("broadcast", "broadcast_object_list", "reduce", "reduce_scatter_tensor", "barrier"),
 )
 _FOLDERS = ("config", "data", "modeling", "precision", "tracking", "training", "lab")
 _OURS = tuple(f"{REPOSITORY}/{folder}/" for folder in _FOLDERS)
@@ -82,25 +74,19 @@ class _Waits(TorchFunctionMode):
 
 
 @contextmanager
-def _collectives() -> Iterator[Counter[str]]:
-    """Counts torch.distributed's collectives; DeepSpeed's go through them as well."""
+def collectives(size_of: Callable[..., int] = lambda *args: 1) -> Iterator[Counter[str]]:
+    """Counts torch.distributed's collectives, DeepSpeed's too, or adds what `size_of` says of their arguments."""
     counted: Counter[str] = Counter()
-    own = {name: getattr(dist, name) for name in _COLLECTIVES}
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counted[name] += 1
-            return own[name](*args, **kwargs)
+            counted[name] += size_of(*args)
+            return own(*args, **kwargs)
 
         return call
 
-    for name in own:
-        setattr(dist, name, counting(name))
-    try:
+    with patch.multiple(dist, **{name: counting(name, getattr(dist, name)) for name in _COLLECTIVES}):
         yield counted
-    finally:
-        for name, function in own.items():
-            setattr(dist, name, function)
 
 
 @contextmanager
@@ -137,7 +123,7 @@ def waits_and_collectives(world: World, *, stage: int, compute: str, further: tu
         progress = Progress()
         for _ in range(3):
             progress, _, _ = train_step(parts, progress)
-        with _collectives() as bare, _Waits() as bare_waits:
+        with collectives() as bare, _Waits() as bare_waits:
             bare_step(parts)
         drained: list[str] = []
 
@@ -146,7 +132,7 @@ def waits_and_collectives(world: World, *, stage: int, compute: str, further: tu
 
         with (
             patch.object(get_accelerator(), "synchronize", synchronize),
-            _collectives() as guarded,
+            collectives() as guarded,
             _Waits() as guarded_waits,
         ):
             train_step(parts, progress)
@@ -165,7 +151,7 @@ def known_and_asked_label_tokens(world: World) -> list[dict[str, float]]:
     found = []
     with engine_of(world, resolve(world, stage=2, compute="bf16", micro=2)) as engine:
         for known in (int(world.sum(torch.tensor(batch.label_tokens))), None):
-            with _collectives() as counted:
+            with collectives() as counted:
                 outcome = engine.forward_backward(replace(batch, label_tokens_of_all=known), step=1)
             health = engine.health(outcome)
             engine.discard_gradients()
@@ -222,12 +208,9 @@ def files_of_a_step(world: World) -> tuple[int, int]:
         events, progress = Path(folder) / "events.jsonl", Progress()
         progress, _, _ = train_step(parts, progress)
         before = _lines(events)
-        os.fsync = counted
-        try:
+        with patch.object(os, "fsync", counted):
             for _ in range(20):
                 progress, _, _ = train_step(parts, progress)
-        finally:
-            os.fsync = own
         return _lines(events) - before, forced
 
 

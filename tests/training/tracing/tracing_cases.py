@@ -3,11 +3,12 @@
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, state_of
 from tests.training.profile.profiler_cases import Repeated
@@ -35,7 +36,7 @@ class Spoiled(RuntimeError):
 
 def traced(world: World, *, environment: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """`steps_of` under environment variables that are gone afterwards."""
-    with _variables(environment or {}):
+    with patch.dict(os.environ, environment or {}):
         return steps_of(world, **arguments)
 
 
@@ -117,15 +118,3 @@ def full_disk(world: World, *, endpoint: str, folder: str) -> dict[str, Any]:
 def _fail(tracing: Tracing, progress: Progress) -> None:
     with suppress(Spoiled), tracing.step(progress), tracing.span("forward_backward"):
         raise Spoiled("what must not leave this machine")
-
-
-@contextmanager
-def _variables(environment: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name in environment:
-            del os.environ[name]
-        os.environ.update(before)
