@@ -74,20 +74,7 @@ _TASKS = (
     *("classify", "classify, token", "classify, regression", "mlm", "seq2seq", "seq2seq, LoRA"),
 )
 NAMES = (*_PRETRAINED, *_TASKS)
-SCALED = (
-    "ZeRO-0, 8 ranks",
-    "ZeRO-0, 64 ranks",
-    "ZeRO-0, 1,024 ranks",
-    "ZeRO-1, 8 ranks",
-    "ZeRO-1, 64 ranks",
-    "ZeRO-1, 1,024 ranks",
-    "ZeRO-2, 8 ranks",
-    "ZeRO-2, 64 ranks",
-    "ZeRO-2, 1,024 ranks",
-    "ZeRO-3, 8 ranks",
-    "ZeRO-3, 64 ranks",
-    "ZeRO-3, 1,024 ranks",
-)
+SCALED = {f"ZeRO-{stage}, {ranks:,} ranks": (stage, ranks) for stage in range(4) for ranks in (8, 64, 1024)}
 """Cases of four blocks of Llama-3.2-1B on many ranks, whose collectives are counted."""
 QUICK = ("ZeRO-2 bf16", "ZeRO-3 bf16", "ZeRO-3 fp8.json")
 """Cases that every run of the tests takes; the rest is slow."""
@@ -114,8 +101,7 @@ def cases(folder: Path) -> dict[str, Any]:
     for name in _TASKS:
         given = [*task_jobs.overrides_of(folder, name), "run.resume=never", "run.steps=100", "telemetry.every_steps=3"]
         found[name] = {"arguments": given, "ranks": 2, "extras": ("evaluate",)}
-    for name in SCALED:
-        stage, ranks = int(name[5]), int(name.split()[1].replace(",", ""))
+    for name, (stage, ranks) in SCALED.items():
         given = ["run.resume=never", "tracking.wandb=disabled", "data.source=auto", "data.tokenizer=bytes"]
         given += [f"data.path={folder}/text", f"data.cache_dir={folder}/cache", "data.sequence_length=64"]
         given += ["model.config.num_hidden_layers=4", "model.config.vocab_size=32768", "guard.self_check_every=0"]

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +36,8 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool =
     """The device operations of the fifth step. The first is observed, the third has telemetry, both have a self-check,
     and the steps after them look whether masters changed since.
 
-    extras: more steps, by name in _EXTRAS. bare: also count the fifth step of DeepSpeed's own loop on the same model.
+    extras: what a run does beside them, by name in `_take_extra`. bare: also count the fifth step of DeepSpeed's own
+    loop on the same model.
     """
     from config.command_line import read_command_line
     from lab.benchmark.overhead import PlainLoop
@@ -81,54 +81,34 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool =
                     plain.step()
             found["bare"] = {"operators": dict(COUNTS.operators), "waits": dict(COUNTS.waits)}
         for name in extras:
-            _EXTRAS[name](parts, progress)
+            _take_extra(name, parts, progress)
         parts.record.close()
     return found
 
 
-def _backward(parts: Any, progress: Any) -> Any:
-    batch = parts.batches.next_step()
-    outcome = parts.engine.forward_backward(batch, step=batch.position + 1)
-    return batch, outcome, parts.engine.health(outcome, progress)
-
-
-def _attribute(parts: Any, progress: Any) -> None:
+def _take_extra(name: str, parts: Any, progress: Any) -> None:
+    """What a run does beside ordinary steps."""
     from training.attribution import attribute
-
-    batch, outcome, _ = _backward(parts, progress)
-    attribute(parts.engine, batch, outcome, step=batch.position + 1)
-    parts.engine.discard_gradients()
-
-
-def _discard(parts: Any, progress: Any) -> None:
-    parts.engine.step(_backward(parts, progress)[2], 1e-3, apply=False)
-
-
-def _evaluate(parts: Any, progress: Any) -> None:
+    from training.engine.tensors import checksums_of, momentum_norm
     from training.loop import evaluate
 
-    evaluate(parts, progress)
-
-
-def _checksums(parts: Any, progress: Any) -> None:
-    from training.engine.tensors import checksums_of
-
-    checksums_of(parts.engine)
-
-
-def _momentum(parts: Any, progress: Any) -> None:
-    from training.engine.tensors import momentum_norm
-
-    momentum_norm(parts.engine)
-
-
-_EXTRAS: dict[str, Callable[[Any, Any], Any]] = {
-    "attribute": _attribute,
-    "discard": _discard,
-    "evaluate": _evaluate,
-    "checksums": _checksums,
-    "momentum": _momentum,
-}
+    engine = parts.engine
+    if name in ("attribute", "discard"):
+        batch = parts.batches.next_step()
+        outcome = engine.forward_backward(batch, step=batch.position + 1)
+        health = engine.health(outcome, progress)
+    match name:
+        case "attribute":
+            attribute(engine, batch, outcome, step=batch.position + 1)
+            engine.discard_gradients()
+        case "discard":
+            engine.step(health, 1e-3, apply=False)
+        case "evaluate":
+            evaluate(parts, progress)
+        case "checksums":
+            checksums_of(engine)
+        case "momentum":
+            momentum_norm(engine)
 
 
 def main(cases: Path, results: Path) -> None:
