@@ -29,6 +29,8 @@ _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt"
 
 Read = Callable[[], torch.Tensor]
 ReadFile = Callable[[Path], dict[str, Any]]
+_Piece = tuple[torch.Tensor, dict[str, Any] | None, slice]
+"""A rank's flat masters of a group, their optimizer state, and the place of a parameter's part in both."""
 
 
 @dataclass(frozen=True)
@@ -157,25 +159,15 @@ def _join_tensor(slices: list[SavedTensor], cut: Cut) -> SavedTensor:
     def read(reads: list[Read]) -> Read:
         return lambda: torch.cat([one() for one in reads], cut.dimension)
 
-    whole = SavedTensor(shape, read([tensor.read for tensor in slices]))
     seconds = [tensor.second_copy for tensor in slices if tensor.second_copy is not None]
     masters = [tensor.master for tensor in slices if tensor.master is not None]
     states = [tensor.state for tensor in slices if tensor.state is not None]
-    if len(seconds) == len(slices):
-        whole = replace(whole, second_copy=read(seconds))
-    if len(masters) == len(slices):
-        whole = replace(whole, master=joined(masters))
+    second_copy = read(seconds) if len(seconds) == len(slices) else None
+    master, state = joined(masters) if len(masters) == len(slices) else None, None
     if len(states) == len(slices):
         tensors = {key: joined([one.tensors[key] for one in states]) for key in states[0].tensors}
-        whole = replace(whole, state=OptimizerState(tensors, states[0].updates))
-    return whole
-
-
-def _join_experts(slices: list[SavedTensor], second_copy: Read | None) -> SavedTensor:
-    """A parameter joined from the slices of its experts; only an unsliced one has a second copy in the files."""
-    if len(slices) == 1:
-        return replace(slices[0], second_copy=second_copy)
-    return _join_tensor(slices, Cut(0, (slices[0].shape[0],) * len(slices)))
+        state = OptimizerState(tensors, states[0].updates)
+    return SavedTensor(shape, read([tensor.read for tensor in slices]), second_copy, master, state)
 
 
 def _open_stage_0(folder: Path, read: ReadFile, rank: int) -> SavedModel:
@@ -202,12 +194,19 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     saved = SavedModel(stage=2, ranks=len(states), buffers=_buffers(state), second_source=second)
     module, shared = state["module"], state["shared_params"] or {}
     partitions = states[0].get("partition_count")
+    optimizers = [_flat_states(partition["base_optimizer_state"]) for partition in states]
     for index, shapes in enumerate(state["param_shapes"]):
         # number of ranks that share a group's experts (`parallel.expert`): it has fewer partitions by this factor
         sharing = len(states) // partitions[index] if isinstance(partitions, list) else 1
         for name, shape in shapes.items():
-            slices = [_open_flat(folder, states[first::sharing], index, name, shape) for first in range(sharing)]
-            saved.tensors[name] = _join_experts(slices, Stored(shape, [module[name]]).read)
+            pieces: list[_Piece | None] = []
+            for partition, kept in zip(states, optimizers, strict=True):
+                flat, at = partition["single_partition_of_fp32_groups"][index], partition["param_slice_mappings"][index]
+                # an address may end in the padding that was cut off the last rank's partition
+                where = slice(at[name].start, at[name].start + at[name].numel) if name in at else None
+                pieces.append((flat, kept[index], where) if where else None)
+            second_copy = Stored(shape, [module[name]]).read if sharing == 1 else None
+            saved.tensors[name] = _open_master(folder, name, shape, pieces, sharing, second_copy)
     for name, weight in module.items():
         if name not in saved.tensors and name not in saved.buffers and name not in shared:
             saved.frozen.add(name)
@@ -215,27 +214,19 @@ def _open_stages_1_and_2(folder: Path, states: list[dict[str, Any]], read: ReadF
     return saved
 
 
-def _open_flat(folder: Path, states: list[dict[str, Any]], index: int, name: str, shape: torch.Size) -> SavedTensor:
-    """A parameter of a group, or one slice of it, from the flat partitions of the ranks that have it."""
-    parts, kept, places = [], [], []
-    for partition in states:
-        address = partition["param_slice_mappings"][index].get(name)
-        if address is not None:
-            # an address may end in the padding that was cut off the last rank's partition
-            where = slice(address.start, address.start + address.numel)
-            parts.append(partition["single_partition_of_fp32_groups"][index][where])
-            kept.append(_flat_states(partition["base_optimizer_state"])[index])
-            places.append(where)
-    return _saved_tensor(folder, name, shape, parts, kept, places)
-
-
-def _saved_tensor(
-    folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor], kept: list[Any], places: list[slice]
+def _open_master(
+    folder: Path, name: str, shape: torch.Size, pieces: Sequence[_Piece | None], sharing: int, second_copy: Read | None
 ) -> SavedTensor:
-    """A parameter from the parts of its master. kept: optimizer states that have the same parts, at `places`."""
-    _require_size(folder, name, shape, parts)
-    master = Stored(shape, parts)
-    return SavedTensor(shape, master.read, None, master, _joined_state(folder, name, kept, places, shape))
+    """A parameter, from its piece on each rank. sharing: the number of ranks that share its experts, each with a slice;
+    only an unsliced parameter has a second copy in the files."""
+    slices = []
+    for first in range(sharing):
+        own = [piece for piece in pieces[first::sharing] if piece is not None]
+        master = Stored(shape, [flat[where] for flat, _, where in own])
+        _require_size(folder, name, shape, master.parts)
+        state = _joined_state(folder, name, [kept for _, kept, _ in own], [where for *_, where in own], shape)
+        slices.append(SavedTensor(shape, master.read, second_copy, master, state))
+    return slices[0] if sharing == 1 else _join_tensor(slices, Cut(0, (shape[0],) * sharing))
 
 
 def _open_stage_3(
@@ -259,12 +250,9 @@ def _open_stage_3(
             length = math.ceil(shape.numel() / partitions)
             where = slice(start, start + length)
             start += length
-            parts, places = [flat[where] for flat in flats], [where] * partitions
-            slices = [
-                _saved_tensor(folder, name, shape, parts[first::sharing], kept[first::sharing], places)
-                for first in range(sharing)
-            ]
-            saved.tensors[name] = _join_experts(slices, _read_by_deepspeed(whole, name))
+            pieces = [(flat, state, where) for flat, state in zip(flats, kept, strict=True)]
+            second_copy = _read_by_deepspeed(whole, name) if sharing == 1 else None
+            saved.tensors[name] = _open_master(folder, name, shape, pieces, sharing, second_copy)
         if any(flat.numel() != start for flat in flats):
             raise UserError(f"{folder}: group {index} holds more than its {len(shapes)} parameters; use another one")
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():

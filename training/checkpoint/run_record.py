@@ -3,7 +3,7 @@ manifest seals these as well: a step saved after the run went back is newer than
 
 import contextlib
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ class Record:
     def write(self, folder: Path) -> None:
         """Write it to a checkpoints folder. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
-        content = {"id": self.id, "name": self.name, "went_back": self.went_back, "back_to": self.back_to}
-        write_atomically(folder / RUN, sealed(content).encode())
+        write_atomically(folder / RUN, sealed(asdict(self)).encode())
 
 
 def read_record(folder: Path) -> Record | None:
