@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from config.cli import REPOSITORY
 from config.printable import tell
 from config.resolved import Resolved
-from tracking.profile.ranges import MODULE, STAGE, STEP
+from tracking.profile.timeline import MODULE, STAGE, STEP
 from training.engine import Engine
 from training.tracing.follow import follow
 
@@ -51,7 +51,7 @@ class Profiling:
         self._start, self._steps, self._note = start, steps, note
         self._before: deque[float] = deque(maxlen=_UNPROFILED_STEPS)  # seconds of steps without a profiler
         self._profiler: profile | None = None
-        self._undo: list[Callable[[], None]] = []
+        self._ranges = ExitStack()
         self._profiled: list[int] = []
         self._over = False
 
@@ -90,7 +90,8 @@ class Profiling:
         stages = {"data": (self._batches, "next_step"), "optimizer": (self._engine, "step")}
         stages |= {name: (self._engine, name) for name in ("forward_backward", "health")}
         ranges = [(*method, partial(record_function, STAGE + name), None) for name, method in stages.items()]
-        self._undo = [follow(ranges), *_open_module_ranges(self._engine.model)]
+        self._ranges.callback(follow(ranges))
+        _open_module_ranges(self._engine.model, self._ranges)
         self._profiler = profile(activities=kinds, record_shapes=True)
         self._profiler.start()
 
@@ -98,8 +99,7 @@ class Profiling:
         """Stop, write, and report where. Training continues when the files cannot be written."""
         profiler, self._profiler, self._over = self._profiler, None, True
         assert profiler is not None
-        for undo in reversed(self._undo):
-            undo()
+        self._ranges.close()
         profiler.stop()
         started = time.perf_counter()
         folder = self._folder / f"step-{self._profiled[0]}-{self._profiled[-1]}"
@@ -150,8 +150,8 @@ def _summarise(trace: Path) -> str:
     return done.stdout.partition("\n")[0]
 
 
-def _open_module_ranges(model: torch.nn.Module) -> list[Callable[[], None]]:
-    """Open a range around each forward pass of each module; returns functions that remove the hooks."""
+def _open_module_ranges(model: torch.nn.Module, hooks: ExitStack) -> None:
+    """Open a range around each forward pass of each module until `hooks` is closed."""
     names = {module: name for name, module in model.named_modules() if name}
     open_ranges: list[tuple[torch.nn.Module, Any]] = []
 
@@ -169,6 +169,5 @@ def _open_module_ranges(model: torch.nn.Module) -> list[Callable[[], None]]:
             if opened is module:
                 return
 
-    before = register_module_forward_pre_hook(enter)
-    after = register_module_forward_hook(leave, always_call=True)
-    return [before.remove, after.remove]
+    hooks.enter_context(register_module_forward_pre_hook(enter))
+    hooks.enter_context(register_module_forward_hook(leave, always_call=True))
