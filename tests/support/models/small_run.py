@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,24 @@ def batch_of(world: World, micro: int, *, seed: int, mask: str = "uneven") -> Ba
         sample_ids=np.arange(GLOBAL),
         label_tokens=int((labels != -100).sum()),
     )
+
+
+class RandomBatches:
+    """Random global batches without end, in the place of the data loader's."""
+
+    def __init__(self, world: World, micro: int = 4) -> None:
+        self._world, self._micro = world, micro
+        self.position = 0
+        self.record: dict[str, Any] = {}
+
+    def next_step(self) -> Batch:
+        """The next one."""
+        self.position += 1
+        return replace(batch_of(self._world, self._micro, seed=self.position), position=self.position - 1)
+
+    def restore(self, position: int) -> None:
+        """Go on from a batch by its number."""
+        self.position = position
 
 
 def faults_of(spoiled: Sequence[tuple[int, str, str | None]]) -> str:

@@ -6,14 +6,21 @@ from typing import Any
 
 import torch
 
-from data.batches.loader import Batch
 from data.text.tokenizer import load_tokenizer
 from modeling.linear_cross_entropy import label_loss_sum
 from precision.dtypes import DTYPES
 from precision.manifest import load_manifest
 from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, plain_model, resolve
+from tests.support.models.small_run import (
+    RandomBatches,
+    batch_of,
+    engine_of,
+    manifest_of,
+    masters_of,
+    plain_model,
+    resolve,
+)
 from tests.training.tasks import classify_cases, seq2seq_cases, sft_cases
 from tools.analyze.gradients import Fp32Gradients, on_the_cast_path, under_manifest
 from tools.analyze.proposal import Limits
@@ -24,18 +31,6 @@ from training.session import session
 
 MICRO = 2
 FP32 = {"default": "fp32", "rules": []}
-
-
-class Stream:
-    """Random batches in place of the data loader's."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self.position = world, 0
-
-    def next_step(self) -> Batch:
-        """The next batch of this rank."""
-        self.position += 1
-        return batch_of(self._world, MICRO, seed=self.position)
 
 
 def resolve_manifest(world: World, *, stage: int, folder: str, tree: dict[str, Any], overrides: tuple[str, ...] = ()):
@@ -102,13 +97,13 @@ def surveyed(world: World, *, stage: int, folder: str, changes: dict[str, Any] |
     resolved = resolve_manifest(world, stage=stage, folder=folder, tree=FP32)
     plain = []
     with engine_of(world, resolved) as engine:
-        stream = Stream(world)
+        stream = RandomBatches(world, MICRO)
         for step in range(2):
             health = engine.health(engine.forward_backward(stream.next_step(), step=step + 1))
             engine.step(health, 0.01 * (step + 1) / 40)
             plain.append(health.loss)
     with engine_of(world, resolved) as engine:
-        result = survey(engine, Stream(world), resolved, plan(**(changes or {})), str)
+        result = survey(engine, RandomBatches(world, MICRO), resolved, plan(**(changes or {})), str)
     return {"result": result, "plain": plain}
 
 

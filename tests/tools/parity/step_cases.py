@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from config.resolved import Resolved
 from config.schema import Fp8Section
-from data.batches.loader import Batch
 from lab.detection.plants.permanent import reweight
 from modeling import parameter_groups
 from modeling.build import model_config
@@ -22,7 +21,7 @@ from precision.inner_dtypes import promises
 from precision.observe import Observation
 from tests.support.models import small_run
 from tests.support.models.flex_on_cpu import flex_on_cpu
-from tests.support.models.small_run import SEQUENCE, VOCABULARY, batch_of, engine_of, resolve
+from tests.support.models.small_run import SEQUENCE, VOCABULARY, RandomBatches, batch_of, engine_of, resolve
 from tests.training.engine.tensor_cases import MODEL, of_kind
 from tools.parity.reference import Reference
 from tools.parity.steps import StepParity, walk
@@ -67,24 +66,10 @@ def measured_steps(
     return rows
 
 
-class _Drawn:
-    """Random batches in the place of a run's."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._position = world, 0
-
-    def restore(self, position: int) -> None:
-        self._position = position
-
-    def next_step(self) -> Batch:
-        self._position += 1
-        return replace(batch_of(self._world, 2, seed=self._position), position=self._position - 1)
-
-
 def walked(world: World, *, length: int = 1, **how: Any) -> list[dict[str, Any]]:
     """The steps from the start until `length` of them are applied, as the gate measures them."""
     with compared(world, **how) as (_, parity):
-        return walk(parity, _Drawn(world), Progress(), length=length)  # type: ignore[arg-type]
+        return walk(parity, RandomBatches(world, micro=2), Progress(), length=length)  # type: ignore[arg-type]
 
 
 def inner_dtypes(

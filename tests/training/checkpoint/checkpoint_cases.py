@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ import torch
 
 from config.errors import UserError
 from tests.support.models.small_run import (
+    RandomBatches,
     batch_of,
     checksum,
     engine_of,
@@ -31,6 +31,7 @@ from tests.support.models.small_run import (
     state_of,
     take,
 )
+from tests.support.refusals import refused
 from tests.tools.parity.step_cases import step_parity
 from tools.replay.repeat import Collector
 from tracking.record import Record
@@ -162,11 +163,8 @@ def load_into_another_model(world: World, *, path: str) -> str:
     """The error of loading a checkpoint into a model with a wider feed-forward layer."""
     wider = ["model.config.intermediate_size=64"]
     with engine_of(world, resolve(world, stage=2, compute="bf16", overrides=wider)) as engine:
-        try:
-            Checkpoints(Path(path).parent, keep=Retention(2), identity={}, world=world).load(Path(path), engine)
-        except UserError as error:
-            return str(error)
-    return ""
+        checkpoints = Checkpoints(Path(path).parent, keep=Retention(2), identity={}, world=world)
+        return refused(checkpoints.load, Path(path), engine)
 
 
 def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) -> dict[str, Any]:
@@ -185,11 +183,8 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
         if limit is None and world.is_main:
             _fill(ballast)
         world.wait_for_all()
-        try:
+        with pytest.raises(SaveFailed) as error:
             saved(checkpoints, engine, Progress(step=2))
-            error = ""
-        except SaveFailed as failure:
-            error = str(failure)
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         world.wait_for_all()
         names = sorted(path.name for path in Path(folder).iterdir())
@@ -203,7 +198,7 @@ def save_where_it_fails(world: World, *, folder: str, limit: int | None = None) 
         progress = restored(checkpoints, checkpoints.find("auto"), engine)
         after = masters_of(engine)
         return {
-            "error": error,
+            "error": str(error.value),
             "names": names,
             "failures": (failures, checkpoints.failures),
             "found": found.name,
@@ -228,22 +223,16 @@ def spoiled_save(world: World, *, folder: str, stage: int, compute: str, split: 
                     piece[0] = math.nan
         elif world.rank == rank:
             engine.masters()[-1].detach().view(-1)[0] = math.nan
-        try:
+        with pytest.raises(NotFinite) as error:
             saved(checkpoints, engine, Progress(step=2))
-            error = ""
-        except NotFinite as failure:
-            error = str(failure)
-        return error, str(newest(Path(folder)))
+        return str(error.value), str(newest(Path(folder)))
 
 
 def failing_save(world: World, *, folder: str) -> str:
     """The error of a save of step 2."""
-    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine:
-        try:
-            saved(Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world), engine, Progress(step=2))
-        except SaveFailed as failure:
-            return str(failure)
-    return ""
+    with engine_of(world, resolve(world, stage=2, compute="bf16")) as engine, pytest.raises(SaveFailed) as error:
+        saved(Checkpoints(Path(folder), keep=Retention(2), identity={}, world=world), engine, Progress(step=2))
+    return str(error.value)
 
 
 def read_back(world: World, *, folder: str, corrupt: bool) -> dict[str, Any]:
@@ -332,24 +321,6 @@ def loop_with_failures(
     names = sorted(path.name for path in Path(folder).glob("step-*"))
     losses = {name: read_manifest(Path(folder) / name)["validation_loss"] for name in names}
     return {"ending": ending, "notes": notes, "saved": names, "incidents": incidents, "losses": losses}
-
-
-class RandomBatches:
-    """Stands for the data loader."""
-
-    def __init__(self, world: World) -> None:
-        self._world, self._position = world, 0
-        self.record: dict[str, Any] = {}
-
-    def next_step(self) -> Any:
-        """The next random global batch."""
-        batch = replace(batch_of(self._world, 4, seed=self._position), position=self._position)
-        self._position += 1
-        return batch
-
-    def restore(self, position: int) -> None:
-        """Go on from a batch by its number."""
-        self._position = position
 
 
 def flip(path: Path, at: int = -200) -> None:
@@ -509,9 +480,4 @@ def opened_without_network(world: World) -> str:
     """The error of a run that starts where gloo finds no network after training's group has connected."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-        try:
-            with session(resolve(world, stage=2, compute="bf16"), world=world, trains=True):
-                pass
-        except UserError as error:
-            return str(error)
-    return ""
+        return refused(session(resolve(world, stage=2, compute="bf16"), world=world, trains=True).__enter__)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as hooks
 
-from tests.support.models.small_run import VOCABULARY, batch_of, engine_of, manifest_of, masters_of, resolve
+from tests.support.models.small_run import VOCABULARY, RandomBatches, engine_of, manifest_of, masters_of, resolve
 from training.distributed import World
 from training.engine import Engine
 from training.profile.profiler import Profiling
@@ -22,18 +22,19 @@ MODEL = (
 )
 
 
-class Repeated:
-    """Random batches without end; `seconds` is what each lets one wait."""
+class Repeated(RandomBatches):
+    """`seconds` is what each batch lets one wait."""
 
     def __init__(self, world: World, seconds: float) -> None:
-        self._world, self._seconds = world, seconds
+        super().__init__(world, micro=2)
+        self._seconds = seconds
         self.waits: list[float] = []
 
     def next_step(self) -> Any:
         """The next one."""
         started = time.perf_counter()
         time.sleep(self._seconds)
-        batch = batch_of(self._world, 2, seed=len(self.waits))
+        batch = super().next_step()
         self.waits.append(time.perf_counter() - started)
         return batch
 
