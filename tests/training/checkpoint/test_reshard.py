@@ -76,14 +76,9 @@ def test_a_checkpoint_of_other_optimizer_groups_resumes_by_name_or_is_refused(so
 )
 def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks, before, after, common):
     """Into an engine of other weights, before its first step; then the losses of the run that was not stopped."""
-    groups = {"1": solo, "2": pair}
-    saving, going = groups[ranks[0]], groups[ranks[-1]]
-    saved = saving.run(cases.trained_and_saved, folder=str(tmp_path), layout=layout(*before, **common))[0]
-    other = layout(*after, **common, micro=2)
-    results = going.run(cases.resumed, folder=str(tmp_path), layout=other, recorded=saved["checksums"])
-    for found in results:
-        require_same(saved, found)
-    require_same_losses(saved, found, FP32_LOSS if before[1] == after[1] == "fp32" else OTHER_COMPUTE_LOSS)
+    groups, tolerance = {"1": solo, "2": pair}, FP32_LOSS if before[1] == after[1] == "fp32" else OTHER_COMPUTE_LOSS
+    layouts = layout(*before, **common), layout(*after, **common, micro=2)
+    carried_over(groups[ranks[0]], groups[ranks[-1]], tmp_path, *layouts, tolerance)
 
 
 @pytest.mark.one_in(2)
@@ -98,11 +93,7 @@ def test_masters_and_moments_carry_over_bit_for_bit(pair, solo, tmp_path, ranks,
 )
 def test_offload_and_the_manifest_path_carry_over(pair, tmp_path, before, after):
     """An engine that has trained before has its own moments replaced, as a rollback needs it."""
-    saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=before)[0]
-    arguments = {"folder": str(tmp_path), "layout": after, "recorded": saved["checksums"], "trained_before": True}
-    found = pair.run(cases.resumed, **arguments)[0]
-    require_same(saved, found)
-    require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
+    carried_over(pair, pair, tmp_path, before, after, OTHER_COMPUTE_LOSS, trained_before=True)
 
 
 @pytest.mark.parametrize(
@@ -118,11 +109,7 @@ def test_gaps_between_parameters_and_groups_cut_in_several_do_not_show(pair, tmp
     for stage, settings in (before, after):
         changed = changed_json(tmp_path, f"zero{stage}_bf16", **settings)
         layouts.append(layout(stage, "bf16", overrides=(*ODD, changed)))
-    saved = pair.run(cases.trained_and_saved, folder=str(tmp_path), layout=layouts[0])[0]
-    arguments = {"folder": str(tmp_path), "layout": layouts[1], "recorded": saved["checksums"]}
-    found = pair.run(cases.resumed, **arguments)[0]
-    require_same(saved, found)
-    require_same_losses(saved, found, OTHER_COMPUTE_LOSS)
+    saved, found = carried_over(pair, pair, tmp_path, *layouts, OTHER_COMPUTE_LOSS)
     assert (saved if before[0] == 3 else found)["groups"] > 2
 
 
@@ -137,6 +124,16 @@ def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stag
     assert all(torch.equal(found["masters"][name], master) for name, master in saved["masters"].items())
     assert not any(bool(moment.any()) for moment in found["exp_avg_sq"].values())
     require_same_losses(saved, found, FP32_LOSS)
+
+
+def carried_over(saving, going, folder, before, after, tolerance, **options):
+    """What a run of the layout `before` has when it saves, and one of `after` that resumes: the same, on every rank."""
+    saved = saving.run(cases.trained_and_saved, folder=str(folder), layout=before)[0]
+    given = {"folder": str(folder), "layout": after, "recorded": saved["checksums"], **options}
+    for found in going.run(cases.resumed, **given):
+        require_same(saved, found)
+    require_same_losses(saved, found, tolerance)
+    return saved, found
 
 
 def require_same(saved, found):

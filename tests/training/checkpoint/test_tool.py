@@ -56,15 +56,8 @@ def test_whole_checkpoints_verify_and_are_listed(run):
 
 def test_the_command_runs_on_its_own(run):
     """A user's command line starts neither DeepSpeed nor a process group."""
-    command = [
-        sys.executable,
-        "-X",
-        "importtime",
-        "-m",
-        "training.checkpoint",
-        "verify",
-        str(run / "checkpoints" / "step-2"),
-    ]
+    verify = ["training.checkpoint", "verify", str(run / "checkpoints" / "step-2")]
+    command = [sys.executable, "-X", "importtime", "-m", *verify]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env={**os.environ})
     assert done.returncode == 0 and ": complete; " in done.stdout
     assert "deepspeed" not in done.stderr and "transformers" not in done.stderr

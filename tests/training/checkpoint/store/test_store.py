@@ -76,13 +76,13 @@ def checkpoint(folder: Path, step: int, sizes: dict[str, int]) -> dict[str, Any]
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         files[name] = {"sha256": digest, "bytes": size, "rank": 0, "layout": ""}
     further = {
-        "layouts": {},
         "world_size": 1,
         "zero_stage": 0,
+        "went_back": 0,
+        "layouts": {},
         "precision": {},
         "data": {},
         "versions": {},
-        "went_back": 0,
     }
     return {"format": FORMAT, "step": step, "written": "2026-01-01", "files": files, **further}
 
