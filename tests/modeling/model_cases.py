@@ -21,6 +21,7 @@ from modeling.linear_cross_entropy import is_making_gradients
 from modeling.sequence_parallel import SequenceAttention, require_equal_logits
 from precision.inner_dtypes import LOSS_SUM, ROTARY
 from precision.observe import Observation
+from tests.support import refusals
 from tests.support.models import interpreted_liger
 from tests.support.models.small_models import distance, small_model
 from tests.support.models.small_run import SEQUENCE, batch_of, engine_of, masters_of, resolve, take
@@ -31,6 +32,7 @@ from training.engine import Engine
 from training.engine.tensors import whole_gradient
 from training.telemetry import Telemetry
 
+MICRO = 2
 LOSSES = {
     "full": ["model.loss=full"],
     "chunked": ["model.loss=chunked", "model.loss_chunk_tokens=7"],  # of the 32 tokens of a micro-batch
@@ -38,18 +40,29 @@ LOSSES = {
 
 
 def two_steps(world: World, *, stage: int, compute: str, loss: str, overrides=(), manifest="") -> dict[str, Any]:
-    """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
+    """Two steps from the seeded weights, the second of which leaves a whole rank without labels, and an evaluation."""
     with engine_of(world, _resolved(world, stage, compute, loss, overrides, manifest)) as engine:
-        rows = []
-        gradients: dict[str, Any] = {}
-        for step in (1, 2):
-            mask = "sequences" if step == 2 else "uneven"  # the second leaves a whole rank without labels
-            health = engine.health(engine.forward_backward(batch_of(world, 2, seed=step, mask=mask), step=step))
-            gradients = gradients or _gradients(engine)
-            rows.append((health.loss, health.grad_norm, engine.step(health, 0.01).applied))
-        evaluated = engine.evaluate([batch_of(world, 2, seed=9)]).loss
-        found = {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters_of(engine)}
+        found = _two_steps(world, engine, second="sequences")
         return found | {"chunked": engine.loss_path.chunked, "unchunked_reason": engine.loss_path.unchunked_reason}
+
+
+def two_steps_of_kernels(world: World, *, stage: int, compute: str, kernels: str, overrides=()) -> dict[str, Any]:
+    """Two steps from the seeded weights, and an evaluation."""
+    with _engine(world, stage, compute, kernels, overrides) as engine:
+        return _two_steps(world, engine) | {"notes": [note for note in engine.notes if "Liger" in note]}
+
+
+def _two_steps(world: World, engine: Engine, second: str = "uneven") -> dict[str, Any]:
+    """Two steps of two micro-batches a rank. second: mask of the second step's labels."""
+    rows = []
+    gradients: dict[str, Any] = {}
+    for step, mask in ((1, "uneven"), (2, second)):
+        health = engine.health(engine.forward_backward(batch_of(world, MICRO, seed=step, mask=mask), step=step))
+        gradients = gradients or _gradients(engine)
+        rows.append((health.loss, health.grad_norm, engine.step(health, 0.01).applied))
+    evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)]).loss
+    masters = {name: master.cpu() for name, master in masters_of(engine).items()}
+    return {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters}
 
 
 def observed(world: World, *, loss: str, folder: str) -> dict[str, Any]:
@@ -110,28 +123,21 @@ RECURRENT = [
 
 def cannot(world: World) -> dict[str, Any]:
     """A model whose logits are changed in an unknown way: what chunked says, and auto where it would be chunked."""
-    found: dict[str, Any] = {"refused": ""}
+    found: dict[str, Any] = {}
     batch = batch_of(world, 2, seed=1)
 
     def recurrent(loss: str) -> Any:
         overrides = [*RECURRENT, f"model.loss={loss}"]
         return engine_of(world, resolve(world, stage=1, compute="fp32", micro=2, overrides=overrides))
 
-    try:
-        with recurrent("chunked"):
-            pass
-    except UserError as error:
-        found["refused"] = str(error)
+    found["refused"] = refusals.refused(recurrent("chunked").__enter__)
     before, chunked_head.AUTO_FROM_LOGITS = chunked_head.AUTO_FROM_LOGITS, 1
     try:
         for loss, key in (("auto", "loss"), ("full", "loss_of_full")):
             with recurrent(loss) as engine:
                 found[key] = engine.health(engine.forward_backward(batch, step=1)).loss
                 if loss == "auto":
-                    found |= {
-                        "chunked": engine.loss_path.chunked,
-                        "unchunked_reason": engine.loss_path.unchunked_reason,
-                    }
+                    found["chunked"], found["reason"] = engine.loss_path.chunked, engine.loss_path.unchunked_reason
     finally:
         chunked_head.AUTO_FROM_LOGITS = before
     return found
@@ -149,7 +155,7 @@ def _resolved(world: World, stage: int, compute: str, loss: str, overrides: tupl
 
 def _gradients(engine: Engine) -> dict[str, Any]:
     found = ((name, whole_gradient(engine, parameter)) for name, parameter in engine.model.named_parameters())
-    return {name: gradient.double() / engine.loss_scale for name, gradient in found if gradient is not None}
+    return {name: gradient.double().cpu() / engine.loss_scale for name, gradient in found if gradient is not None}
 
 
 MODEL = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 5, num_attention_heads: 2, "
@@ -186,11 +192,7 @@ def counted(world: World, *, stage: int, compute: str, overrides: list[str]) -> 
 
 def refused(world: World, *, gib: float) -> str:
     """The error for a budget that is too small for any choice."""
-    try:
-        steps(world, stage=2, compute="fp32", overrides=budget(gib))
-    except UserError as error:
-        return str(error)
-    return ""
+    return refusals.refused(steps, world, stage=2, compute="fp32", overrides=budget(gib))
 
 
 def budget(gib: float) -> list[str]:
@@ -237,31 +239,9 @@ def same_steps(
     }
 
 
-MICRO = 2
 SICK = "model.layers.0.mlp.up_proj"
 SHAPE = "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2, "
 SHAPE += "num_key_value_heads: 1, tie_word_embeddings: true}"
-
-
-def two_steps_of_kernels(world: World, *, stage: int, compute: str, kernels: str, overrides=()) -> dict[str, Any]:
-    """Two steps from the seeded weights, two micro-batches a rank, and an evaluation."""
-    with _engine(world, stage, compute, kernels, overrides) as engine:
-        rows: list[tuple[float, float]] = []
-        gradients: dict[str, Any] = {}
-        for step in (1, 2):
-            health = engine.health(engine.forward_backward(batch_of(world, MICRO, seed=step), step=step))
-            if not gradients:
-                for name, parameter in engine.model.named_parameters():
-                    gradient = whole_gradient(engine, parameter)
-                    assert gradient is not None, name
-                    gradients[name] = gradient.float().cpu()
-            rows.append((health.loss, health.grad_norm))
-            engine.step(health, 0.01)
-        evaluated = engine.evaluate([batch_of(world, MICRO, seed=9)]).loss
-        masters = {name: master.cpu() for name, master in masters_of(engine).items()}
-        gradients = {name: gradient / engine.loss_scale for name, gradient in gradients.items()}
-        notes = [note for note in engine.notes if "Liger" in note]
-        return {"rows": rows, "evaluated": evaluated, "gradients": gradients, "masters": masters, "notes": notes}
 
 
 def looks(world: World, *, kernels: str) -> dict[str, Any]:

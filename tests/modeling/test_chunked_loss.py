@@ -345,7 +345,7 @@ def test_what_cannot_be_chunked_is_refused_or_stays_full(pair) -> None:
     for rank in pair.run(cases.cannot):
         assert rank["refused"].startswith("model.loss = chunked: not supported for model recurrent_gemma: it changes")
         assert rank["refused"].endswith("set model.loss=auto or full")
-        assert not rank["chunked"] and "unknown way" in rank["unchunked_reason"]
+        assert not rank["chunked"] and "unknown way" in rank["reason"]
         assert rank["loss"] == rank["loss_of_full"]
 
 

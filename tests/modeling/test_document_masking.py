@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from config.schema import Config, DataSection
 from data.batches.loader import IGNORED_LABEL, Batch
@@ -16,31 +16,24 @@ from data.corpora.documents import cumulative_lengths, document_positions
 from modeling.document_masking import require_documents_apart
 from modeling.linear_cross_entropy import label_loss_sum
 from tests.support.models.flex_on_cpu import flex_on_cpu
+from tests.support.models.small_models import small_model
 from tests.support.refusals import refused
 
-SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
-OTHER = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64}
-APART = {
-    "llama": SMALL,
-    "qwen3": {**SMALL, "head_dim": 16},
-    "gemma2": {**SMALL, "head_dim": 16, "sliding_window": 8},
-    "mixtral": {**SMALL, "num_local_experts": 4},
-    "gpt2": {**OTHER, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+WIDTH = {"hidden_size": 64, "vocab_size": 128}
+APART: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "mixtral": {},
+    "gpt2": {},
 }
-LEAKING = {
-    "opt": {**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128},
-    "falcon": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128},
-}
+LEAKING = {"opt": {"ffn_dim": 96, "word_embed_proj_dim": 64}, "bloom": {}, "falcon": {}}
 END = 3
 
 
 def model(name: str, settings: dict[str, Any], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    torch.manual_seed(11)
     attention = "eager" if name in {"gemma2", "bloom"} else "sdpa"
-    built = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **settings), attn_implementation=attention)
-    return built.to(dtype)
+    return small_model(name, attention, **WIDTH, **settings).to(dtype)
 
 
 def forward_of(built: PreTrainedModel) -> Callable[[dict[str, Any]], torch.Tensor]:
@@ -117,7 +110,7 @@ def test_packed_documents_train_as_each_one_alone(name: str, one_row: bool) -> N
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_flex_attention_trains_packed_documents_as_each_one_alone(name: str) -> None:
     """Documents from below one of its blocks of 128 positions to above, in rows that are no multiple of it."""
-    built = model(name, {**APART[name], "max_position_embeddings": 300, "n_positions": 300})
+    built = model(name, APART[name] | {"max_position_embeddings": 300, "n_positions": 300})
     generator = np.random.default_rng(3)
     ids = generator.integers(4, 128, size=(2, 300))
     ids[0, [20, 210, 299]] = ids[1, [149, 150, 280]] = END

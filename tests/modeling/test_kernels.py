@@ -195,7 +195,7 @@ def test_two_ranks_train_as_with_torch(pair: Any, stage: int, compute: str) -> N
     own, found = (_two_steps(pair, stage, compute, word)[0] for word in ("torch", "liger"))
     assert found["notes"] and not own["notes"]
     tolerance = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-4}[compute]
-    for (loss, norm), (loss_of_torch, norm_of_torch) in zip(found["rows"], own["rows"], strict=True):
+    for (loss, norm, _), (loss_of_torch, norm_of_torch, _) in zip(found["rows"], own["rows"], strict=True):
         assert loss == pytest.approx(loss_of_torch, rel=tolerance)
         assert norm == pytest.approx(norm_of_torch, rel=5 * tolerance)  # BF16's are 7e-3 away from FP32's by themselves
     assert found["evaluated"] == pytest.approx(own["evaluated"], rel=tolerance)

@@ -18,6 +18,7 @@ from training.checkpoint.partitions import Stored
 
 WINDOW = {"sliding_window": 6}
 KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {**WINDOW, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
@@ -33,15 +34,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": None},
     "granite": {},
     "smollm3": {"pad_token_id": None},
-    "deepseek_v3": {
-        "num_key_value_heads": 4,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "first_k_dense_replace": 2,
-    },
+    "deepseek_v3": {**LATENT, "num_key_value_heads": 4, "first_k_dense_replace": 2},
 }
 ALWAYS = ("gemma3_text", "mistral")
 
@@ -61,6 +54,13 @@ def test_key_heads_that_do_not_divide_are_repeated(four: ProcessGroup, ranks: in
     check(four.run(model_cases.against_the_whole, **case))
 
 
+ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "longrope", "rope_theta": 1e6, "factor": 2.0}
+    | dict.fromkeys(("short_factor", "long_factor"), [1.0] * 4),
+}
+
+
 def check(results: list[dict[str, Any]]) -> None:
     for found in results:
         assert found["logits"] < 1e-5
@@ -76,7 +76,7 @@ def check(results: list[dict[str, Any]]) -> None:
             "llama",
             {"num_attention_heads": 6, "hidden_size": 48},
             "sdpa",
-            "its 6 attention heads do not divide among 4 ranks",
+            "6 attention heads do not divide among 4 ranks",
         ),
         ("gemma2", {}, "eager", "its attention is eager, and only sdpa is verified"),
         ("qwen3_next", {}, "sdpa", "it has layers of linear_attention, which need the whole sequence"),
@@ -90,20 +90,7 @@ def check(results: list[dict[str, Any]]) -> None:
         ),
         (
             "gemma3_text",
-            {
-                "rope_parameters": {
-                    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                    "full_attention": {
-                        "rope_type": "longrope",
-                        "rope_theta": 1e6,
-                        "factor": 2.0,
-                        "short_factor": [1.0] * 4,
-                        "long_factor": [1.0] * 4,
-                    },
-                },
-                "head_dim": 8,
-                "num_attention_heads": 4,
-            },
+            {"rope_parameters": ROPE, "head_dim": 8, "num_attention_heads": 4},
             "sdpa",
             "(longrope) depend on the length",
         ),

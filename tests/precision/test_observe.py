@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling.activation_checkpointing import apply_activation_checkpointing
@@ -217,22 +217,8 @@ def test_a_norm_that_casts_by_itself_is_caught() -> None:
         verify(seen, {"model.norm": "bf16"}, may_idle={"model.norm"})
 
 
-SMALL = {"vocab_size": 31, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
 SOFTCAP = 0.004
-MODELS = {
-    "llama": LLAMA,
-    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 2, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "gemma2": {**LLAMA, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": SOFTCAP},
-}
-
-
-def _models(name: str, attention: str):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **SMALL, **MODELS[name])
-    models = [AutoModelForCausalLM.from_config(config, attn_implementation=kind) for kind in (attention, "eager")]
-    models[1].load_state_dict(models[0].state_dict())
-    return models[0], models[1].double()
+CONFIGS = {"gemma2": {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": SOFTCAP}}
 
 
 def _inputs(kind: str) -> dict[str, torch.Tensor]:
@@ -257,7 +243,8 @@ def _inputs(kind: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_entropy_is_that_of_the_probabilities(name, attention, kind):
-    model, reference = _models(name, attention)
+    model, reference = (small_model(name, kind, **CONFIGS.get(name, {})) for kind in (attention, "eager"))
+    reference.double()
     inputs = _inputs(kind)
     with torch.no_grad(), AttentionMeter(model) as meter:
         model(**inputs, use_cache=False)
@@ -275,7 +262,7 @@ def test_entropy_is_that_of_the_probabilities(name, attention, kind):
 
 
 def test_a_soft_cap_bounds_the_logit():
-    model, _ = _models("gemma2", "eager")
+    model = small_model("gemma2", "eager", **CONFIGS["gemma2"])
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.mul_(1e4)
