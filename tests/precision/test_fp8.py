@@ -15,9 +15,8 @@ from config.schema import Fp8Section
 from precision import fp8_reference
 from precision.fp8 import FORMATS, FlushMeter, kernel_problem, linear_fp8, no_kernel, rounded, scale_of
 from precision.manifest import Manifest, Rule, load_manifest
-from precision.observe import Observation, verify
 from precision.regions import Regions
-from tests.precision.test_regions import build, gradients, in_regions, oracle_of
+from tests.precision.test_regions import build, gradients, in_regions, oracle_of, verified
 from tests.support.models.small_models import distance
 from tests.tools.parity.test_judge_steps import BOUNDS, step
 from tools.parity import fp8_linear
@@ -152,9 +151,7 @@ def test_a_model_computes_in_it_and_is_as_near_as_its_bits(family: str, default:
     model = build(family)
     oracle_loss, oracle = oracle_of(model)
     with in_regions(model, manifest(default)) as regions:
-        with Observation(model) as seen:
-            loss, found = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        loss, found, seen = verified(model, regions)
         assert "fp8" in regions.dtypes.values()
     share = seen.flop_share()
     assert share["fp8"] > 0.3
@@ -173,9 +170,7 @@ def test_a_module_can_leave_it_and_return_between_steps() -> None:
         name = "model.layers.0.mlp.down_proj"
         regions.set(name, "bf16")
         assert regions.state_dict() == {name: "bf16"}
-        with Observation(model) as seen:
-            _, promoted = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        _, promoted, _ = verified(model, regions)
         regions.set(name, "fp8")
         _, after = gradients(model)
     assert not torch.equal(before[f"{name}.weight"], promoted[f"{name}.weight"])
@@ -231,9 +226,7 @@ def test_the_kernel_computes_what_the_emulation_does(scaling: Any, weight_gradie
         section = Fp8Section(kernel=kernel, scaling=scaling, weight_gradient=weight_gradient, gradient="e5m2")
         regions, meter = Regions(model, manifest(default), section), FlushMeter(["a"], CPU)
         regions.fp8_count = lambda name, meter=meter: meter.of("a")
-        with Observation(model) as seen:
-            loss, found = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        loss, found, seen = verified(model, regions)
         regions.close()
         results.append((loss, found, meter.counts, seen.flop_share()))
     (loss, found, counts, share), (other_loss, other, other_counts, other_share) = results

@@ -68,6 +68,14 @@ def gradients(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Ten
     return loss.detach(), {name: item.grad / SCALE for name, item in model.named_parameters()}
 
 
+def verified(model: PreTrainedModel, regions: Regions) -> tuple[torch.Tensor, dict[str, torch.Tensor], Observation]:
+    """Loss and gradients of a step in which each region computes as promised, and what was seen of it."""
+    with Observation(model) as seen:
+        loss, found = gradients(model)
+    verify(seen, regions.dtypes, may_idle=regions.may_idle)
+    return loss, found, seen
+
+
 def oracle_of(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return gradients(copy.deepcopy(model).double())
 
@@ -133,9 +141,7 @@ def test_mixtures_are_near_fp64(family: str, attention: str, name: str) -> None:
     model = build(family, attention)
     oracle_loss, oracle = oracle_of(model)
     with in_regions(model, mixture(name, model)) as regions:
-        with Observation(model) as seen:
-            loss, found = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        loss, found, _ = verified(model, regions)
         computes = {*regions.dtypes.values()}
     assert len(computes) > 1
     tolerance = TOLERANCE["bf16" if "bf16" in computes else "fp16"]
@@ -148,9 +154,7 @@ def test_fused_experts_compute_where_autocast_does_not_reach() -> None:
     model = build("mixtral", tied=False, intermediate_size=48)
     _, oracle = gradients(model)  # in FP32: grouped matmuls have no FP64 kernel
     with in_regions(model, manifest("fp32", ("*.experts", "fp16"))) as regions:
-        with Observation(model) as seen:
-            _, found = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        _, found, seen = verified(model, regions)
         assert seen.computed["model.layers.0.mlp.experts"] == {"fp16"}
     with in_regions(model, manifest("bf16")) as regions:
         assert {regions.dtypes[f"model.layers.{layer}.mlp.gate"] for layer in (0, 1)} == {"fp32"}
@@ -162,9 +166,7 @@ def test_fused_experts_compute_where_autocast_does_not_reach() -> None:
     assert {item.dtype for item in found.values()} == {torch.float32}
     assert 1e-5 < distance(found, oracle) < TOLERANCE["fp16"]
     with in_regions(model, manifest("bf16", ("*.experts", "fp16"))) as regions:
-        with Observation(model) as seen:
-            gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        verified(model, regions)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -178,9 +180,7 @@ def test_checkpointing_recomputes_in_the_same_dtype(name: str, reentrant: bool) 
         model.enable_input_require_grads()
         with Observation(model) as forward_only:
             loss_of(model)
-        with Observation(model) as seen:
-            checkpointed_loss, found = gradients(model)
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        checkpointed_loss, found, seen = verified(model, regions)
     assert sum(seen.flops.values()) > 1.5 * sum(forward_only.flops.values()), "nothing was recomputed"
     assert torch.equal(checkpointed_loss, loss)
     assert all(torch.equal(found[name], value) for name, value in without.items())
@@ -293,10 +293,7 @@ def test_a_change_between_two_steps_takes_effect_and_is_kept() -> None:
     with in_regions(model, given) as regions:
         assert regions.uses("fp16") and regions.state_dict() == {}
         regions.set(name, "fp32")
-        with Observation(model) as seen:
-            gradients(model)
-        assert seen.computed[name] == {"fp32"}
-        verify(seen, regions.dtypes, may_idle=regions.may_idle)
+        assert verified(model, regions)[2].computed[name] == {"fp32"}
         assert not regions.uses("fp16") and regions.uses("bf16")
         state = regions.state_dict()
     assert state == {name: "fp32"}
