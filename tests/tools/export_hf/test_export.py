@@ -27,6 +27,7 @@ from tests.support.rows.chats import with_own_code, write_base, write_folder
 from tests.support.runs.exports import exported, exported_adapter, source_of
 from tests.support.servers.hub_server import TOKEN, USER, Hub, Repo, running
 from tests.training.checkpoint import resume_cases as cases
+from tests.training.checkpoint.checkpoint_cases import flip
 from tests.training.checkpoint.reshard_cases import FROZEN, ODD, UNTIED, trained_and_saved
 from tests.training.tasks.conftest import folder
 from tools.export_hf import tensors as export_write
@@ -40,10 +41,7 @@ from tracking.run_dir import RunDir
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 
 MANIFEST = ["precision.path=manifest", "precision.manifest=config/manifests/llama_mixed.json"]
-NEOX = [
-    "model.architecture=gpt_neox",
-    "model.config={hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2}",
-]
+NEOX = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def save(group, folder, stage, compute, **layout):
@@ -268,14 +266,8 @@ def parity_report(folder: Path, job: Path) -> Path:
     """A parity.json of a run on other data, with a check that failed."""
     check = {"name": "validation_delta", "measured": 0.02, "bound": 0.005, "passed": False, "at_least": False}
     check |= {"where": "", "modules": [], "note": ""}
-    conditions = {
-        "hypothesis": "It does.",
-        "compute": "bf16",
-        "steps": 24,
-        "data": "other",
-        "sequence_length": 32,
-        "global_batch": 8,
-    }
+    conditions = {"hypothesis": "It does.", "compute": "bf16", "steps": 24, "data": "other"}
+    conditions |= {"sequence_length": 32, "global_batch": 8}
     found = {"verdict": "no parity", "failed": ["validation_delta"], "checks": [check]}
     found |= {"conditions": conditions, "walks": [{"point": 0}, {"point": 12}]}
     (folder / "parity.json").write_text(json.dumps(found))
@@ -286,9 +278,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(job, tmp_path, refusal):
     damaged = tmp_path / "runs/small/checkpoints/step-6"
     shutil.copytree(job / "runs/small", tmp_path / "runs/small")
     shard = next((damaged / "deepspeed").glob("*optim_states.pt"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken/mine.txt").write_text("keep")
     (tmp_path / "1.txt").write_text("")
@@ -410,17 +400,10 @@ def test_what_a_dtype_cannot_hold_is_refused():
 
 def test_files_have_the_names_that_other_tools_read(pair, tmp_path):
     """transformers keeps gpt_neox's head as lm_head; the hub's files call it embed_out. `from_pretrained` reads it."""
-    live = save(pair, tmp_path, 2, "bf16", overrides=NEOX)
+    overrides = ["model.architecture=gpt_neox", f"model.config={json.dumps(NEOX)}"]
+    live = save(pair, tmp_path, 2, "bf16", overrides=overrides)
     saved = open_saved_model(tmp_path / "deepspeed")
-    config = AutoConfig.for_model(
-        "gpt_neox",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=64,
-        max_position_embeddings=16,
-    )
+    config = AutoConfig.for_model("gpt_neox", **NEOX, vocab_size=64, max_position_embeddings=16)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
     write_shards(Tensors(saved, skeleton, torch.float32), tmp_path, "5GB")
