@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import partition_parameters
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
 
@@ -66,12 +68,13 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     gather: Gather = partial(_gather_partitioned, world) if zero3 else no_gather
     model_class, seed = model_class_of(config), config.run.seed
     options: dict[str, Any] = {"model_class": model_class, "adapter": config.adapter, "drawn": drawn}
-    model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
+    with _keeping_dtypes():
+        model = build_model(config.model, model_config, seed=seed, gather=gather, **options)
     call_every_expert(model)
     if world.experts is not None:
         share_experts(model, world.experts, experts_name(world.experts))
     model = add_adapter(model, config.adapter, seed=seed, model_class=model_class)
-    notes = drawn_notes(model) + unreached_notes(model, config.optimizer) + choose_kernels(model, resolved, world)
+    notes = drawn_notes(model) + unreached_notes(model) + choose_kernels(model, resolved, world)
     if resolved.compute != "fp32" and config.precision.routers == "fp32":  # a manifest's run has parameters in FP32
         routers = set(compute_routers_in_fp32(model).values())
         notes += [f"{len(routers)} routers compute in FP32 (precision.routers)"] if routers else []
@@ -80,7 +83,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         attention = SequenceAttention(model, world.sequence, apart=config.keeps_documents_apart)
     recomputation, every = config.model.activation_checkpointing, config.model.checkpointing_every
     apply_activation_checkpointing(model, recomputation, reentrant=config.model.checkpointing_reentrant, every=every)
-    engine = engine_on(model, resolved, world, teacher, attention)
+    engine = engine_on(model, resolved, world, teacher=teacher, attention=attention)
     engine.start = engine.start if drawn else None
     if config.faults:
         import_module(_FAULTS).attach_faults(engine, config.faults)
@@ -94,10 +97,12 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         problem = require_equal_logits(engine.logits, shape, world.sequence, world.device, apart=apart, largest=largest)
         world.raise_first(problem, UserError)
     engine.model.train()
-    if config.model.activation_memory_gib is not None:
-        _recompute_within(engine, resolved, config.model.activation_memory_gib)
+    gib, forward = config.model.activation_memory_gib, partial(_forward_one_micro_batch, engine, resolved)
+    if gib is not None:
+        largest = lambda values: list(map(int, world.maximum(world.numbers(values)).tolist()))  # noqa: E731
+        engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
     if config.model.compile:
-        engine.notes.append(compile_blocks(engine.model, _one_micro_batch(engine, resolved)))
+        engine.notes.append(compile_blocks(engine.model, forward))
     return engine
 
 
@@ -106,16 +111,10 @@ def fp32_partitions(resolved: Resolved) -> HfDeepSpeedConfig:
     return HfDeepSpeedConfig({key: value for key, value in resolved.deepspeed.items() if key not in ("bf16", "fp16")})
 
 
-def engine_on(
-    model: PreTrainedModel,
-    resolved: Resolved,
-    world: World,
-    teacher: Teacher | None = None,
-    attention: SequenceAttention | None = None,
-) -> Engine:
+def engine_on(model: PreTrainedModel, resolved: Resolved, world: World, **closed_with_it: Any) -> Engine:
     """The engine of an FP32 model; the masters get its values unrounded. A collective."""
     held = hold_fp32(model, resolved.compute, world)
-    engine = Engine(model, resolved, world, teacher, attention)
+    engine = Engine(model, resolved, world, **closed_with_it)
     attach_pieces(engine)
     start_masters(engine, held, resolved.config.model.name_or_path)
     return engine
@@ -131,7 +130,7 @@ def _require_quantisable(resolved: Resolved) -> None:
             raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
 
 
-def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
+def _forward_one_micro_batch(engine: Engine, resolved: Resolved) -> None:
     """A forward pass in training, on a micro-batch of the run's shape."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     shape = (resolved.batch.micro_size, resolved.config.data.sequence_length)
@@ -139,21 +138,28 @@ def _one_micro_batch(engine: Engine, resolved: Resolved) -> Callable[[], None]:
     if resolved.config.keeps_documents_apart:  # the mask needs memory as well
         inputs["position_ids"] = torch.arange(shape[1]).remainder_(max(shape[1] // 2, 1)).expand(shape)
     inputs = {name: ids.to(engine.world.device) for name, ids in inputs.items()}
-
-    def forward() -> None:
-        engine.deepspeed.train()
-        engine.loss_path.score(inputs, inputs["input_ids"], 1.0)
-
-    return forward
+    engine.deepspeed.train()
+    engine.loss_path.score(inputs, inputs["input_ids"], 1.0)
 
 
-def _recompute_within(engine: Engine, resolved: Resolved, gib: float) -> None:
-    world, forward = engine.world, _one_micro_batch(engine, resolved)
+@contextmanager
+def _keeping_dtypes() -> Iterator[None]:
+    """Context manager: tensors whose code asks for a dtype have it at ZeRO-3 as at the other stages, such as Recurrent
+    Gemma's scale of embeddings, which is BF16. `zero.Init` would cast all that are made while it builds a model."""
+    original = partition_parameters.zero_wrapper_for_fp_tensor_constructor
 
-    def largest(values: Sequence[int]) -> list[int]:
-        return [int(value) for value in world.maximum(world.numbers(values)).tolist()]
+    def wrapped(make: Callable[..., torch.Tensor], *given: Any, **named: Any) -> Callable[..., torch.Tensor]:
+        cast = original(make, *given, **named)
 
-    engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
+        def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = cast(*args, **kwargs)
+            tensor.data = tensor.data.to(kwargs.get("dtype") or tensor.dtype)
+            return tensor
+
+        return made
+
+    with patch.object(partition_parameters, "zero_wrapper_for_fp_tensor_constructor", wrapped):
+        yield
 
 
 @contextmanager
