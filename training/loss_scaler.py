@@ -9,10 +9,10 @@ the guard instead of raising a bare Exception.
 accepts it, and pickles it into its checkpoints; of the parent's state only `cur_scale` is used.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
@@ -58,15 +58,10 @@ class LossScaler(DynamicLossScaler):
             self.policy.update(bool(overflow))
         self._reason = None if self._discarding else self.policy.reason
 
-    @contextmanager
-    def ignoring_overflow(self) -> Iterator[None]:
+    def ignoring_overflow(self) -> AbstractContextManager[Any]:
         """Context in which the policy does not see the overflow that DeepSpeed is told of to discard a step. Not for a
         step that really overflowed: the scale would never decrease."""
-        self._discarding = True
-        try:
-            yield
-        finally:
-            self._discarding = False
+        return patch.object(self, "_discarding", True)
 
     def apply_change(self) -> ScaleChange | None:
         """Make the last update take effect; returns what changed, or None."""

@@ -9,10 +9,11 @@ they count as one rank.
 import copyreg
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
@@ -74,6 +75,7 @@ class Engine:
         self.stage = resolved.zero_stage
         self.compute = resolved.compute
         self.optimizer_spec = OPTIMIZERS[optimizer_section.name]
+        self._group_keys = *self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix"
         self.group_of = group_of_each(model, optimizer_section)
         """Maps the id of each trainable parameter to its group's settings, in the order of the groups."""
         self.has_frozen_base = resolved.config.adapter.kind != "none"
@@ -330,10 +332,6 @@ class Engine:
         settings = [tuple(group[key] for key in self._group_keys) for group in groups]
         return all(group["lr"] == lr * group["lr_factor"] for group in groups), settings
 
-    @property
-    def _group_keys(self) -> tuple[str, ...]:
-        return (*self.optimizer_spec.settings, "weight_decay", "lr_factor", "matrix")
-
     def step(self, health: Health, lr: float, *, apply: bool = True) -> Update:
         """Clip the gradients that `health` measured and apply them at learning rate `lr`, or discard them.
 
@@ -449,15 +447,9 @@ class Engine:
             self.deepspeed.optimizer.clip_grad = self.clipping
         self.install_scaler(None)
 
-    @contextmanager
-    def _checkpoints_through(self, files: CheckpointEngine) -> Iterator[None]:
-        original, self.deepspeed.checkpoint_engine = self.deepspeed.checkpoint_engine, files
+    def _checkpoints_through(self, files: CheckpointEngine) -> AbstractContextManager[Any]:
         # with MoE layers of its own, DeepSpeed would save each expert in a file named after the layer
-        experts, self.deepspeed.has_moe_layers = self.deepspeed.has_moe_layers, False
-        try:
-            yield
-        finally:
-            self.deepspeed.checkpoint_engine, self.deepspeed.has_moe_layers = original, experts
+        return patch.multiple(self.deepspeed, checkpoint_engine=files, has_moe_layers=False)
 
     def scaler_state(self) -> dict[str, Any] | None:
         """State of the loss scaler as plain types; None if there is none."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from deepspeed.runtime import compiler
@@ -62,8 +63,5 @@ def build_optimizer(
 def import_muon_uncompiled() -> None:
     """Import DeepSpeed's Muon without `torch.compile` before its ZeRO stages do. Compiling its kernels, which Mantissa
     does not use, takes 1.3 s of CPU time per process in the first step of every run (python -X importtime)."""
-    compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
-    try:
+    with patch.object(compiler, "compile", lambda: compiler.dummy_decorator):
         import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
-    finally:
-        compiler.compile = compile_
