@@ -221,7 +221,7 @@ FP16 = {
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_a_mixed_manifest_follows_fp32(pair, tmp_path, stage, manifest, checkpointing):
     overrides = ["precision.loss_scale.initial=256", "precision.loss_scale.window=2"]
-    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", steps=6, overrides=[])[0]
+    expected = pair.once(engine_cases.steps_of, stage=2, compute="fp32", steps=6, overrides=[])[0]
     overrides.append(f"model.activation_checkpointing={checkpointing}")
     arguments = {"stage": stage, "folder": str(tmp_path), "manifest": manifest, "overrides": overrides}
     for result in pair.run(reaction_cases.manifest_steps, **arguments):

@@ -110,11 +110,11 @@ class _Faults:
     def _inject(self, fault: Fault, module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[Any]:
         if fault.kind in ("inf_gradient", "nan_gradient"):
             value = math.inf if fault.kind == "inf_gradient" else math.nan
-            return [parameters[0].register_hook(partial(_overwritten, value))]
+            return [parameters[0].register_hook(partial(overwritten, value))]
         if fault.kind == "gradient_spike":
             return [parameter.register_hook(lambda gradient: gradient * fault.factor) for parameter in parameters]
         if fault.kind == "nan_activation":
-            return [_on_output(module, partial(_overwritten, math.nan))]
+            return [_on_output(module, partial(overwritten, math.nan))]
         if fault.kind == "flipped_bit" and fault.place == "gradient" and self._strikes(fault):
             self._armed.add(id(fault))
         if fault.kind == "flipped_bit" and fault.place == "activation" and self._strikes(fault):
@@ -166,7 +166,7 @@ def _target(fault: Fault, model: torch.nn.Module) -> tuple[torch.nn.Module, list
     raise UserError(f"faults: module = {fault.module}: the model has no such module with parameters")
 
 
-def _overwritten(value: float, tensor: torch.Tensor) -> torch.Tensor:
+def overwritten(value: float, tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose first value is `value`."""
     corrupted = tensor.clone()
     corrupted.view(-1)[0] = value

@@ -41,12 +41,12 @@ from tests.support.models.small_run import (
     resolve,
     take,
 )
-from tests.support.models.small_run import batch_of as batch
 from tests.training.engine.expert_cases import model_of
 from training.distributed import World
 from training.engine import Engine, kernels
 from training.engine.build import build_engine
 from training.engine.expert_slices import forget_groups
+from training.engine.faults import overwritten
 from training.engine.health import Outcome, RanksDisagree
 from training.engine.ledger import PrecisionError, read_ledger, read_start
 from training.engine.masters import local_masters
@@ -62,20 +62,35 @@ from training.engine.tensors import (
 from training.engine.weights import StaleMaster, require_fresh_masters
 
 
-def one_step(world: World, *, stage: int, compute: str, micro: int, mask: str, **options: Any) -> dict[str, Any]:
-    """Loss, norm, masters and metrics of one engine step from the seeded weights."""
-    resolved = resolve(world, stage=stage, compute=compute, micro=micro, **options)
-    with engine_of(world, resolved) as engine:
-        health, update = take(engine, batch_of(world, micro, seed=1, mask=mask), step=1, lr=0.001)
-        return {
-            "loss": health.loss,
-            "grad_norm": health.grad_norm,
-            "applied": update.applied,
-            "clip": update.clip_coefficient,
-            "after": masters_of(engine),
-            "metrics": health.metrics,
-            "notes": engine.notes,
-        }
+def steps_of(
+    world: World, *, steps: int, micro: int = 4, lr: float = 0.001, mask: str = "uneven", **options: Any
+) -> list[dict[str, Any]]:
+    """Each of an engine's steps from the seeded weights, on different batches, with the masters before and after it."""
+    rows = []
+    with engine_of(world, resolve(world, micro=micro, **options)) as engine:
+        for step in range(1, steps + 1):
+            before = masters_of(engine)
+            health, update = take(engine, batch_of(world, micro, seed=step, mask=mask), step=step, lr=lr)
+            rows.append(
+                {
+                    "loss": health.loss,
+                    "grad_norm": health.grad_norm,
+                    "metrics": health.metrics,
+                    "applied": update.applied,
+                    "clip": update.clip_coefficient,
+                    "change": update.scale_change.reason if update.scale_change else None,
+                    "momentum": momentum_norm(engine),
+                    "before": before,
+                    "after": masters_of(engine),
+                    "notes": engine.notes,
+                }
+            )
+    return rows
+
+
+def one_step(world: World, **options: Any) -> dict[str, Any]:
+    """The first of `steps_of`."""
+    return steps_of(world, steps=1, **options)[0]
 
 
 def reference_step(world: World, *, mask: str, manifest: str | None = None) -> dict[str, Any]:
@@ -89,38 +104,6 @@ def reference_step(world: World, *, mask: str, manifest: str | None = None) -> d
     loss_of = partial(mean_label_loss, mask=mask)
     loss, norm, _ = plain_steps(model, resolved.config.optimizer, steps=1, lr=0.001, loss_of=loss_of)
     return {"loss": loss, "grad_norm": norm, "after": {name: p.detach() for name, p in model.named_parameters()}}
-
-
-def norms_over_steps(world: World, *, stage: int, compute: str, steps: int, overrides: list[str]) -> list[dict]:
-    """The reports of `steps` steps on different batches."""
-    resolved = resolve(world, stage=stage, compute=compute, overrides=overrides)
-    rows = []
-    with engine_of(world, resolved) as engine:
-        for step in range(1, steps + 1):
-            health, update = take(engine, batch_of(world, 4, seed=step), step=step, lr=0.001)
-            rows.append(
-                {
-                    "loss": health.loss,
-                    "grad_norm": health.grad_norm,
-                    "change": update.scale_change.reason if update.scale_change else None,
-                    "momentum": momentum_norm(engine),
-                    "applied": update.applied,
-                }
-            )
-        rows[-1]["masters"] = masters_of(engine)
-    return rows
-
-
-def masters_over_steps(
-    world: World, *, stage: int, compute: str, steps: int, micro: int = 2, overrides: Sequence[str] = ()
-) -> list[dict[str, torch.Tensor]]:
-    """Before the first step and after each, of steps on different batches."""
-    with engine_of(world, resolve(world, stage=stage, compute=compute, micro=micro, overrides=overrides)) as engine:
-        found = [masters_of(engine)]
-        for step in range(1, steps + 1):
-            take(engine, batch_of(world, micro, seed=step), step=step, lr=0.01)
-            found.append(masters_of(engine))
-        return found
 
 
 class _Reductions(TorchDispatchMode):
@@ -280,7 +263,7 @@ def start(world: World, *, stage: int, compute: str, cells: list[Cell], variant:
             row = read_start(engine)
             weights = {key: whole_weight(engine, value) for key, value in trainable_parameters(engine).items()}
             if shared.tensor is None:  # whose ranks would need the same batch
-                take(engine, batch(shared, 4, seed=1), step=1, lr=0.0)  # copies masters to weights
+                take(engine, batch_of(shared, 4, seed=1), step=1, lr=0.0)  # copies masters to weights
             stepped = {key: whole_weight(engine, value) for key, value in trainable_parameters(engine).items()}
         wrong = [key for key, master in masters.items() if not _same(master, expected[key])]
         wrong += [key for key, weight in weights.items() if not _same(weight, expected[key].to(weight.dtype))]
@@ -441,16 +424,14 @@ def chosen_kernels(world: World, *, folder: str, manifest: dict[str, Any]) -> di
             return str(error)
 
     found = {"asked": built(), "by block": built("precision.fp8.scaling=block32")}
-    own, no_kernel = torch._scaled_mm, kernels.no_kernel
-    torch._scaled_mm = lambda *given, **more: own(*given, **more) * (1.03 if world.rank else 1.0)
-    kernels.no_kernel = lambda *given: ""  # as on a GPU that has it, where `auto` takes it
-    try:
+    own, factor = torch._scaled_mm, 1.03 if world.rank else 1.0
+    wrong = mock.patch.object(torch, "_scaled_mm", lambda *given, **more: own(*given, **more) * factor)
+    # as on a GPU that has it, where `auto` takes it
+    with wrong, mock.patch.object(kernels, "no_kernel", lambda *given: ""):
         found["asked, wrong"] = built()
         regions = Regions(small_model("llama"), load_manifest(Path(overrides[1].partition("=")[2])), Fp8Section())
         found["auto, wrong"] = kernels.choose_fp8_kernel(regions, world)[0]
         found["then"] = regions.fp8.kernel
-    finally:
-        torch._scaled_mm, kernels.no_kernel = own, no_kernel
     return found
 
 
@@ -529,19 +510,14 @@ def _plants(engine: Engine, *, reduced: bool) -> list[tuple[str, Callable[[float
         chosen = next(((n, p) for n, p in trainable_parameters(engine).items() if kind in n), None)
         if chosen is not None:
             name, parameter = chosen
-            found.append((f"the gradient of {name}", lambda value, p=parameter: _in_backward(p, value)))
+            found.append((f"the gradient of {name}", partial(_in_backward, parameter)))
             if reduced:
-                found.append((f"the reduced {name}", lambda value, p=parameter: _in_reduced(engine, p, value)))
+                found.append((f"the reduced {name}", partial(_in_reduced, engine, parameter)))
     return found
 
 
 def _in_backward(parameter: torch.nn.Parameter, value: float) -> Callable[[], None]:
-    def overwrite(gradient: torch.Tensor) -> torch.Tensor:
-        changed = gradient.clone()
-        changed.view(-1)[0] = value
-        return changed
-
-    return parameter.register_hook(overwrite).remove
+    return parameter.register_hook(partial(overwritten, value)).remove
 
 
 def _in_reduced(engine: Engine, parameter: torch.nn.Parameter, value: float) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from lab.matrix.run import fp32_model
 from modeling.expert_parallel import share_experts
 from tests.support.models.plain_steps import EVALUATED, distance_of_updates, farthest, plain_steps, trained
 from tests.support.models.small_run import batch_of, engine_of, masters_of, plain_model, refusal, resolve, take
+from tests.training.engine.optimizer_cases import exchanges
 from training.distributed import World
 from training.engine.expert_slices import forget_groups
 from training.engine.masters import local_states
@@ -115,21 +116,13 @@ def skipped(world: World, *, stage: int, ranks: int = 2, overrides: Sequence[str
 
 def sent_elsewhere(world: World) -> tuple[int, int]:
     """Values that Muon sends other ranks in a step, and back: of dense matrices, and of shared experts."""
-    shared, sent, exchange = world.sharing(expert=2, timeout_minutes=2), [], World.exchange
-
-    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
-        sent.append(sum(out) - out[self.rank])
-        return exchange(self, values, out, back)
-
+    shared = world.sharing(expert=2, timeout_minutes=2)
     given = resolved_of(shared, "mixtral", stage=2, compute="fp32", ranks=2, micro=2, overrides=["optimizer.name=muon"])
     with engine_of(shared, given) as engine:
         health = engine.health(engine.forward_backward(batch_of(shared, 2, seed=1), step=1))
-        World.exchange = counted  # type: ignore[method-assign]
-        try:
+        with exchanges() as sent:
             engine.step(health, LR)
-        finally:
-            World.exchange = exchange  # type: ignore[method-assign]
-    there, back, *of_experts = sent  # a flat tensor of each
+    there, back, *of_experts = (sum(values) - values[world.rank] for values in sent)  # a flat tensor of each
     assert len(of_experts) == 2
     return there + back, sum(of_experts)
 

@@ -1,7 +1,10 @@
 """Steps of every optimizer on shared-out masters, beside its rule on whole parameters: run on real ranks."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -61,16 +64,8 @@ def sharded_steps(
             for key, parameter in parameters.items():
                 master, gradient, states = before[key]
                 group = engine.group_of[id(parameter)]
-                given = UpdateInputs(
-                    master,
-                    gradient,
-                    states,
-                    section=section,
-                    weight_decay=group["weight_decay"],
-                    lr=rate * group["lr_factor"],
-                    step=updates,
-                    matrix=group["matrix"],
-                )
+                settings = {"lr": rate * group["lr_factor"], **{key: group[key] for key in ("weight_decay", "matrix")}}
+                given = UpdateInputs(master, gradient, states, section=section, step=updates, **settings)
                 expected = IMPLEMENTATIONS[name].update(given)
                 apart = (tensors.whole_master(engine, parameter).double() - master.double() - expected).abs()
                 apart -= torch.finfo(torch.float32).eps * master.abs()
@@ -91,14 +86,27 @@ def sharded_steps(
     }
 
 
+@contextmanager
+def exchanges() -> Iterator[list[list[int]]]:
+    """Context in which each exchange between ranks adds how many values go to each rank."""
+    sent, exchange = [], World.exchange
+
+    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
+        sent.append(out)
+        return exchange(self, values, out, back)
+
+    with patch.object(World, "exchange", counted):
+        yield sent
+
+
 def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Each rank's number of matrices computed in one step of Muon, and the number of values sent, by destination."""
     settings = ["optimizer.name=muon", *overrides]
-    computed, sent, exchange = [], [], World.exchange
+    computed, step_of = [], muon.step_of
 
-    def counted(self: World, values: torch.Tensor, out: list[int], back: list[int]) -> torch.Tensor:
-        sent.append(len(values))
-        return exchange(self, values, out, back)
+    def counted(matrix: torch.Tensor, **options: Any) -> torch.Tensor:
+        computed.append(matrix.shape)
+        return step_of(matrix, **options)
 
     with engine_of(world, resolve(world, stage=stage, compute="fp32", micro=2, overrides=settings)) as engine:
         shards = [
@@ -107,16 +115,11 @@ def shared_work(world: World, *, stage: int, overrides: tuple[str, ...]) -> dict
             if engine.group_of[id(parameter)]["matrix"]
         ]
         health = engine.health(engine.forward_backward(batch_of(world, 2, seed=1), step=1))
-        step_of = muon.step_of
-        muon.step_of = lambda matrix, *, bf16: computed.append(matrix.shape) or step_of(matrix, bf16=bf16)
-        World.exchange = counted  # type: ignore[method-assign]
-        try:
+        with patch.object(muon, "step_of", counted), exchanges() as sent:
             engine.step(health, 0.01)
-        finally:
-            muon.step_of, World.exchange = step_of, exchange  # type: ignore[method-assign]
     return {
         "computed": computed,
         "matrices": [shape[-2:] for shape, _ in shards for _ in range(shape[0] if len(shape) == 3 else 1)],
         "own": sum(shard.length for _, shard in shards if shard is not None),
-        "sent": sent,
+        "sent": [sum(values) for values in sent],
     }

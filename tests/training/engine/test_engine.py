@@ -113,8 +113,8 @@ def test_half_precision_follows_fp32(pair, stage, compute):
     """Norm and loss stay near FP32's over steps in which the FP16 scale grows; unclipped, so that scaling shows."""
     options = {"steps": 6, "overrides": ["optimizer.gradient_clipping=0", "precision.loss_scale.window=2"]}
     options["overrides"].append("precision.loss_scale.initial=256")
-    expected = pair.once(engine_cases.norms_over_steps, stage=2, compute="fp32", **options)[0]
-    for rows in pair.run(engine_cases.norms_over_steps, stage=stage, compute=compute, **options):
+    expected = pair.once(engine_cases.steps_of, stage=2, compute="fp32", **options)[0]
+    for rows in pair.run(engine_cases.steps_of, stage=stage, compute=compute, **options):
         if compute == "fp16":
             assert [row["change"] for row in rows].count("growth") >= 2
         for row, reference in zip(rows, expected, strict=True):
@@ -164,20 +164,21 @@ def test_a_product_that_may_be_summed_in_16_bits_stops_the_run(solo):
 @pytest.mark.parametrize(("compute", "steps", "bound"), [("bf16", 2, 1e-6), ("fp32", 10, 1e-5)])
 def test_zero_1_and_2_part_by_the_order_of_sums_alone(pair, compute, steps, bound):
     """Each parameter, relative to how far it moved. In BF16 a last bit then decides how a weight is rounded."""
-    options = {"compute": compute, "steps": steps}
-    first, second = (pair.run(engine_cases.masters_over_steps, stage=stage, **options)[0] for stage in (1, 2))
-    start, one, two = second[0], first[-1], second[-1]
+    options = {"compute": compute, "steps": steps, "micro": 2, "lr": 0.01}
+    first, second = (pair.run(engine_cases.steps_of, stage=stage, **options)[0] for stage in (1, 2))
+    start, one, two = second[0]["before"], first[-1]["after"], second[-1]["after"]
     off = {name: float((one[name] - two[name]).norm() / (two[name] - start[name]).norm()) for name in start}
     assert 0 < max(off.values()) < bound, off
 
 
 def test_without_another_order_of_sums_stages_are_equal_bit_for_bit(pair):
     """One micro-batch, whose gradients two ranks add up in one way; and no norm in the update."""
-    options = {"compute": "bf16", "steps": 4, "micro": 4, "overrides": ["optimizer.gradient_clipping=0"]}
-    first, *others = (pair.run(engine_cases.masters_over_steps, stage=stage, **options)[0] for stage in (1, 2, 3))
-    assert difference(first[0], first[-1]) > 0.0
+    options = {"compute": "bf16", "steps": 4, "lr": 0.01, "overrides": ["optimizer.gradient_clipping=0"]}
+    first, *others = (pair.run(engine_cases.steps_of, stage=stage, **options)[0] for stage in (1, 2, 3))
+    assert difference(first[0]["before"], first[-1]["after"]) > 0.0
     for other in others:
-        assert all(difference(*masters) == 0.0 for masters in zip(first, other, strict=True))
+        for mine, theirs in zip(first, other, strict=True):
+            assert difference(mine["before"], theirs["before"]) == difference(mine["after"], theirs["after"]) == 0.0
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -12,7 +12,6 @@ from precision.split_masters import SPLIT_BYTES, SPLIT_PIECE
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
 from tests.support.models.small_run import gathered
-from tests.training.engine import engine_cases
 from tests.training.engine import engine_cases as cases
 from training.engine.split_masters import SplitAdamW, SplitMaster
 
@@ -183,7 +182,7 @@ def require_same(left: list[dict], right: list[dict], *, steps: int = STEPS) -> 
         assert a["checksums"] == b["checksums"]
         assert a["skipped_unchanged"] and b["skipped_unchanged"]
         assert [row[2] for row in a["rows"]].count(False) == sum(
-            step > steps - len(a["rows"]) for step in (engine_cases.SKIPPED, engine_cases.STRUCK)
+            step > steps - len(a["rows"]) for step in (cases.SKIPPED, cases.STRUCK)
         )
 
 
@@ -194,8 +193,8 @@ def test_a_run_is_the_run_with_fp32_masters(request, ranks: str, stage: int) -> 
     group, steps = request.getfixturevalue(ranks), STEPS if ranks == "pair" else 6
     options = {"stage": stage, "steps": steps}
     require_same(
-        group.once(engine_cases.trained, masters="fp32", **options),
-        group.run(engine_cases.trained, masters="split", **options),
+        group.once(cases.trained, masters="fp32", **options),
+        group.run(cases.trained, masters="split", **options),
         steps=steps,
     )
 
@@ -223,7 +222,7 @@ def test_the_jsons_settings_change_nothing(request, tmp_path, world: str, zero: 
     (tmp_path / "ds.json").write_text(json.dumps(document))
     more = [f"deepspeed.config={tmp_path}/ds.json", "model.config.hidden_size=28", "model.config.intermediate_size=47"]
     group, options = request.getfixturevalue(world), {"stage": zero["stage"], "steps": STEPS, "more": more}
-    require_same(*(group.run(engine_cases.trained, masters=masters, **options) for masters in ("fp32", "split")))
+    require_same(*(group.run(cases.trained, masters=masters, **options) for masters in ("fp32", "split")))
 
 
 @pytest.mark.one_in(9)
@@ -232,9 +231,9 @@ def test_the_jsons_settings_change_nothing(request, tmp_path, world: str, zero: 
 def test_a_run_resumes_with_either_kind_of_masters(pair, tmp_path, stage: int, before: str, after: str) -> None:
     """A checkpoint has FP32 masters, whatever the run had: the steps after it are those of a run that did not stop."""
     options = {"stage": stage, "steps": STEPS}
-    expected = pair.once(engine_cases.trained, masters="fp32", **options)
-    saved = pair.run(engine_cases.trained, masters=before, save=str(tmp_path), **options)
-    found = pair.run(engine_cases.trained, masters=after, load=str(tmp_path), **options)
+    expected = pair.once(cases.trained, masters="fp32", **options)
+    saved = pair.run(cases.trained, masters=before, save=str(tmp_path), **options)
+    found = pair.run(cases.trained, masters=after, load=str(tmp_path), **options)
     require_same(expected, saved)
     for whole, rest in zip(expected, found, strict=True):
         assert rest["rows"] == whole["rows"][STEPS // 2 :]
@@ -243,7 +242,7 @@ def test_a_run_resumes_with_either_kind_of_masters(pair, tmp_path, stage: int, b
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_masters_are_held_once(pair, stage: int) -> None:
-    for found in pair.run(engine_cases.held, stage=stage):
+    for found in pair.run(cases.held, stage=stage):
         dtype, size = found["row"]
         assert dtype == "float32, less their weights"
         assert size == pytest.approx(SPLIT_BYTES * found["values"], rel=1e-3)
@@ -256,6 +255,6 @@ def test_the_masters_are_held_once(pair, stage: int) -> None:
 
 
 def test_masters_that_are_written_wrong_are_an_error_on_every_rank(pair) -> None:
-    for text, after in pair.run(engine_cases.written_wrong):
+    for text, after in pair.run(cases.written_wrong):
         assert text == "precision.masters = split: 1 weights differ from their rounded FP32 masters"
         assert after["same"]
