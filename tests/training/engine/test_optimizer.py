@@ -49,17 +49,10 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
             group["lr"] = 0.01 * step
             for parameter in group["params"]:
                 parameter.grad = torch.randn_like(parameter)
-                kept = optimizer.state.get(parameter, {})
-                given = UpdateInputs(
-                    parameter.detach(),
-                    parameter.grad,
-                    [kept.get(key, torch.zeros_like(parameter)) for key in spec.states_of(matrix=group["matrix"])],
-                    section=section,
-                    weight_decay=group["weight_decay"],
-                    lr=group["lr"],
-                    step=step,
-                    matrix=group["matrix"],
-                )
+                kept, settings = optimizer.state.get(parameter, {}), {"section": section, "step": step}
+                settings |= {key: group[key] for key in ("weight_decay", "lr", "matrix")}
+                held = [kept.get(key, torch.zeros_like(parameter)) for key in spec.states_of(matrix=group["matrix"])]
+                given = UpdateInputs(parameter.detach(), parameter.grad, held, **settings)
                 expected[parameter] = parameter.detach().double() + IMPLEMENTATIONS[name].update(given)
         optimizer.step()
         of_matrices = {id(p): group["matrix"] for group in optimizer.param_groups for p in group["params"]}
@@ -77,15 +70,8 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
 @pytest.mark.parametrize(
     ("stage", "compute", "clipping"),
     [
-        (0, "fp32", 0.05),
-        (1, "fp32", 0),
-        (2, "fp32", 0.05),
-        (3, "fp32", 0),
-        (2, "bf16", 0.05),
-        (3, "fp16", 0.05),
-        (0, "fp32", 0),
-        (1, "bf16", 0.05),
-        (3, "fp32", 0.05),
+        *((0, "fp32", 0.05), (1, "fp32", 0), (2, "fp32", 0.05), (3, "fp32", 0), (2, "bf16", 0.05)),
+        *((3, "fp16", 0.05), (0, "fp32", 0), (1, "bf16", 0.05), (3, "fp32", 0.05)),
     ],
 )
 def test_sharded_masters_move_as_those_of_one_process_in_fp64(pair, name, stage, compute, clipping) -> None:
@@ -174,16 +160,9 @@ def test_two_iterations_in_bf16_are_as_far_apart_as_muon_says(rank: int) -> None
     for _ in range(5):
         left, right = torch.randn(2, 32, rank, generator=generator, dtype=torch.float64)
         gradient = left @ right.mT
-        kept = UpdateInputs(
-            torch.zeros(32, 32),
-            gradient,
-            [torch.zeros(32, 32)],
-            section=OptimizerSection(name="muon", orthogonalization="bf16"),
-            weight_decay=0.0,
-            lr=1.0,
-            step=1,
-            matrix=True,
-        )
+        section, zeros = OptimizerSection(name="muon", orthogonalization="bf16"), torch.zeros(32, 32)
+        settings = {"section": section, "weight_decay": 0.0, "lr": 1.0, "step": 1, "matrix": True}
+        kept = UpdateInputs(zeros, gradient, [zeros], **settings)
         noise = 1 + 1e-7 * torch.randn(32, 32, generator=generator, dtype=torch.float64)
         other = replace(kept, gradient=gradient * noise)
         size = float(muon.update(kept).norm())
