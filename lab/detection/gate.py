@@ -57,7 +57,7 @@ def run_all(options: argparse.Namespace) -> tuple[list[tuple[str, ...]], bool]:
         chosen = plan(options.config, options.overrides, **how)
         if references is None:
             (chosen.folder / "parity.json").unlink(missing_ok=True)  # beside it the gate would remove the twins as old
-            references = train_references(chosen, print)
+            references = train_references(chosen)
         found = gate(chosen, references=references)
         checks = {check["name"]: check for check in found["checks"]}
         named = sorted({name for check in checks.values() for name in check["modules"] if not check["passed"]})

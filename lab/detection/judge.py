@@ -12,7 +12,7 @@ from config.schema import ParitySection
 from tools.parity.every_step import judge_every_step
 from tools.parity.gate import by_rule, outside
 from tools.parity.jobs import Run, inner_dtypes, trajectory, walks_of
-from tools.parity.judge_runs import judge_whole
+from tools.parity.judge_runs import Runs, judge_whole
 from tools.parity.judge_steps import Check, Walk, judge_dtypes, judge_steps
 from tools.parity.oracle.judge import judge
 from tracking.compare.surviving import read_events
@@ -89,7 +89,7 @@ def of_whole_runs(
         trajectory(Run(run, True, "", None)) for run in (mine, twin, *map(RunDir, apart), *map(RunDir, again))
     )
     bits, more = others[: len(apart)], others[len(apart) :]
-    return judge_whole([half], [fp32], bounds, (), whole=fp32, apart=bits, again=more)
+    return judge_whole(Runs([half], [fp32]), bounds, apart=bits, again=more)
 
 
 def _silent(line: str) -> None:

@@ -44,7 +44,6 @@ from precision.loss_scale import make_policy
 from precision.tolerance import relative
 from tools.parity.every_step import compared_alike, judge_every_step
 from tools.parity.jobs import (
-    Log,
     Plan,
     References,
     Run,
@@ -61,6 +60,7 @@ from tools.parity.jobs import (
 from tools.parity.judge_runs import (
     AGAIN,
     MOST_APART,
+    Runs,
     Trajectory,
     confidence,
     confidence_line,
@@ -70,7 +70,7 @@ from tools.parity.judge_runs import (
 )
 from tools.parity.judge_steps import Check, first_divergence, judge_dtypes, judge_steps
 from tools.parity.oracle.comparison import Comparison
-from tools.parity.oracle.judge import STEPS, Unknown, judge, undisturbed
+from tools.parity.oracle.judge import STEPS, Log, Unknown, judge, undisturbed
 from tools.parity.oracle.rules import loss_scale
 from tools.parity.power import MOST_PAIRS, POWER, pairs_needed
 from tools.parity.report import verdict_lines, write_report
@@ -84,7 +84,7 @@ from training.corruption.rates import SAME_RATE, schedule
 MAX_CURVE_POINTS = 2000
 
 
-def gate(chosen: Plan, log: Log = print, *, references: References | None = None, keep: bool = False) -> dict[str, Any]:
+def gate(chosen: Plan, *, references: References | None = None, keep: bool = False) -> dict[str, Any]:
     """Run, compare, judge, and write the report; returns the content of parity.json.
 
     references: finished runs to share. keep: leave the checkpoints of the first half-precision run.
@@ -94,33 +94,32 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         shutil.rmtree(chosen.folder / "runs", ignore_errors=True)
         (chosen.folder / "parity.json").unlink()
     shared = references is not None
-    candidates = [train_candidate(chosen, seed, log) for seed in chosen.seeds]  # first: it may be refused
-    references = references or train_references(chosen, log)
+    candidates = [train_candidate(chosen, seed) for seed in chosen.seeds]  # first: it may be refused
+    references = references or train_references(chosen)
     twins, controls = references.twins, references.controls
-    log(f"single steps after steps {', '.join(map(str, chosen.points))}")
-    walks = walk_steps(chosen, candidates[0], log)
+    print(f"single steps after steps {', '.join(map(str, chosen.points))}")
+    walks = walk_steps(chosen, candidates[0])
     half, fp32 = [trajectory(run) for run in candidates], [trajectory(run) for run in twins]
     nudged, whole = [trajectory(run) for run in controls], fp32[0] if twins else None
     for index, (seed, run) in enumerate(zip(chosen.seeds, half, strict=True)):
         if twins and run.settling is not None:
-            fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.settling.steps))
+            fp32[index] = trajectory(train_twin(chosen, seed, lost=run.settling.steps))
     apart, again, of_runs = list[Trajectory](), list[Trajectory](), list[Check]()
 
     def whole_runs() -> list[Check]:
-        assert whole is not None
-        return judge_whole(half, fp32, bounds, nudged, whole=whole, apart=apart, again=again)
+        return judge_whole(Runs(half, fp32, nudged, whole), bounds, apart=apart, again=again)
 
     if whole is not None:
         of_runs = whole_runs()
         for index, (seed, run) in enumerate(zip(chosen.seeds, half, strict=True)):
             if in_doubt(of_runs) and len(run.lost) > len(run.settling.steps if run.settling else ()):
-                fp32[index] = trajectory(train_twin(chosen, seed, log, lost=run.lost))
+                fp32[index] = trajectory(train_twin(chosen, seed, lost=run.lost))
         of_runs = whole_runs()
         while in_doubt(of_runs) and len(apart) < MOST_APART:  # by a defect, or by chaos alone
-            apart.append(trajectory(train_twin(chosen, chosen.seeds[0], log, a_bit=len(apart))))
+            apart.append(trajectory(train_twin(chosen, chosen.seeds[0], a_bit=len(apart))))
             of_runs = whole_runs()
         if in_doubt(of_runs) and candidates[0].finished:
-            again = [trajectory(train_again(chosen, chosen.seeds[0], log, draw)) for draw in range(AGAIN)]
+            again = [trajectory(train_again(chosen, chosen.seeds[0], draw)) for draw in range(AGAIN)]
             of_runs = whole_runs()
     unfinished = [f"{run.folder.name}: {run.error_line}" for run in candidates if not run.finished]
     share = 1 - len(unfinished) / len(candidates)
@@ -132,7 +131,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         by_rule(candidates[0].folder.events, chosen.resolved.config),
         judge_every_step([run.folder.events for run in (*candidates, *twins)], bounds.whole_steps),
     ]
-    checks += recomputed(chosen, candidates[0], twins[0] if twins else None, log)
+    checks += recomputed(chosen, candidates[0], twins[0] if twins else None, print)
     for judged in [*([] if keep else candidates[:1]), *([] if shared else twins[:1])]:
         shutil.rmtree(judged.folder.checkpoints, ignore_errors=True)
     failed = [check.name for check in checks if not check.passed]
@@ -140,7 +139,7 @@ def gate(chosen: Plan, log: Log = print, *, references: References | None = None
         "verdict": "no parity" if failed else "parity",
         "failed": failed,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "confidence": confidence(half, fp32, bounds, nudged, whole=whole) if twins else None,
+        "confidence": confidence(Runs(half, fp32, nudged, whole), bounds) if twins else None,
         "first_parting": first_divergence(walks, bounds),
         "first_departure": first_departure(half[0], whole, bounds.loss_gap) if whole else None,
         "bought": _resources(candidates[0], twins[:1], price=bounds.price_per_device_hour, devices=chosen.processes),

@@ -60,8 +60,6 @@ the second a wrong state after the first."""
 FEW_STEPS = 30
 """Length of a run below which two points are compared by default."""
 
-Log = Callable[[str], object]
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -182,17 +180,17 @@ def plan(
     return Plan(tuple(arguments), resolved, folder, processes, tuple(launcher), watching, forks, twin)
 
 
-def train_references(chosen: Plan, log: Log) -> References:
+def train_references(chosen: Plan) -> References:
     """Train the FP32 runs; none for a task whose runs sample other answers. Raises UserError if one fails."""
     if chosen.twin is None:
         return References((), ())
-    twins = tuple(train_twin(chosen, seed, log) for seed in chosen.seeds)
+    twins = tuple(train_twin(chosen, seed) for seed in chosen.seeds)
     first, count = chosen.seeds[0], chosen.resolved.config.parity.controls
-    return References(twins, tuple(train_twin(chosen, first, log, control=index) for index in range(count)))
+    return References(twins, tuple(train_twin(chosen, first, control=index) for index in range(count)))
 
 
 def train_twin(
-    chosen: Plan, seed: int, log: Log, *, control: int | None = None, lost: Sequence[int] = (), a_bit: int | None = None
+    chosen: Plan, seed: int, *, control: int | None = None, lost: Sequence[int] = (), a_bit: int | None = None
 ) -> Run:
     """Train the job in FP32. Raises UserError if it fails, since there is then nothing to compare with.
 
@@ -214,16 +212,16 @@ def train_twin(
         name = f"seed-{seed}"
         overrides += seldom(chosen.watching, config.parity.whole_steps)
         overrides += _saving(chosen) if seed == config.run.seed else []
-    run = _train(chosen, TWIN + name, seed, overrides, log, program=program)
+    run = _train(chosen, TWIN + name, seed, overrides, program)
     if not run.finished:
         raise UserError(f"the FP32 twin failed: {run.error_line}; see {_log(chosen, run.folder.name)}")
     return run
 
 
-def train_again(chosen: Plan, seed: int, log: Log, draw: int) -> Run:
+def train_again(chosen: Plan, seed: int, draw: int) -> Run:
     """Train the half-precision job from weights that are perturbed as by rounding."""
-    name, program = f"candidate-a-bit-apart-{draw + 1}", _a_bit_apart(chosen, draw)
-    return _train(chosen, name, seed, ["checkpoint.every_steps=0"], log, program=program)
+    name = f"candidate-a-bit-apart-{draw + 1}"
+    return _train(chosen, name, seed, ["checkpoint.every_steps=0"], _a_bit_apart(chosen, draw))
 
 
 def _a_bit_apart(chosen: Plan, draw: int) -> tuple[str, ...]:
@@ -231,10 +229,10 @@ def _a_bit_apart(chosen: Plan, draw: int) -> tuple[str, ...]:
     return ("-m", "tools.parity.alternatives", repr(rounding_to(chosen.resolved.config.precision)), str(draw))
 
 
-def train_candidate(chosen: Plan, seed: int, log: Log) -> Run:
+def train_candidate(chosen: Plan, seed: int) -> Run:
     """Train the half-precision job. Raises UserError if it takes no step, as when activations exceed FP16 from the
     start; ending later is a finding."""
-    run = _train(chosen, f"candidate-seed-{seed}", seed, [*chosen.watching, *_saving(chosen)], log)
+    run = _train(chosen, f"candidate-seed-{seed}", seed, [*chosen.watching, *_saving(chosen)])
     events = read_events(run.folder.events) if run.folder.events.exists() else ()
     if not run.finished and not any(event["event"] == "step" and event["applied"] for event in events):
         raise UserError(f"the run took no step: {run.error_line}; see {_log(chosen, run.folder.name)}")
@@ -255,9 +253,7 @@ def _saving(chosen: Plan) -> list[str]:
     ]
 
 
-def _train(
-    chosen: Plan, name: str, seed: int, overrides: Sequence[str], log: Log, *, program: Sequence[str] = TRAIN
-) -> Run:
+def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], program: Sequence[str] = TRAIN) -> Run:
     folder = RunDir(chosen.folder / "runs" / name)
     config = chosen.resolved.config
     program = [
@@ -271,13 +267,13 @@ def _train(
     output, energy = _log(chosen, name), None
     command = job_command(program, processes=chosen.processes, launcher=chosen.launcher)
     if _is_kept(chosen, folder, command):
-        log(f"{name}: kept from an earlier start that ended before its verdict")
+        print(f"{name}: kept from an earlier start that ended before its verdict")
     else:
         if folder.path.exists():
             shutil.rmtree(folder.path)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.with_suffix(".inputs").write_text(chosen.inputs, encoding="utf-8")
-        log(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
+        print(f"{name}: {config.run.steps} steps on {chosen.processes} processes")
         follower, steps = Follower(folder.events), [0]
 
         def done() -> int:
@@ -285,7 +281,7 @@ def _train(
             return max(steps)
 
         before = _joules(chosen)
-        _launch(chosen, program, output, log, f"{name}: step", done, config.run.steps)
+        _launch(chosen, program, output, f"{name}: step", done, config.run.steps)
         energy = used(before, _joules(chosen))
     events = read_events(folder.events) if folder.events.exists() else ()
     end: dict[str, Any] = next((event for event in reversed([*events]) if event["event"] == "run_end"), {})
@@ -311,23 +307,21 @@ def _is_kept(chosen: Plan, folder: RunDir, command: Sequence[str]) -> bool:
     return same and finished and there and read_inputs(folder)["environment"].get("git") == git
 
 
-def _launch(
-    chosen: Plan, program: Sequence[str], output: Path, log: Log, what: str, done: Callable[[], int], steps: int
-) -> None:
-    """Run a job to its end. Logs its progress and about how long it will take, once it has done a step."""
+def _launch(chosen: Plan, program: Sequence[str], output: Path, what: str, done: Callable[[], int], steps: int) -> None:
+    """Run a job to its end. Prints its progress and about how long it will take, once it has done a step."""
     began = time.monotonic()
 
     def report() -> None:
         at = done()
         if at:
             left = (time.monotonic() - began) / at * (steps - at)
-            log(f"{what} {at} of {steps}, about {duration(left)} left")
+            print(f"{what} {at} of {steps}, about {duration(left)} left")
 
     processes, launcher, forks = chosen.processes, chosen.launcher, chosen.forks
     launch(program, processes=processes, log=output, launcher=launcher, forks=forks, report=report)
 
 
-def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
+def walk_steps(chosen: Plan, run: Run) -> list[Walk]:
     """Single steps of the finished run, measured by a job with as many processes."""
     out, output = chosen.folder / "steps.json", _log(chosen, "step-parity")
     out.unlink(missing_ok=True)
@@ -338,7 +332,7 @@ def walk_steps(chosen: Plan, run: Run, log: Log) -> list[Walk]:
     def done() -> int:
         return output.read_text(encoding="utf-8", errors="replace").count(COMPARED)
 
-    _launch(chosen, program, output, log, "single steps:", done, sum(lengths(chosen.points, WALK)))
+    _launch(chosen, program, output, "single steps:", done, sum(lengths(chosen.points, WALK)))
     if not out.exists():
         again = "the same command at the same commit keeps the trained runs"
         raise UserError(f"single steps could not be compared: {error_line_of(output)}; see {output}; {again}")

@@ -68,6 +68,29 @@ class Trajectory:
     """All steps that the loss scale skipped."""
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Whole runs that are compared, one of each kind by seed."""
+
+    candidate: Sequence[Trajectory]
+    twin: Sequence[Trajectory]
+    """In FP32, without the updates that the candidate's loss scale lost, at least while it settled."""
+    controls: Sequence[Trajectory] = ()
+    """In FP32, of the first seed."""
+    whole: Trajectory | None = None
+    """The first seed's twin with all updates; None if that is `twin[0]`."""
+
+    @property
+    def pairs(self) -> list[tuple[Trajectory, Trajectory]]:
+        """Each candidate with its twin."""
+        return list(zip(self.candidate, self.twin, strict=True))
+
+    @property
+    def of_controls(self) -> Trajectory:
+        """The run to compare the controls with."""
+        return self.whole or self.twin[0]
+
+
 def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str, Any]]) -> Settling | None:
     """The settling of a loss scale that started high, from a run's `step` and `scale` events; None without one.
 
@@ -94,32 +117,19 @@ def settling_of(steps: Sequence[Mapping[str, Any]], scales: Sequence[Mapping[str
     return None
 
 
-def judge_trajectories(
-    candidate: Sequence[Trajectory],
-    twin: Sequence[Trajectory],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory] = (),
-    *,
-    whole: Trajectory | None = None,
-) -> list[Check]:
-    """The checks of whole runs; candidate and FP32 twin by seed, controls of the first seed.
-
-    twin: without the updates that the candidate's loss scale lost, at least while it settled. whole: the first seed's
-    twin with all updates, to compare the controls with; None if that is `twin[0]`.
-    """
-    whole = whole or twin[0]
-    pairs = list(zip(candidate, twin, strict=True))
-    gap, where = max((_loss_gap(mine, other) for mine, other in pairs), key=lambda found: found[0])
-    ratio = median(_norm_ratio(mine, other) for mine, other in pairs)
-    nonfinite = sum(run.nonfinite for run in candidate)
+def judge_trajectories(runs: Runs, bounds: ParitySection) -> list[Check]:
+    """The checks of whole runs."""
+    gap, where = max((_loss_gap(*pair) for pair in runs.pairs), key=lambda found: found[0])
+    ratio = median(_norm_ratio(*pair) for pair in runs.pairs)
+    nonfinite = sum(run.nonfinite for run in runs.candidate)
     larger = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    apart = [_loss_gap(control, whole)[0] for control in controls]
+    apart = [_loss_gap(control, runs.of_controls)[0] for control in runs.controls]
     allowed = max(bounds.loss_gap, _twice_rms(apart))
     return [
-        _validation(candidate, twin, bounds, controls, whole),
+        _validation(runs, bounds),
         Check("loss_gap", gap, allowed, gap <= allowed, where=where, note=_controls_note(apart)),
         Check("grad_norm_ratio", ratio, bounds.grad_norm_ratio, larger <= bounds.grad_norm_ratio),
-        _skipped(candidate, bounds),
+        _skipped(runs.candidate, bounds),
         Check("nonfinite_events", nonfinite, bounds.nonfinite_events, nonfinite <= bounds.nonfinite_events),
     ]
 
@@ -138,14 +148,7 @@ def in_doubt(checks: Sequence[Check]) -> bool:
 
 
 def judge_whole(
-    candidate: Sequence[Trajectory],
-    twin: Sequence[Trajectory],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory],
-    *,
-    whole: Trajectory,
-    apart: Sequence[Trajectory],
-    again: Sequence[Trajectory] = (),
+    runs: Runs, bounds: ParitySection, *, apart: Sequence[Trajectory], again: Sequence[Trajectory] = ()
 ) -> list[Check]:
     """`judge_trajectories`, given runs that start from the first seed's weights, perturbed as by rounding.
 
@@ -153,11 +156,13 @@ def judge_whole(
     again: of the candidate; medians are compared then, since at high rates one run of many, in any dtype, ends far off.
     """
     if again:
-        candidate = [median_run([candidate[0], *again]), *candidate[1:]]
-        middle = median_run([whole, *apart])
-        twin, whole = [middle if twin[0] is whole else twin[0], *twin[1:]], middle
-    checks = judge_trajectories(candidate, twin, bounds, [*controls, *apart], whole=whole)
-    differing = [check for run in apart for check in judge_trajectories([run], [whole], bounds) if not check.passed]
+        candidate = [median_run([runs.candidate[0], *again]), *runs.candidate[1:]]
+        middle = median_run([runs.of_controls, *apart])
+        first = middle if runs.twin[0] is runs.of_controls else runs.twin[0]
+        runs = Runs(candidate, [first, *runs.twin[1:]], runs.controls, middle)
+    checks = judge_trajectories(replace(runs, controls=[*runs.controls, *apart]), bounds)
+    bits = [Runs([run], [runs.of_controls]) for run in apart]
+    differing = [check for bit in bits for check in judge_trajectories(bit, bounds) if not check.passed]
     found = []
     for check in checks:
         largest = max((_off(each) for each in differing if each.name == check.name), default=0.0)
@@ -192,29 +197,22 @@ def _median(values: Sequence[float]) -> float:
     return median(filter(math.isfinite, values)) if math.isfinite(values[0]) else values[0]
 
 
-def confidence(
-    candidate: Sequence[Trajectory],
-    twin: Sequence[Trajectory],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory] = (),
-    *,
-    whole: Trajectory | None = None,
-) -> dict[str, Any]:
+def confidence(runs: Runs, bounds: ParitySection) -> dict[str, Any]:
     """The confidence in the mean validation delta, and the shift that this many runs would find.
 
     {"pairs", "controls", "delta", "scatter", "degrees", "interval" (1 - 2 ALPHA), "detectable" (at POWER), "shown",
     "pairs_needed" (to find the bound)}, relative to FP32. scatter: of one delta, pooled over the deltas of the seeds
     around their mean and the controls' distances from their twin around zero; None with nothing to estimate it from:
     one pair without controls, or no validation loss. shown: whether the interval lies within the bound, which shows
-    equivalence. twin, whole: as for `judge_trajectories`.
+    equivalence.
     """
-    deltas = [delta for pair in zip(candidate, twin, strict=True) if (delta := _delta(*pair)) is not None]
+    deltas = [delta for pair in runs.pairs if (delta := _delta(*pair)) is not None]
     found: dict[str, Any] = {"pairs": len(deltas), "controls": 0, "delta": fmean(deltas) if deltas else None}
     found |= dict.fromkeys(("scatter", "interval", "detectable", "shown", "pairs_needed"))
-    apart = [delta for run in controls if (delta := _delta(run, whole or twin[0])) is not None]
+    apart = [delta for run in runs.controls if (delta := _delta(run, runs.of_controls)) is not None]
     degrees = len(deltas) - 1 + len(apart)
     found |= {"controls": len(apart), "degrees": max(0, degrees), "bound": bounds.validation_delta}
-    if len(deltas) < len(candidate) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
+    if len(deltas) < len(runs.candidate) or degrees < 1 or not all(map(math.isfinite, (*deltas, *apart))):
         return found
     delta = fmean(deltas)
     squares = sum((item - delta) ** 2 for item in deltas) + sum(item**2 for item in apart)
@@ -277,30 +275,24 @@ def _skipped(runs: Sequence[Trajectory], bounds: ParitySection) -> Check:
     return Check("skipped_share", share, bounds.skipped_share, share <= bounds.skipped_share, note="; ".join(notes))
 
 
-def _validation(
-    candidate: Sequence[Trajectory],
-    twin: Sequence[Trajectory],
-    bounds: ParitySection,
-    controls: Sequence[Trajectory],
-    whole: Trajectory,
-) -> Check:
+def _validation(runs: Runs, bounds: ParitySection) -> Check:
     """The mean delta, compared with the bound or with what chance explains, whichever is larger.
 
     Of several seeds that is a two-sided t-test at ALPHA of the paired deltas: a candidate shares its seed with its
     twin, so how far seeds are apart explains nothing. Of one seed it is twice the controls' root mean square distance.
     """
-    known = confidence(candidate, twin, bounds, controls, whole=whole)
-    if known["pairs"] < len(candidate):
+    known = confidence(runs, bounds)
+    if known["pairs"] < len(runs.candidate):
         note = "no validation loss was recorded; set evaluate.every_steps"
         return Check("validation_delta", math.nan, bounds.validation_delta, False, note=note)
-    nudged = [delta for run in controls if (delta := _delta(run, whole)) is not None]
+    nudged = [delta for run in runs.controls if (delta := _delta(run, runs.of_controls)) is not None]
     chance, each = _twice_rms(nudged), ""
     if known["pairs"] > 1:
         spread = known["scatter"] or 0.0
         chance = half_width(spread, known["pairs"], known["degrees"], confidence=1 - ALPHA)
-        each = "deltas " + ", ".join(f"{_delta(*pair):+.3%}" for pair in zip(candidate, twin, strict=True))
-    settled, lost = "", _delta(twin[0], whole)
-    if candidate[0].lost and lost:
+        each = "deltas " + ", ".join(f"{_delta(*pair):+.3%}" for pair in runs.pairs)
+    settled, lost = "", _delta(runs.twin[0], runs.of_controls)
+    if runs.candidate[0].lost and lost:
         settled = f"with the updates that the loss scale lost, FP32 ends {lost:+.2%} apart"
     note = "; ".join(filter(None, [each, _controls_note(nudged), settled]))
     delta, allowed = known["delta"], max(bounds.validation_delta, chance)

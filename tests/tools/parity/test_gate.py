@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,20 @@ SMALL = [
 ]
 
 
+@contextmanager
+def forked(folder, *overrides, steps=12, ranks=2, through=()):
+    """The jobs of a small gate, whose ranks are forked. through: what their programs are started by."""
+    given = [*SMALL, f"data.cache_dir={folder.parent}/cache", *overrides]
+    with forked_launcher(ranks) as launcher:
+        launcher = [*launcher, *through]
+        yield parity.plan(DEMO, given, folder=folder, steps=steps, processes=ranks, launcher=launcher)
+
+
 @pytest.fixture(scope="module")
 def judged(folder):
     """A gate that passes, and its FP32 runs."""
-    given = [*SMALL, f"data.cache_dir={folder}/cache", "parity.oracle_steps=3"]
-    with forked_launcher(2) as launcher:
-        chosen = parity.plan(DEMO, given, folder=folder / "good", steps=12, processes=2, launcher=launcher)
-        references = parity.train_references(chosen, print)
+    with forked(folder / "good", "parity.oracle_steps=3") as chosen:
+        references = parity.train_references(chosen)
         return parity.gate(chosen, references=references), references
 
 
@@ -184,10 +192,7 @@ def test_what_the_oracle_does_not_know_is_said_and_what_it_cannot_read_fails(tmp
 def test_a_sabotaged_norm_fails_by_name(folder, judged):
     """The same job with a norm that squares in FP16, on one process, compared with the same FP32 runs."""
     defect = f"{{kind: fp16_norm, module: {NORM}, factor: 30000}}"
-    overrides = [*SMALL, f"data.cache_dir={folder}/cache"]
-    with forked_launcher(1) as forked:
-        launcher = [*forked, "-m", MODULE, defect]
-        chosen = parity.plan(DEMO, overrides, folder=folder / "bad", steps=12, processes=1, launcher=launcher)
+    with forked(folder / "bad", ranks=1, through=["-m", MODULE, defect]) as chosen:
         found = parity.gate(chosen, references=judged[1])
     assert found["verdict"] == "no parity"
     assert "module_error" in found["failed"]
@@ -203,9 +208,7 @@ def test_a_sabotaged_norm_fails_by_name(folder, judged):
 def test_a_scale_that_settles_is_told_from_one_that_keeps_skipping(tmp_path, window, failed):
     """A loss scale from 2^24, in 24 steps: the first run skips some at the start, the second every third step later."""
     scale = f"precision.loss_scale={{initial: 16777216, window: {window}, hysteresis: 1}}"
-    given = [*SMALL, f"data.cache_dir={tmp_path}/cache", "precision.compute=fp16", "parity.points=1", scale]
-    with forked_launcher(2) as launcher:
-        chosen = parity.plan(DEMO, given, folder=tmp_path / "fp16", steps=24, processes=2, launcher=launcher)
+    with forked(tmp_path / "fp16", "precision.compute=fp16", "parity.points=1", scale, steps=24) as chosen:
         found = parity.gate(chosen)
     assert set(found["failed"]) >= failed and bool(found["failed"]) is bool(failed), found["failed"]
     checks = {check["name"]: check for check in found["checks"]}
@@ -325,20 +328,18 @@ def test_how_many_pairs_find_a_shift_is_planned_from_a_report(tmp_path, capsys):
 
 def test_a_twin_that_does_not_run_is_reported_with_its_error_line(tmp_path):
     (tmp_path / "rows.jsonl").write_text("no JSON\n")
-    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", "data.source=jsonl", f"data.path={tmp_path}/rows.jsonl"]
+    rows = ("data.source=jsonl", f"data.path={tmp_path}/rows.jsonl")
     said = r"FP32 twin failed: error: .*rows.jsonl.*; see"
-    with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
-        chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
-        parity_jobs.train_twin(chosen, 0, print)
+    with forked(tmp_path / "report", *rows, ranks=1) as chosen, pytest.raises(UserError, match=said):
+        parity_jobs.train_twin(chosen, 0)
 
 
 def test_a_model_that_fp16_cannot_hold_is_refused_with_its_module_before_its_twin_trains(tmp_path):
     config = "{hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 2, %s}"
     huge = ["model.architecture=granite", f"model.config={config % 'residual_multiplier: 1.0e+9'}"]
-    overrides = [*SMALL, f"data.cache_dir={tmp_path}/cache", *huge, "precision.compute=fp16", "parity.whole_steps=0"]
+    huge += ["precision.compute=fp16", "parity.whole_steps=0"]
     said = "took no step: .*an activation of model.layers.0.* exceeds FP16's 65,504.*use precision.compute=bf16"
-    with forked_launcher(1) as launcher, pytest.raises(UserError, match=said):
-        chosen = parity.plan(DEMO, overrides, folder=tmp_path / "report", steps=12, processes=1, launcher=launcher)
+    with forked(tmp_path / "report", *huge, ranks=1) as chosen, pytest.raises(UserError, match=said):
         parity.gate(chosen)
     assert [path.name for path in (tmp_path / "report/runs").iterdir()] == ["candidate-seed-0"]
 

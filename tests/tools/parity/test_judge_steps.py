@@ -21,6 +21,7 @@ from tests.support.rows.jsonl import write_jsonl
 from tools.parity.alternatives import moved_start
 from tools.parity.every_step import judge_every_step, power, settings
 from tools.parity.judge_runs import (
+    Runs,
     Settling,
     Trajectory,
     confidence,
@@ -52,7 +53,7 @@ def run(*, factor: float = 1.0, validation: float | None = 4.0, **changes: Any) 
 def trajectories(mine: Any, other: Any, controls: Any = ()) -> dict[str, Check]:
     """mine, other: a trajectory, or one for each seed."""
     runs = [[run] if isinstance(run, Trajectory) else run for run in (mine, other)]
-    return {check.name: check for check in judge_trajectories(*runs, BOUNDS, controls)}
+    return {check.name: check for check in judge_trajectories(Runs(*runs, controls), BOUNDS)}
 
 
 def step(number: int = 1, names: str = "ab", **changes: Any) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def test_a_run_agrees_with_itself_and_with_one_that_is_a_little_off() -> None:
         (run(validation=4.021), "validation_delta"),
         (run(validation=3.979), "validation_delta"),  # better than FP32 is another model too
         (run(factor=1.03), "loss_gap"),
+        (run(losses=[*run().losses[:90], *[math.nan] * 10]), "loss_gap"),
         (run(grad_norms=[2.0] * 100), "grad_norm_ratio"),
         (run(skipped=6), "skipped_share"),
         (run(nonfinite=1), "nonfinite_events"),
@@ -173,8 +175,8 @@ def test_a_run_that_settled_is_compared_with_the_updates_that_it_made() -> None:
     mine = replace(mine, lost=[1, 2, 3])
 
     def against(twin: Trajectory, mine: Trajectory = mine) -> dict[str, Check]:
-        controls = [replace(whole, validation=0.1002)]
-        return {check.name: check for check in judge_trajectories([mine], [twin], BOUNDS, controls, whole=whole)}
+        runs = Runs([mine], [twin], [replace(whole, validation=0.1002)], whole)
+        return {check.name: check for check in judge_trajectories(runs, BOUNDS)}
 
     checks = against(twin)
     assert not failed(checks)
@@ -192,7 +194,7 @@ def test_a_whole_run_is_not_judged_where_one_bit_of_fp32_grows_beyond_the_bound(
     mine, calm, whole = run(factor=1.03, validation=4.1), run(validation=4.001), run()
 
     def judged(*apart: Trajectory) -> dict[str, Check]:
-        return {check.name: check for check in judge_whole([mine], [whole], BOUNDS, (), whole=whole, apart=apart)}
+        return {check.name: check for check in judge_whole(Runs([mine], [whole]), BOUNDS, apart=apart)}
 
     assert failed(judged(calm)) == {"validation_delta", "loss_gap"}
     found = judged(calm, run(validation=4.05))
@@ -206,7 +208,7 @@ def test_medians_tell_one_run_that_is_far_off_from_a_defect() -> None:
 
     def judged(*again: Trajectory) -> dict[str, Check]:
         apart = (run(validation=4.001), run(validation=3.999), run(validation=4.0))
-        checks = judge_whole([far], [whole], BOUNDS, (), whole=whole, apart=apart, again=again)
+        checks = judge_whole(Runs([far], [whole]), BOUNDS, apart=apart, again=again)
         return {check.name: check for check in checks}
 
     assert not failed(judged(run(validation=4.002), run(validation=3.998)))
@@ -233,11 +235,6 @@ def test_a_run_a_bit_apart_starts_from_weights_as_far_off_as_its_dtype_rounds() 
     signs = signs[signs.isfinite()]  # no bias, which is 0
     assert torch.allclose(signs.detach().abs(), torch.ones(()), atol=1e-2) and abs(float(signs.mean())) < 0.1
     assert torch.equal(build.build_model(section, config, seed=0).lm_head.weight, whole["transformer.wte.weight"])
-
-
-def test_a_loss_that_becomes_nan_is_no_parity() -> None:
-    losses = [*run().losses[:90], *[math.nan] * 10]
-    assert "loss_gap" in failed(trajectories(run(losses=losses), run()))
 
 
 def test_losses_that_end_at_zero_are_compared() -> None:
@@ -272,7 +269,7 @@ def test_with_seeds_a_mean_delta_is_held_against_the_scatter_of_deltas_and_contr
     twins = [run(validation=value) for value in (3.6, 4.0, 4.4)]
     mine = [run(validation=value * (1 + delta)) for value, delta in zip((3.6, 4.0, 4.4), deltas, strict=True)]
     controls = [run(validation=4.0 * (1 + delta)) for delta in ((apart, -apart) if apart else ())]
-    found = judge_trajectories(mine, twins, BOUNDS, controls, whole=run())
+    found = judge_trajectories(Runs(mine, twins, controls, run()), BOUNDS)
     check = next(check for check in found if check.name == "validation_delta")
     squares = sum((delta - fmean(deltas)) ** 2 for delta in deltas) + 2 * apart**2
     degrees, t = (4, 2.7764) if apart else (2, 4.3027)
@@ -546,7 +543,7 @@ def ended(loss: float) -> Trajectory:
 def test_seeds_and_controls_are_pooled() -> None:
     """Three deltas of mean 0.1% around which they scatter, two controls around zero: four degrees of freedom."""
     mine, twins = [ended(4 * (1 + delta)) for delta in (0.0, 0.001, 0.002)], [ended(4.0)] * 3
-    found = confidence(mine, twins, BOUNDS, [ended(4.004), ended(3.996)])
+    found = confidence(Runs(mine, twins, [ended(4.004), ended(3.996)]), BOUNDS)
     scatter = math.sqrt((2 * 0.001**2 + 2 * 0.001**2) / 4)
     assert (found["pairs"], found["controls"], found["degrees"]) == (3, 2, 4)
     assert found["scatter"] == pytest.approx(scatter)
@@ -555,13 +552,13 @@ def test_seeds_and_controls_are_pooled() -> None:
     assert found["detectable"] == pytest.approx((2.7764 + 1.5332) * scatter / math.sqrt(3), rel=1e-4)
     assert found["shown"]
     assert "shows equivalence within 0.500%" in confidence_line(found)
-    far = confidence([ended(4.016)] * 3, twins, BOUNDS, [ended(4.1), ended(3.9)])
+    far = confidence(Runs([ended(4.016)] * 3, twins, [ended(4.1), ended(3.9)]), BOUNDS)
     assert not far["shown"]
     assert f"takes {far['pairs_needed']} pairs" in confidence_line(far)
 
 
 def test_one_pair_has_no_interval() -> None:
-    found = confidence([ended(4.001)], [ended(4.0)], BOUNDS)
+    found = confidence(Runs([ended(4.001)], [ended(4.0)]), BOUNDS)
     assert found["scatter"] is None
     assert "no power" in confidence_line(found)
 
@@ -611,9 +608,8 @@ def test_the_share_of_false_alarms_over_sound_pairs(capsys: pytest.CaptureFixtur
         control = trained(seed, torch.float32, rate * (1 + 2.0**-8))
         deltas.append((mine.validation - twin.validation) / twin.validation)  # type: ignore[operator]
         for name, controls in (("alone", ()), ("with a control", (control,))):
-            failed = [check.name for check in judge_trajectories([mine], [twin], BOUNDS, controls) if not check.passed]
-            if failed:
-                alarms.setdefault(name, []).append((seed, failed))
+            if beyond := failed(trajectories(mine, twin, controls)):
+                alarms.setdefault(name, []).append((seed, beyond))
     covered = 0
     for start in range(0, 40, 4):  # series of four: does the interval have the mean of all?
         four = deltas[start : start + 4]

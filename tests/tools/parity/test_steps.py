@@ -14,11 +14,10 @@ from config.schema import OptimizerSection, ParitySection
 from lab.detection.plants.permanent import PLANTED
 from precision.inner_dtypes import LOSS_SUM, RESIDUAL, ROTARY, SOFTMAX, over_ranks
 from precision.inner_dtypes import NORM as NORMS
-from tests.support.jobs.forked_launcher import forked_launcher
 from tests.support.marks import slow
 from tests.support.models.small_run import VOCABULARY
 from tests.tools.parity import step_cases
-from tests.tools.parity.test_gate import DEMO, SMALL
+from tests.tools.parity.test_gate import forked
 from tests.training.engine.test_tensor_parallel import MANIFEST
 from tools.parity import gate as parity
 from tools.parity import steps as single_steps
@@ -599,14 +598,12 @@ def test_the_gate_says_of_two_ranks_what_it_says_of_one(tmp_path, compute, stage
     """Twin and run share the matrices alike; both FP32 twins are the same training."""
     found = {}
     for ranks in (1, 2):
-        given = [*SMALL, f"data.cache_dir={tmp_path}/cache", f"parallel.tensor={ranks}", "batch.micro_size=4"]
+        given = [f"parallel.tensor={ranks}", "batch.micro_size=4"]
         if compute == "manifest":
             given += [f"deepspeed.stage={stage}", *under_a_manifest(tmp_path, stage)["overrides"]]
         else:
             given += [f"deepspeed.config=ds_configs/zero{stage}_{compute}.json", f"precision.compute={compute}"]
-        with forked_launcher(ranks) as launcher:
-            folder = tmp_path / str(ranks)
-            chosen = parity.plan(DEMO, given, folder=folder, steps=12, processes=ranks, launcher=launcher)
+        with forked(tmp_path / str(ranks), *given, ranks=ranks) as chosen:
             found[ranks] = parity.gate(chosen)
     assert found[2]["verdict"] == found[1]["verdict"] == "parity"
     one, two = ({check["name"]: check for check in found[ranks]["checks"]} for ranks in (1, 2))

@@ -27,7 +27,7 @@ def test_half_precision_is_within_the_gates_bounds(folder: Path, name: str) -> N
     with forked_launcher(2) as launcher:
         out, given = folder / name.replace(", ", "-"), [*overrides_of(folder, name), *SMALL]
         chosen = parity.plan(DEMO, given, folder=out, steps=8, processes=2, launcher=launcher)
-        found = parity.gate(chosen, references=parity.train_references(chosen, print))
+        found = parity.gate(chosen, references=parity.train_references(chosen))
     assert (found["verdict"], found["failed"]) == ("parity", [])
     checks = {check["name"]: check for check in found["checks"]}
     assert checks["module_error"]["measured"] > 0, "it was compared"
