@@ -20,8 +20,6 @@ class Recorded:
     """The `step` events right after it, as long as they used the batches right after its own."""
     incident: Event | None
     """The guard's `incident` event, if the step was one."""
-    causes: list[Event]
-    """The `nonfinite` events of the step."""
     session: Event
     """The `run_start` event of its session: a run may resume in another layout."""
 
@@ -40,7 +38,7 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
     reached = [i for i, event in enumerate(events) if event["event"] == "step" and event["step"] == step]
     if not reached:
         raise UserError(f"--step {step}: the run has no such step; its events end at step {last_step(events)}")
-    at = ([i for i in reached if _of_attempt(events, i, "incident")] or reached)[-1]
+    at = ([i for i in reached if _incident(events, i)] or reached)[-1]
     starts = [event for event in events[:at] if event["event"] == "run_start"]
     if not starts:
         raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
@@ -56,16 +54,16 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
     return Recorded(
         steps=backwards[::-1],
         after=[event for _, event in follows],
-        incident=next(iter(_of_attempt(events, at, "incident")), None),
-        causes=_of_attempt(events, at, "nonfinite"),
+        incident=_incident(events, at),
         session=starts[-1],
     )
 
 
-def _of_attempt(events: list[Event], at: int, kind: str) -> list[Event]:
-    """The events of one kind about the step that was attempted at index `at`, up to the next `step`."""
+def _incident(events: list[Event], at: int) -> Event | None:
+    """The incident of the step that was attempted at index `at`, if one follows before the next `step`."""
     until_next = takewhile(lambda event: event["event"] != "step", islice(events, at + 1, None))
-    return [event for event in until_next if event["event"] == kind and event["step"] == events[at]["step"]]
+    own = (event for event in until_next if event["event"] == "incident" and event["step"] == events[at]["step"])
+    return next(own, None)
 
 
 def require_layout(session: Event, resolved: Resolved) -> None:

@@ -16,7 +16,6 @@ from tests.tools.replay import bisect_cases
 from tools.parity.steps import verdict
 from tools.replay import repeat
 from tools.replay.bisect import leaving, search
-from tools.replay.command import main
 
 BOUNDS = ParitySection()
 MODULE = "model.layers.1.mlp.down_proj"
@@ -163,11 +162,6 @@ def test_the_verdict_on_a_checkpoint_blames_what_is_wrong_first():
         assert found["modules"] == modules and bool(found["failed"]) == bool(values)
     gone = verdict([{"point": 6, "restored": False, "why": "damaged", "steps": []}], BOUNDS)
     assert "restored_share" in gone["failed"] and gone["modules"] == []
-
-
-def test_mistakes_are_one_line(capsys):
-    assert main(["runs/none", "--bisect", "--what-if", "precision.compute=bf16"]) == 2
-    assert "--what-if tries one step" in capsys.readouterr().err
 
 
 STEP: dict[str, Any] = {
