@@ -11,8 +11,6 @@ than a block, with the non-reentrant one:
   ZeRO-3's linear layers do. Every mode replays the same random numbers, so dropout drops the same values.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections import deque
@@ -132,7 +130,7 @@ def _call_flex_attention_without_modes() -> None:
     ALL_ATTENTION_FUNCTIONS["flex_attention"] = attend
 
 
-def _keeping() -> tuple[_Keep, _Reuse]:
+def _keeping() -> "tuple[_Keep, _Reuse]":
     """Contexts for a block's forward pass and for its recomputation: the `context_fn` of torch's `checkpoint`."""
     results: deque[tuple[Any, ...]] = deque()
     return _Keep(results), _Reuse(results)

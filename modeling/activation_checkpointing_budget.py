@@ -8,14 +8,12 @@ The peak of a choice is the larger of two amounts: what is held when the backwar
 block is recomputed, which is all that was kept up to that block plus what the block keeps when it is not recomputed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -135,7 +133,7 @@ class _Counter:
         self._seen: set[StorageWeakRef] = set()
         self._undo = ExitStack()
 
-    def __enter__(self) -> _Counter:
+    def __enter__(self) -> Self:
         for index, block in enumerate(self.blocks):
             self._undo.callback(block.register_forward_pre_hook(partial(self._be_in, index)).remove)
             self._undo.callback(block.register_forward_hook(partial(self._be_in, -2)).remove)

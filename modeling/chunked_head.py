@@ -7,8 +7,6 @@ reads a model's outputs find it. Hooks on the head get it too: observing a step 
 Whatever a model does to its logits after the head is inferred from one pass in which the head returns known numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Hooks inside a compiled block do not fire, and all diagnostics here are hooks or
 checks for them, and runs the block eagerly if there are any. Both ways draw the same random numbers in the same order.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import shlex

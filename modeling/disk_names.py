@@ -4,8 +4,6 @@ A few architectures use different names in memory than in the hub's files, or me
 `from_pretrained` accepts both forms; servers and converters often accept only that of the files.
 """
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion

@@ -5,8 +5,6 @@ build their mask with its `create_causal_mask`. Others accept the argument and s
 Falcon, Bloom), or have no attention to mask (Mamba). So the model is tested.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -5,8 +5,6 @@ Each value of the embedding layer's output gets epsilon alpha / sqrt(L d) added 
 key, which comes with the batch, and the channel: it does not depend on how a batch is split, and no generator is saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -6,8 +6,6 @@ and the counts of `router_balance` are the same as without expert parallelism. T
 rank's slice of transformers' three-dimensional tensors as if there were no other experts.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

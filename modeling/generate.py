@@ -1,7 +1,5 @@
 """Samples text from the model during training."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

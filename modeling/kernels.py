@@ -10,8 +10,6 @@ without telling autograd. Nothing reads those again in a pass that keeps its act
 `activation_checkpointing = ops` would, and the config refuses it.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import sysconfig

@@ -6,8 +6,6 @@ section 3.2). *The weight's gradient is summed over chunks in FP32* and rounded 
 hidden states would be rounded before the loss scale could lift it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 

@@ -5,8 +5,6 @@ tokens is widened at a time, in the forward pass for its log-sum-exp and again i
 themselves and one number per token are kept.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ transformers quantises it tensor by tensor with `bitsandbytes`, from the values 
 not depend on precision.compute, rank or ZeRO stage. Embeddings, norms and the output embedding are not quantised.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -7,8 +7,6 @@ again, so that only codes and scales are kept.
 Import it only if the config asks for it: it needs the bitsandbytes package.
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

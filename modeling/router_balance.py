@@ -11,8 +11,6 @@ The router's z-loss (Zoph et al. 2022, equation 5) is the mean over tokens of lo
 transformers' own loss, over one micro-batch and all layers together, depends on the split.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +33,7 @@ _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef", "ffn_config.moe_loss_w
 """Config keys of the weight of a model's own balancing loss: the second is JetMoe's, the third DBRX's."""
 
 
-def router_balance(model: PreTrainedModel, section: ModelSection) -> RouterBalance | None:
+def router_balance(model: PreTrainedModel, section: ModelSection) -> "RouterBalance | None":
     """The terms that model.balance_loss and model.router_z_loss ask for; None if neither does. Raises UserError."""
     if not section.balance_loss and not section.router_z_loss:
         return None

@@ -10,8 +10,6 @@ DeepSpeed's own wrapper (UlyssesSPAttentionHF) replaces a function for the whole
 without WHOLE_POSITIONS, such as those that generate text, use the model's own attention.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ DeepSpeed's AutoTP cuts the linear layers of a block by transformers' `tp_plan`,
 et al. 2019, "Megatron-LM"). Norms, embeddings and biases added after a reduction are replicated on every rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

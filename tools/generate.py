@@ -8,8 +8,6 @@ adapter's folder also those of its base alone; --note writes the count on the ru
 given; one process, on a GPU if there is one.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile
@@ -182,7 +180,7 @@ def answers(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator
         yield answer
 
 
-def _chat_of(model: Any, tokenizer: Any) -> Chat:
+def _chat_of(model: Any, tokenizer: Any) -> "Chat":
     """The maker of prompts from texts and conversations, as in training."""
     from data.sources.chat import Chat
     from data.sources.seq2seq_rows import SourceAndTarget
@@ -215,7 +213,7 @@ def scores(model: Any, tokenizer: Any, options: argparse.Namespace) -> Iterator[
     yield found
 
 
-def _chats(path: Path, chat: Chat) -> list[tuple[list[int], str]]:
+def _chats(path: Path, chat: "Chat") -> list[tuple[list[int], str]]:
     """(prompt, answer) of each conversation of a JSONL file. Raises UserError naming the first bad line."""
     found = []
     for where, row in json_rows(str(path)):

@@ -1,7 +1,5 @@
 """Classification of texts or of their words: cross-entropy, and metrics from counts per label."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

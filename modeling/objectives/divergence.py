@@ -10,8 +10,6 @@ The loss is (1 - ce_weight) temperature^2 divergence + ce_weight cross-entropy, 
 of tokens at a time. If only the teacher's k likeliest tokens are known, all others form one more outcome, for both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Cross-entropy of the model's logits at every label: the objective of language models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

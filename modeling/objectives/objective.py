@@ -4,8 +4,6 @@ Sums can be added up over micro-batches, ranks and batches of any size, whereas 
 global batch is split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 

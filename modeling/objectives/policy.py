@@ -18,8 +18,6 @@ log pi - log p of the reference: only with the factor rho is its gradient that o
 section 3.1). Each loss is a sum over the global batch divided by the sum of `counts_of`, however the batch is split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

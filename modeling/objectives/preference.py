@@ -13,8 +13,6 @@ minus that of r. Losses in terms of beta and h, summed over pairs:
 has the metrics, of which k1 and k3 estimate KL(p || q) (Schulman 2020, "Approximating KL Divergence").
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

@@ -5,8 +5,6 @@ keeps the values of its files; a 4-bit or 8-bit base is dequantised. An update s
 place of a weight is lost, so the loss is measured.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

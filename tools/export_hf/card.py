@@ -1,7 +1,5 @@
 """The model card (README.md) of an exported model: training, precision, agreement with FP32, files and hashes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -13,8 +13,6 @@ Exit code 0: done. 2: not possible, with the reason; if only the upload failed, 
 finite, or the gap is above its bound; nothing was exported.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

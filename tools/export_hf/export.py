@@ -1,7 +1,5 @@
 """Turn a checkpoint into a Hugging Face model folder: safetensors, config, tokenizer, model card, hashes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex

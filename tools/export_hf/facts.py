@@ -3,8 +3,6 @@
 A model card is shared more widely than a run folder, so facts are chosen by name: no host, no user, no local path.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from importlib.metadata import version

@@ -5,8 +5,6 @@ Both models read the same rows; log-probabilities are taken in FP64 from the log
 docs/export.md says which positions are compared for other tasks; predicted numbers are compared by their difference.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence

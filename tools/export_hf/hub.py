@@ -1,7 +1,5 @@
 """Uploads the exported folder to the Hugging Face hub. Whatever can be checked is checked before the export starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

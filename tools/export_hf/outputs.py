@@ -5,8 +5,6 @@ compared at once, so nothing is stored. The *output error* needs FP32's outputs 
 of each, evenly spread, are kept. Inside a step of a run `tools.parity.signature` measures more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from contextvars import Context

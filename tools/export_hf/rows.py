@@ -1,7 +1,5 @@
 """Rows on which two models are compared: from the run's own data, a config's, or a file."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass

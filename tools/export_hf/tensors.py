@@ -1,7 +1,5 @@
 """Write a model's tensors as safetensors shards, one shard in memory at a time, then read each back and compare."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
