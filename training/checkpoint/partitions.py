@@ -304,7 +304,7 @@ def _buffers(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: state["module"][name] for name in state["buffer_names"] or ()}
 
 
-def _require_size(folder: Path, name: str, shape: torch.Size, parts: list[torch.Tensor]) -> None:
+def _require_size(folder: Path, name: str, shape: torch.Size, parts: Sequence[torch.Tensor]) -> None:
     found = sum(part.numel() for part in parts)
     if found < shape.numel():
         raise UserError(
