@@ -4,8 +4,6 @@ An interpreter takes about 7 s of a core to import torch, transformers and DeepS
 takes milliseconds. CUDA does not survive a fork, so this is for machines without a GPU.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json
@@ -49,7 +47,7 @@ class Forks:
             _serve(theirs, ranks, set_threads)
         theirs.close()
 
-    def start(self, program: Sequence[str], environment: Mapping[str, str], output: int) -> ForkedJob:
+    def start(self, program: Sequence[str], environment: Mapping[str, str], output: int) -> "ForkedJob":
         """Start `python PROGRAM ...` on all ranks; `output`: the file descriptor of their standard output and error."""
         ours, theirs = socket.socketpair()
         description = os.memfd_create("job")
@@ -127,9 +125,9 @@ def _launch(
             running.discard(ended[0])
             code = code or os.waitstatus_to_exitcode(ended[1])
         if gone or time.monotonic() > killed_at:
-            _signal(running, signal.SIGKILL)
+            signal_all(running, signal.SIGKILL)
         elif code and killed_at == math.inf:
-            _signal(running, signal.SIGTERM)
+            signal_all(running, signal.SIGTERM)
             killed_at = time.monotonic() + KILL_AFTER_SECONDS
         if gone:
             os._exit(1)
@@ -137,9 +135,11 @@ def _launch(
     os._exit(0)
 
 
-def _signal(pids: Iterable[int], number: int) -> None:
+def signal_all(pids: Iterable[int], number: int) -> None:
+    """Signal these processes, unless they have ended."""
     for pid in pids:
-        os.kill(pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _run(

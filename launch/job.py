@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, TextIO
 from config.cli import REPOSITORY
 from config.command_line import parse
 from config.errors import UserError
-from config.machine.processes import describe_exit
+from config.machine.processes import describe_exit, read
 from config.options import positive_int
 from config.printable import shown
 from config.redact import redact_arguments
 from config.resolved import Resolved, resolve_run
 from launch.doctor.facts import run_program
-from launch.forks import KILL_AFTER_SECONDS, ForkedJob, Forks
+from launch.forks import KILL_AFTER_SECONDS, ForkedJob, Forks, signal_all
 from launch.hosts import Hosts
 
 if TYPE_CHECKING:
@@ -247,9 +247,7 @@ def kill(job: subprocess.Popen[bytes] | ForkedJob, number: int = signal.SIGKILL)
     """Send a signal to a job and to everything it started, in any session, and wait for the job."""
     others = _descendants(job.pid)
     job.send_signal(number)  # the launcher first, or it would report and restart its ranks
-    for pid in others:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
+    signal_all(others, number)
     job.wait()
 
 
@@ -380,9 +378,7 @@ class Job:
         return False
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        for pid in _descendants(os.getpid()):
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(_descendants(os.getpid()), number)
 
     def failure_cause(self) -> str | None:
         """Cause of the lost rank according to the output: train.py's own line, else torchrun's report; None without."""
@@ -425,10 +421,9 @@ class Job:
         if launchers.intersection(Path(word).name for word in before):
             return {}
         for pid in _descendants(os.getpid()):  # parents first
-            with suppress(OSError):
-                command = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes())
-                if _RUNS_SCRIPT.match(command) and not {"RANK", "LOCAL_RANK"} <= environment_of(pid).keys():
-                    return {0: pid}
+            command = read(f"/proc/{pid}/cmdline")
+            if _RUNS_SCRIPT.match(command) and not {"RANK", "LOCAL_RANK"} <= environment_of(pid).keys():
+                return {0: pid}
         return {}
 
     def _reap_orphans(self) -> None:
@@ -469,11 +464,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):
-            found += map(int, path.read_text(encoding="utf-8").split())
-    return found
+    return [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in read(path).split()]
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -11,8 +11,6 @@ With `deepspeed --hostfile FILE` a restart can continue without lost machines: -
 SIGTERM, SIGUSR1 or Ctrl-C: the run saves and ends with exit code 75. A second one kills it.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys
@@ -22,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.command_line import parse
@@ -72,7 +70,7 @@ class Run:
     config: Config
 
     @classmethod
-    def of_command(cls, command: Sequence[str]) -> Run:
+    def of_command(cls, command: Sequence[str]) -> Self:
         """The run of a command line. Raises UserError without train.py and --config, or if the config is wrong."""
         script = next((index for index, word in enumerate(command) if word.endswith(".py")), None)
         if script is None:
@@ -103,7 +101,8 @@ class Run:
         """Summary of the events written since `position`, as from `events_end`; run.resume=never starts a new file."""
         from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
-        file = Follower(self.events, position[1] if self.events_end()[0] == position[0] else 0)
+        file = Follower(self.events)
+        file.offset = position[1] if self.events_end()[0] == position[0] else 0
         furthest, saved, end, times = -1, -1, dict[str, Any](), list[float]()
         for event in file.events("run_start", "step", "checkpoint", "run_end"):  # one at a time: they may be gigabytes
             times[1:] = [event["time"]]

@@ -4,15 +4,12 @@ It is a separate process, because a Job ends all descendants of its process. It 
 written, compares them with those of the other trials, and makes the run save and end if it is hopeless.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import os
 import signal
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,8 +19,9 @@ from config.cli import CONFIG_ERROR, DIVERGED, PREEMPTED
 from config.errors import UserError
 from config.machine.processes import describe_exit, free_port
 from launch import job
+from launch.forks import KILL_AFTER_SECONDS, signal_all
 from launch.hosts import without_options
-from launch.job import KILL_AFTER_SECONDS, TRAIN, Job, environment_of, error_line, job_command, job_environment
+from launch.job import TRAIN, Job, environment_of, error_line, job_command, job_environment
 from launch.sweep.events import History
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
@@ -187,9 +185,7 @@ def end_leftover_processes(run_folder: Path) -> None:
     ends = time.monotonic() + KILL_AFTER_SECONDS
     number = signal.SIGTERM  # a rank saves; the launcher ends
     while leftover := _trial_processes(run_folder):
-        for pid in leftover:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
+        signal_all(leftover, number)
         if number is signal.SIGTERM:
             log(f"{len(leftover)} processes of {run_folder.name} were left behind by an earlier start; they are ended")
         number = signal.SIGKILL if time.monotonic() > ends else signal.Signals(signal.SIGCONT)
