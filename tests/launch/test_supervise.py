@@ -18,33 +18,43 @@ from config.schema import BatchSection, Config, ParallelSection, RunSection
 from launch.hosts import Hosts, most_that_fit, selected
 from launch.supervise import Run, Session
 from tests.support.jobs import launches
-from tests.support.jobs.launches import BIN
+from tests.support.jobs.launches import BIN, output_of
 from tests.support.runs.long_record import STEPS, peak_memory, write_long_record
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
+DONE = {"exit": 0, "steps": 6, "end": [0, ""]}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
+UNTIL_ASKED = {**ASKED_TO_STOP, "wait": True}
+UNTIL_ASKED = {**ASKED_TO_STOP, "wait": True}
 
 
-def pretended(folder, *plan, options=(), overrides=(), program=("python",)):
+def pretended(folder, *plan, options=(), overrides=(), program=("python",), environment=()):
     """A supervised job that does what `plan` says."""
     job = [*program, f"{REPOSITORY}/tests/support/jobs/pretend_train.py", "--config", "config/recipes/demo.yaml"]
     job += [f"run.dir={folder}", "run.name=it", *overrides]  # the recipe says run.resume: never
     command = [sys.executable, "-m", "launch.supervise", "--wait", "0.1", *options, "--", *job]
-    return launches.start(["env", f"PRETEND={json.dumps(plan)}", *command])
+    return launches.start(["env", f"PRETEND={json.dumps(plan)}", *environment, *command])
 
 
 def ended(folder, *plan, code, count, seconds=30, **given):
     """The output of a job that ended with this exit code after this many starts."""
-    job = pretended(folder, *plan, **given)
-    output, _ = job.communicate(timeout=seconds)
-    assert job.returncode == code, output
-    assert starts(folder) == count
+    output = output_of(pretended(folder, *plan, **given), exit_code=code, seconds=seconds)
+    assert len(starts(folder)) == count
     return output
 
 
+def asked_to_stop(job, folder, number=signal.SIGTERM):
+    """The output of a job that is sent a signal once it has begun, and ends by itself."""
+    launches.wait_until((folder / "it" / "events.jsonl").is_file)
+    time.sleep(0.2)  # until its helper is there
+    job.send_signal(number)
+    return output_of(job, exit_code=75)
+
+
 def starts(folder):
+    """How each start was told to resume."""
     path = folder / "it" / "starts"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
+    return [line.split()[-1] for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 @pytest.mark.parametrize(
@@ -72,8 +82,7 @@ def test_the_time_is_up_also_when_only_another_rank_noticed(tmp_path):
 def test_what_died_is_started_again_and_its_end_is_ours(tmp_path, first):
     output = ended(tmp_path, first, {"exit": 1, "steps": 6, "end": [3, "nan"]}, code=3, count=2)
     assert "restart 1 of 5 in 0.1 s" in output
-    resumed = [line.split()[-1] for line in (tmp_path / "it" / "starts").read_text().splitlines()]
-    assert resumed == ["never", "auto" if first.get("saved") else "never"]
+    assert starts(tmp_path) == ["never", "auto" if first.get("saved") else "never"]
 
 
 def test_a_job_that_gets_no_further_is_given_up(tmp_path):
@@ -97,14 +106,9 @@ def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
 )
 def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number, program):
     """A run without a launcher, and not its helper: wandb's service inherits the RANK that the run gave itself."""
-    job = pretended(tmp_path, {**ASKED_TO_STOP, "exit": 1, "helper": True, "wait": True}, program=program)
-    launches.wait_until((tmp_path / "it" / "events.jsonl").is_file)
-    time.sleep(0.2)  # until the helper is there
-    job.send_signal(number)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 75, output
-    assert starts(tmp_path) == 1
-    assert f"{number.name}: the run saves and ends" in output
+    job = pretended(tmp_path, {**UNTIL_ASKED, "exit": 1, "helper": True}, program=program)
+    assert f"{number.name}: the run saves and ends" in asked_to_stop(job, tmp_path, number)
+    assert len(starts(tmp_path)) == 1
 
 
 def test_a_second_signal_kills(tmp_path):
@@ -116,14 +120,12 @@ def test_a_second_signal_kills(tmp_path):
     job.send_signal(signal.SIGTERM)
     time.sleep(0.3)
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 1
-    assert "SIGTERM: the job is killed" in output
-    assert starts(tmp_path) == 1
+    assert "SIGTERM: the job is killed" in output_of(job, exit_code=1)
+    assert len(starts(tmp_path)) == 1
 
 
 def test_a_process_that_outlives_its_launcher_is_ended_before_the_next_start(tmp_path):
-    ended(tmp_path, {**DIED, "leave": True}, {"exit": 0, "end": [0, ""]}, code=0, count=2)
+    ended(tmp_path, {**DIED, "leave": True}, DONE, code=0, count=2)
     assert not Path(f"/proc/{(tmp_path / 'it' / 'left').read_text()}").exists()
 
 
@@ -149,7 +151,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message):
     assert done.stderr.startswith("error: ") and message in done.stderr and len(done.stderr.splitlines()) == 1
 
 
-LOST = {"exit": 1, "steps": 3, "saved": 2, "end": None}
 # Runs the command here, unless the machine's name is in the file `down`.
 SSH = """#!/bin/sh
 while [ "$1" != "${1#-}" ]; do case $1 in -o|-p) shift;; esac; shift; done
@@ -185,28 +186,17 @@ class Bench:
         """Machines that do not answer from now on, or from the next start on."""
         (self.folder / when).write_text("".join(f"{name}\n" for name in names))
 
-    def start(
-        self, *plan: dict, options: tuple[str, ...] = ("--min-nodes", "1"), launcher: tuple[str, ...] = ()
-    ) -> subprocess.Popen[str]:
+    def start(self, *plan: dict, options=("--min-nodes", "1"), launcher=()) -> subprocess.Popen[str]:
         """The supervised job; every process of the real run would make micro-batches of 2 of a batch of 16."""
-        job = [
-            f"{REPOSITORY}/tests/support/jobs/pretend_train.py",
-            "--config",
-            f"{REPOSITORY}/config/recipes/demo.yaml",
-        ]
-        job += [f"run.dir={self.folder}", "run.name=it", "batch.global_size=16", "batch.micro_size=2"]
-        words = ["--wait", "0.1", *options, "--", "deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher, *job]
-        path = f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}"
         # RANK: as if what is started were the rank
-        environment = ["env", path, f"PRETEND={json.dumps(plan)}", "RANK=0", "LOCAL_RANK=0"]
-        return launches.start([*environment, sys.executable, "-m", "launch.supervise", *words])
+        environment = (f"PATH={self.folder}/bin:{BIN}:{os.environ['PATH']}", "RANK=0", "LOCAL_RANK=0")
+        program = ("deepspeed", "--hostfile", f"{self.folder}/hosts", *launcher)
+        batch = ("batch.global_size=16", "batch.micro_size=2")
+        return pretended(self.folder, *plan, options=options, overrides=batch, program=program, environment=environment)
 
     def ended(self, *plan: dict, code: int, **given: tuple[str, ...]) -> str:
         """The output of a supervised job that ended with this exit code."""
-        job = self.start(*plan, **given)
-        output, _ = job.communicate(timeout=30)
-        assert job.returncode == code, output
-        return output
+        return output_of(self.start(*plan, **given), exit_code=code)
 
     def started(self) -> list[str]:
         """The hosts of each start."""
@@ -221,7 +211,7 @@ def bench(tmp_path):
 def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
     """On three machines four processes fit the batch, six do not: 16 is no multiple of 2 x 6."""
     bench.down("b", "c", when="next_down")
-    output = bench.ended(LOST, {"exit": 0, "steps": 6, "end": [0, ""]}, code=0)
+    output = bench.ended(DIED, DONE, code=0)
     assert bench.started() == ["a slots=2 b slots=2", "a slots=2 --force_multi"]
     assert "2 of 3 machines: c left out, since batch.global_size does not divide among more processes" in output
     assert "1 of 3 machines: no answer over ssh from b, c; continues with 2 processes, same global batch" in output
@@ -229,7 +219,7 @@ def test_a_restart_leaves_out_what_does_not_answer_and_takes_it_back(bench):
 
 def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
     bench.down("a", "c", when="next_down")
-    output = bench.ended(LOST, options=("--min-nodes", "2", "--wait-nodes", "0.01"), code=1)
+    output = bench.ended(DIED, options=("--min-nodes", "2", "--wait-nodes", "0.01"), code=1)
     assert len(bench.started()) == 1
     lines = output.splitlines()
     assert lines[-2].endswith("2 are needed (--min-nodes): waiting for up to 0.01 minutes (--wait-nodes)")
@@ -240,47 +230,34 @@ def test_too_few_machines_are_waited_for_up_to_a_limit(bench):
 def test_a_restart_needs_what_the_launchers_options_select(bench, selection):
     """The launcher does not use c, which is down, and six processes would not fit the batch."""
     bench.down("c")
-    done = {"exit": 0, "steps": 6, "end": [0, ""]}
-    bench.ended(LOST, done, options=("--wait-nodes", "0.02"), launcher=selection, code=0)
+    bench.ended(DIED, DONE, options=("--wait-nodes", "0.02"), launcher=selection, code=0)
     assert len(bench.started()) == 2
 
 
 def test_without_ssh_the_ranks_are_those_of_this_machine(bench):
     bench.down("a", "b", "c")
-    told = {"exit": 0, "steps": 3, "wait": True, "end": [75, "asked to stop"]}
-    job = bench.start(told, options=(), launcher=("--no_ssh", "--node_rank", "0"))
-    launches.wait_until((bench.folder / "it" / "events.jsonl").is_file)
-    job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 75, output
-
-
-def test_too_few_machines_at_the_start_are_a_mistake(bench):
-    bench.down("a", "b")
-    output = bench.ended(LOST, options=("--min-nodes", "2"), code=2)
-    assert output == "error: --min-nodes 2: 1 of 3 machines: no answer over ssh from a, b\n"
+    job = bench.start(UNTIL_ASKED, options=(), launcher=("--no_ssh", "--node_rank", "0"))
+    asked_to_stop(job, bench.folder)
 
 
 @pytest.mark.parametrize(
     ("options", "launcher", "message"),
     [
+        (("--min-nodes", "2"), (), "--min-nodes 2: 1 of 3 machines: no answer over ssh from a, b\n"),
         (("--min-nodes", "4"), (), "--min-nodes 4: the hostfile has 3"),
         (("--min-nodes", "1"), ("--include", "a"), "--min-nodes: --include selects the machines already"),
         ((), ("--hostfile", "/nowhere"), "/nowhere: cannot be read"),
     ],
 )
 def test_a_mistake_in_hosts_is_one_line_and_exit_code_2(bench, options, launcher, message):
-    output = bench.ended(LOST, options=options, launcher=launcher, code=2)
+    bench.down("a", "b")
+    output = bench.ended(DIED, options=options, launcher=launcher, code=2)
     assert output.startswith("error: ") and message in output and len(output.splitlines()) == 1
 
 
 def test_a_signal_reaches_rank_0_over_ssh(bench):
-    job = bench.start({"exit": 0, "steps": 3, "wait": True, "end": [75, "asked to stop"]}, options=())
-    launches.wait_until((bench.folder / "it" / "events.jsonl").is_file)
-    job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=30)
-    assert job.returncode == 75, output
-    assert "SIGTERM: the run saves and ends" in output
+    job = bench.start(UNTIL_ASKED, options=())
+    assert "SIGTERM: the run saves and ends" in asked_to_stop(job, bench.folder)
 
 
 def test_only_the_jobs_own_processes_are_ended(bench, monkeypatch):
