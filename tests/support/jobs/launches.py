@@ -87,7 +87,7 @@ def finish(arguments: Sequence[str], *, exit_code: int = 0, seconds: float = 240
 
 
 def output_of(process: subprocess.Popen[str] | Job, *, exit_code: int = 0, seconds: float = 30.0) -> str:
-    """What a started job prints until nobody holds its output any more; checks its exit code."""
+    """The output of a started job, which ends when nobody holds it any more; checks the exit code."""
     output, _ = process.communicate(timeout=seconds)
     assert process.returncode == exit_code, output
     return output
