@@ -1,7 +1,5 @@
 """The contestants of `lab.benchmark`: how each is started, and how its result is read."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -202,8 +200,6 @@ def parted(names: Sequence[str], reason_of: Callable[[str], str | None], what: s
 
 def unavailable_reason(name: str) -> str | None:
     """Why a contestant cannot be started here, whatever the work; None if it can."""
-    if name in ("accelerate", "trainer") and find_spec("accelerate") is None:
-        return "accelerate is not installed"
     if name == "trl" and find_spec("trl") is None:
         return "trl is not installed; make trl installs it into a folder of its own"
     if name == "mantissa-liger":
