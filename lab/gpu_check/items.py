@@ -5,8 +5,6 @@ measured. An item is not started with less time than that left. Untimed items ru
 a part lists them in one block before or after those that need the device to themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -61,18 +59,13 @@ def _steps(name: str, what: str, *overrides: str, seconds: float = 20, **options
     return _item(name, what, seconds, measure.steps, *overrides, timed=False, **options)
 
 
-def _layout(stage: int, compute: str, *, against: str | None) -> Item:
+def _layout(stage: int, compute: str) -> Item:
     # Steps skipped while the loss scale settles would make the losses differ.
     scale = ("precision.loss_scale.initial=4096",) if compute == "fp16" else ()
     what = f"ZeRO-{stage} in {compute.upper()}, 20 steps"
     overrides = (f"deepspeed.stage={stage}", f"precision.compute={compute}", *scale)
+    against = (None, "zero0-fp32", f"zero1-{compute}", f"zero1-{compute}")[stage]
     return _steps(f"zero{stage}-{compute}", what, *overrides, against=against)
-
-
-def _layouts(compute: str) -> list[Item]:
-    """ZeRO stages 1 to 3; ZeRO-0 is rejected in 16 bits."""
-    first = f"zero1-{compute}"
-    return [_layout(stage, compute, against=first if stage > 1 else "zero0-fp32") for stage in (1, 2, 3)]
 
 
 TORCH = "model.kernels=torch"
@@ -94,13 +87,12 @@ SMOKE = (
     _item("resume", "killed with SIGKILL, resumed, beside an undisturbed run", 70, measure.resumed, timed=False),
     _item("export", "a checkpoint exported, every tensor compared", 35, measure.exported, timed=False),
     _steps("manifest", "manifest path, BF16 by config/manifests/bf16.json, ZeRO-2", *MANIFEST, **PLAIN_STEPS),
-    _layout(0, "fp32", against=None),
-    *_layouts("bf16"),
+    _layout(0, "fp32"),  # which is rejected in 16 bits
+    *(_layout(stage, "bf16") for stage in (1, 2, 3)),
     _item("demo-fp16", "the demo of FP16: overflows, skipped steps", 35, measure.demo, "demo_fp16", timed=False),
     _attention("flex_attention", "flex attention", seconds=45, needs="flex"),
     _attention("flash_attention_2", "FlashAttention 2, where flash-attn is installed", needs="flash"),
-    *_layouts("fp16"),
-    *_layouts("fp32"),
+    *(_layout(stage, compute) for compute in ("fp16", "fp32") for stage in (1, 2, 3)),
     _attention("eager", "eager attention"),
 )
 
