@@ -9,8 +9,6 @@ envelope.md, envelope.png and envelope.json; docs/envelope.md says more. Exit co
 anywhere; 2 for a wrong argument.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -18,8 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
-
-from filelock import FileLock, Timeout
 
 from config.batch import refuse_sharing
 from config.cli import REPOSITORY, Arguments, entry_point
@@ -37,6 +33,7 @@ from lab.envelope.page import write_results
 from lab.envelope.search import CONTROL, Setting
 from lab.envelope.trials import Missing, Study, explore_finished, work
 from launch.job import add_processes_option, default_processes, error_line_of, launch
+from tracking.file_lock import exclusive_lock
 from training.tasks.shape import shape_of_model
 from training.tasks.task import prepare
 
@@ -227,17 +224,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_arguments(given)
     if options.worker:
         return work_in_process(make_study(options))
-    try:
-        study = make_study(options)
-        check_data_and_model(study)
-        with FileLock(options.out / ".lock", timeout=0):
-            try:
-                explore_finished(study)
-            except Missing:
-                run_study(study, given)
-            rows = write_results(study, command=["python", "-m", "lab.envelope", *given])
-    except Timeout:
-        problem = "another envelope writes there; wait for it or choose another folder"
-        raise UserError(f"--out {options.out}: {problem}") from None
+    study = make_study(options)
+    check_data_and_model(study)
+    with exclusive_lock(options.out / ".lock", 0) as acquired:
+        if not acquired:
+            raise UserError(f"--out {options.out}: another envelope writes there; wait for it or choose another folder")
+        try:
+            explore_finished(study)
+        except Missing:
+            run_study(study, given)
+        rows = write_results(study, command=["python", "-m", "lab.envelope", *given])
     print(f"{options.out}/envelope.md")
     return 0 if any(row["fp32"] for row in rows) else NOTHING_STABLE

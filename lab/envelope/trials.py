@@ -7,7 +7,6 @@ next starts.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -19,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from config.command_line import parse
+from config.json_text import json_sha256
 from config.launcher import as_launched
 from config.load import to_dict
 from config.resolved import Resolved, resolve_run
 from config.schema import ParitySection
+from data.corpora.corpus import Corpus
 from lab.benchmark.harness import SHARES
 from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore
 from tools.parity.judge_runs import NUDGE
@@ -32,7 +33,6 @@ from tracking.jsonl import JsonlSink
 from training.tasks.task import prepare
 
 if TYPE_CHECKING:
-    from data.corpora.corpus import Corpus
     from training.distributed import World
 
 TRIALS = "trials.jsonl"
@@ -101,7 +101,7 @@ def trial_key(resolved: Resolved, fingerprint: str, device: str, code: str) -> s
     if resolved.compute != "fp16":
         del config["precision"]["loss_scale"]
     parts = [config, resolved.deepspeed, resolved.world_size, fingerprint, device, code]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+    return json_sha256(parts, sort_keys=True)[:20]
 
 
 def read_trials(folder: Path) -> dict[str, Trial]:
