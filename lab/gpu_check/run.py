@@ -5,9 +5,6 @@ this process is killed only the running items are lost. Finished items are not r
 those never tried. An item whose requirements this machine does not meet is skipped, with the reason.
 """
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 import subprocess
@@ -24,6 +21,7 @@ from typing import Any
 import psutil
 
 from config.errors import one_line
+from config.json_text import object_in
 from config.printable import shown
 from lab.benchmark.harness import write_json
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
@@ -67,10 +65,7 @@ class Check:
 
     def result(self, part: int, item: Item) -> dict[str, Any] | None:
         """Result of an earlier call under the same conditions, if any."""
-        try:
-            found = json.loads(self.path(part, item).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):  # a damaged file is no result
-            return None
+        found = object_in(self.path(part, item))
         same = all(found.get(name) == value for name, value in self.conditions.items())
         return found if same else None
 

@@ -9,8 +9,6 @@
 A trial keeps its number and folder if the sweep file changes: it is identified by its overrides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -21,6 +19,7 @@ from typing import Any, Literal
 from config.deepspeed.document import leaves
 from config.errors import UserError
 from config.files import write_atomically
+from config.json_text import object_in
 from config.load import show
 from launch.sweep.file import Settings, Sweep, Trial
 from launch.sweep.rule import Hopeless
@@ -73,10 +72,7 @@ class Plan(Settings):
         return self.folder / "logs" / f"{entry.index:03d}.log"
 
     def outcome(self, entry: Entry) -> Outcome:
-        try:
-            return Outcome(**json.loads(self._record(entry).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return Outcome()
+        return Outcome(**object_in(self._record(entry)))
 
     def record(self, entry: Entry, outcome: Outcome) -> None:
         write_json_atomically(self._record(entry), dataclasses.asdict(outcome))
