@@ -127,7 +127,7 @@ def test_before_the_first_update_there_are_no_moments(pair, solo, tmp_path, stag
 
 
 def carried_over(saving, going, folder, before, after, tolerance, **options):
-    """The states of a run of the layout `before` that saves and of one of `after` that resumes, the same on each rank."""
+    """The states of a run of layout `before` that saves and of one of `after` that resumes: the same on every rank."""
     saved = saving.run(cases.trained_and_saved, folder=str(folder), layout=before)[0]
     given = {"folder": str(folder), "layout": after, "recorded": saved["checksums"], **options}
     for found in going.run(cases.resumed, **given):
