@@ -50,12 +50,9 @@ class Forks:
     def start(self, program: Sequence[str], environment: Mapping[str, str], output: int) -> "ForkedJob":
         """Start `python PROGRAM ...` on all ranks; `output`: the file descriptor of their standard output and error."""
         ours, theirs = socket.socketpair()
-        description = os.memfd_create("job")
-        with os.fdopen(description, "wb", closefd=False) as file:
-            file.write(json.dumps([[*program], {**environment}]).encode())
-        socket.send_fds(self._jobs, [b"job"], [theirs.fileno(), output, description])
+        socket.send_fds(self._jobs, [b"job"], [theirs.fileno(), output])
         theirs.close()
-        os.close(description)
+        ours.sendall(json.dumps([[*program], {**environment}]).encode() + b"\n")
         return ForkedJob(program, ours)
 
 
@@ -88,26 +85,22 @@ def _serve(jobs: socket.socket, ranks: int, set_threads: Callable[[int], object]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started the job ends it
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reaps launchers
     while True:
-        told, descriptors, *_ = socket.recv_fds(jobs, 8, 3)
+        told, descriptors, *_ = socket.recv_fds(jobs, 8, 2)
         if not told:
             os._exit(0)
         if os.fork() == 0:
             jobs.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            end, output, description = descriptors
-            _launch(socket.socket(fileno=end), output, description, ranks, set_threads)
+            _launch(socket.socket(fileno=descriptors[0]), descriptors[1], ranks, set_threads)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _launch(
-    end: socket.socket, output: int, description: int, ranks: int, set_threads: Callable[[int], object]
-) -> NoReturn:
+def _launch(end: socket.socket, output: int, ranks: int, set_threads: Callable[[int], object]) -> NoReturn:
     """Fork the ranks, end all when one fails or nobody waits for them any more, and report the exit code."""
     end.sendall(os.getpid().to_bytes(4, "little"))
-    with os.fdopen(description, "rb") as file:
-        file.seek(0)
-        program, environment = json.load(file)
+    with end.makefile("rb") as file:
+        program, environment = json.loads(file.readline())
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
     running = set()
     for rank in range(ranks):
@@ -120,7 +113,7 @@ def _launch(
         running.add(pid)
     code, killed_at = 0, math.inf
     while running:
-        gone = bool(select.select([end], [], [], _POLL_SECONDS)[0])  # it sends nothing: the other end is closed
+        gone = bool(select.select([end], [], [], _POLL_SECONDS)[0])  # it sends no more: the other end is closed
         while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
             running.discard(ended[0])
             code = code or os.waitstatus_to_exitcode(ended[1])
