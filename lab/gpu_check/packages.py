@@ -31,7 +31,11 @@ def provide(wheels: Path | None, target: Path) -> list[str]:
     Returns lines to print. Raises UserError if the folder does not exist, has two wheels of one package or one that
     cannot be installed, or if a package is still missing or older than `AT_LEAST`.
     """
-    _use(target)
+    target.mkdir(parents=True, exist_ok=True)
+    if str(target) not in sys.path:
+        sys.path.append(str(target))
+    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(target)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*others, str(target)])
     said = []
     if wheels is not None:
         chosen = [path for name, path in sorted(wheels_of(wheels).items()) if not is_installed(name)]
@@ -75,14 +79,6 @@ def is_installed(name: str) -> bool:
 def normalised(name: str) -> str:
     """The package name, normalised according to PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def _use(target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    if str(target) not in sys.path:
-        sys.path.append(str(target))
-    others = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != str(target)]
-    os.environ["PYTHONPATH"] = os.pathsep.join([*others, str(target)])
 
 
 def _install(wheels: list[Path], target: Path) -> None:

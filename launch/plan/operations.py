@@ -97,15 +97,11 @@ class Log:
         return flops
 
     def note(self, kind: str, flops: float, read: Iterable[Any], written: Iterable[Any]) -> None:
-        scope, reads, writes = self._scope(), self._sizes(read), self._sizes(written)
+        node = torch._C._current_autograd_node() if self.backward else None
+        scope = self._scopes[-1 if node is None else bisect_right(self._starts, node._sequence_nr()) - 1]
+        reads, writes = self._sizes(read), self._sizes(written)
         if scope != HEAD:
             self.operations.append(Operation(kind, scope, self.backward, flops, reads, writes))
-
-    def _scope(self) -> str:
-        node = torch._C._current_autograd_node() if self.backward else None
-        if node is None:
-            return self._scopes[-1]
-        return self._scopes[bisect_right(self._starts, node._sequence_nr()) - 1]
 
     def _sizes(self, tensors: Iterable[Any]) -> dict[int, float]:
         found: dict[int, float] = {}
