@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from modeling.tensor_parallel import CUT, Cut, Ranks, refuse_model
+from modeling.tensor_parallel import CUT, Cut, Exchange, Ranks, refuse_model
 
 MEASURED = frozenset({"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v3", "glm4_moe", "granitemoe"})
 """Model types whose masters, losses and norms were compared with those of one rank (docs/moe.md)."""
@@ -87,25 +87,12 @@ def _dispatched(
     by_expert = torch.bincount(index.flatten(), minlength=own * size)
     of_mine = group.exchange(by_expert.view(size, own), [1] * size, [1] * size)
     sent, received = torch.stack([by_expert.view(size, own).sum(1), of_mine.sum(1)]).tolist()
-    rows = _Exchange.apply(hidden.repeat_interleave(k, 0)[order], sent, received, group)
+    rows = Exchange.apply(hidden.repeat_interleave(k, 0)[order], sent, received, group)
     ids = torch.arange(own, device=rows.device).repeat(size).repeat_interleave(of_mine.flatten(), output_size=len(rows))
     idle = not len(rows)
     if idle:  # a dummy row whose result is not used: the backward pass runs as on other ranks, collectives included
         rows, ids = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), ids.new_zeros(1)
     found = type(experts).forward(experts, rows, ids[:, None], rows.new_ones(len(rows), 1))
-    found = _Exchange.apply(found[:-1] if idle else found, received, sent, group)
+    found = Exchange.apply(found[:-1] if idle else found, received, sent, group)
     pairs = found[order.argsort()].view(*index.shape, -1)
     return (pairs * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-
-class _Exchange(torch.autograd.Function):
-    """Sends rows to the ranks of a group and, in the backward pass, their gradients back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Ranks) -> torch.Tensor:
-        ctx.way = received, sent, group
-        return group.exchange(rows, sent, received)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return ctx.way[2].exchange(gradients[0], *ctx.way[:2]), None, None, None

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from config.batch import WHOLE_POSITIONS
 from config.errors import UserError, one_line
-from modeling.tensor_parallel import Ranks, refuse_model
+from modeling.tensor_parallel import Exchange, Ranks, refuse_model
 
 LARGEST_IN_FP32 = 1e-3
 """[fraction of the largest logit] Difference put down to rounding in `require_equal_logits`."""
@@ -87,12 +87,12 @@ class SequenceAttention:
         repeats = math.lcm(key.shape[1], group.size) // key.shape[1]
         if repeats > 1:
             key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-        query, key, value = (_Trade.apply(item, 1, 2, group) for item in (query, key, value))
+        query, key, value = (_traded(item, group) for item in (query, key, value))
         window = self._window_of(module, options)
         stand_in: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
         options = {name: item for name, item in options.items() if name not in ("position_ids", "is_causal")}
         found, _ = sdpa_attention_forward(stand_in, query, key, value, self._mask(window), **options)
-        return _Trade.apply(found, 1, 2, group), None
+        return _traded(found, group), None
 
     def _window_of(self, module: torch.nn.Module, options: dict[str, Any]) -> int | None:
         """[tokens] Attention window of this layer, including the token itself; None: all tokens before it. Raises
@@ -170,20 +170,10 @@ def _visible(positions: torch.Tensor, window: int | None, *, apart: bool) -> tor
     return (seen & (document[:, :, None] == document[:, None]))[:, None]
 
 
-class _Trade(torch.autograd.Function):
-    """Splits one dimension over the ranks of a group and joins another: an all-to-all."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, given: int, got: int, group: Ranks) -> torch.Tensor:
-        """given: the dimension to split, part i going to rank i. got: the one along which received parts are joined."""
-        ctx.way = given, got, group
-        parts, one_each = torch.stack(values.chunk(group.size, given)), [1] * group.size
-        return torch.cat(group.exchange(parts, one_each, one_each).unbind(), got)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        given, got, group = ctx.way
-        return _Trade.apply(gradients[0], got, given, group), None, None, None
+def _traded(values: torch.Tensor, group: Ranks) -> torch.Tensor:
+    """An all-to-all: the second dimension is split, part i going to rank i, and what comes is joined on the third."""
+    parts, one_each = torch.stack(values.chunk(group.size, 1)), [1] * group.size
+    return torch.cat(Exchange.apply(parts, one_each, one_each, group).unbind(), 2)
 
 
 @torch.no_grad()

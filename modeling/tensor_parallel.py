@@ -39,6 +39,19 @@ class Ranks(Protocol):
         """rows: (n, ...), first the `sent[0]` for rank 0, ... -> (m, ...), first the `received[0]` from rank 0, ..."""
 
 
+class Exchange(torch.autograd.Function):
+    """Sends rows to the ranks of a group and, in the backward pass, their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Ranks) -> torch.Tensor:
+        ctx.way = received, sent, group
+        return group.exchange(rows, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.way[2].exchange(gradients[0], *ctx.way[:2]), None, None, None
+
+
 def unshared_reason(shape: PretrainedConfig, ranks: int) -> str | None:
     """Why a model's matrices cannot be shared among `ranks`; None if they can. shape: the model's config."""
     text = shape.get_text_config()

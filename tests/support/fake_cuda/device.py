@@ -251,7 +251,7 @@ def _patch_checks() -> None:
     from torch.distributed import device_mesh
     from transformers import PreTrainedModel
 
-    from modeling import expert_parallel
+    from modeling import tensor_parallel
     from precision import activation_signals
     from training.engine import build, kernels, teacher, weights
 
@@ -266,7 +266,7 @@ def _patch_checks() -> None:
         with suppress(UserError):
             own_apart(*given)
 
-    exchange: Any = expert_parallel._Exchange
+    exchange: Any = tensor_parallel.Exchange
     own_exchange = exchange.forward
 
     def evenly(context: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any) -> Any:
