@@ -118,17 +118,16 @@ def _scrape(port: int, seen: Seen, over: threading.Event) -> None:
 @contextmanager
 def bad_collector(seen: Seen) -> Iterator[str]:
     """The URL of a collector that treats one request after another badly, each in another way."""
-    over, turn = threading.Event(), itertools.cycle(ANSWERS)
+    over, turn = threading.Event(), itertools.cycle(ANSWERS.items())
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
 
         def serve() -> None:
             while not over.is_set():
                 with suppress(OSError):
                     client, _ = server.accept()
-                    threading.Thread(target=answer, args=(client, next(turn)), daemon=True).start()
+                    threading.Thread(target=answer, args=(client, *next(turn)), daemon=True).start()
 
-        def answer(client: socket.socket, how: Callable) -> None:
-            name = how.__name__.strip("_")
+        def answer(client: socket.socket, name: str, how: Callable) -> None:
             seen.collected[name] = seen.collected.get(name, 0) + 1
             with suppress(OSError), client:
                 client.settimeout(15)
@@ -142,22 +141,10 @@ def bad_collector(seen: Seen) -> Iterator[str]:
             over.set()
 
 
-def _hang(client: socket.socket, over: threading.Event) -> None:
-    over.wait(30)
-
-
 def reset(client: socket.socket, over: threading.Event | None = None) -> None:
     """Close with RST in place of FIN."""
     client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     client.close()
-
-
-def _refuse(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
-
-
-def _speak_garbage(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(random.Random(2).randbytes(1 << 20))
 
 
 def _never_end(client: socket.socket, over: threading.Event) -> None:
@@ -172,12 +159,18 @@ def _drip(client: socket.socket, over: threading.Event) -> None:
         client.sendall(b"x")
 
 
-def _ask_to_wait(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(b"HTTP/1.1 503 Unavailable\r\nRetry-After: 86400\r\nContent-Length: 0\r\n\r\n")
+def _sent(content: bytes) -> Callable:
+    return lambda client, over: client.sendall(content)
 
 
-def _accept(client: socket.socket, over: threading.Event) -> None:
-    client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-
-
-ANSWERS = (_accept, _refuse, reset, _speak_garbage, _never_end, _ask_to_wait, _hang, _drip)
+_EMPTY = b"Content-Length: 0\r\n\r\n"
+ANSWERS = {
+    "accept": _sent(b"HTTP/1.1 200 OK\r\n" + _EMPTY),
+    "refuse": _sent(b"HTTP/1.1 500 Internal Server Error\r\n" + _EMPTY),
+    "reset": reset,
+    "speak garbage": _sent(random.Random(2).randbytes(1 << 20)),
+    "never end": _never_end,
+    "ask to wait": _sent(b"HTTP/1.1 503 Unavailable\r\nRetry-After: 86400\r\n" + _EMPTY),
+    "hang": lambda client, over: over.wait(30),
+    "drip": _drip,
+}
