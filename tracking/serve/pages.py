@@ -54,7 +54,7 @@ class Pages:
         self._addresses: dict[str, Callable[[Query], Reply]] = {
             "/": self._overview,
             "/favicon.ico": lambda query: _static("serve/icon.svg"),
-            "/runs": self._runs,
+            "/runs": lambda query: self._render("serve/runs.html", **self._table(query)),
             "/runs.csv": self._export,
             "/run": self._run,
             "/run/state": self._state,
@@ -97,9 +97,6 @@ class Pages:
         values = {"root": self._library.root, "token": self.token, "usual": overview.USUAL, **self._table(query)}
         return self._render("serve/overview.html", **values)
 
-    def _runs(self, query: Query) -> Reply:
-        return self._render("serve/runs.html", **self._table(query))
-
     def _export(self, query: Query) -> Reply:
         text = overview.export(self._library.entries(), _asked(query))
         return Reply(text.encode(errors="replace"), "text/csv; charset=utf-8")
@@ -127,7 +124,7 @@ class Pages:
         entry = self._entry(query)
         changes = run_page.changes(entry, self._library.entries())
         state = run_page.state(entry, now=time.time())
-        return self._render("serve/run.html", entry=entry, repeats=False, state=state, changes=changes, sections=None)
+        return self._render("serve/run.html", entry=entry, state=state, changes=changes, sections=None)
 
     def _state(self, query: Query) -> Reply:
         entry = self._entry(query)

@@ -225,7 +225,6 @@ def whole(entry: Entry, changed: dict[str, Any], context: MeasureContext, *, roo
         changes=changed,
         data=curves(context.run) if len(context.run.columns) else None,
         heat=static_heat(context.run.heat),
-        repeats=False,
         **sections(context, root=root),
     )
 
