@@ -4,6 +4,7 @@ Text between the heading and the first section is the verdict, and is framed as 
 """
 
 import re
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from markdown_it.token import Token
 from markupsafe import Markup
 
 from config.files import write_atomically
-from tracking.pages.render import picture, render
+from tracking.pages.render import render
 
 Tone = Literal["good", "bad", "warn"]
 
@@ -62,8 +63,8 @@ class Renderer(RendererHTML):
         file = self._folder / name
         if _NO_PICTURE.match(name) or ".." in Path(name).parts or not file.is_file():
             return str(Markup("<em>{}</em>").format(said))
-        shown = Markup('<span class="picture"><img class="plot" alt="{}" src="{}"></span>')
-        return str(shown.format(said, picture(file)))
+        shown = Markup('<span class="picture"><img class="plot" alt="{}" src="data:image/png;base64,{}"></span>')
+        return str(shown.format(said, b64encode(file.read_bytes()).decode()))
 
     def render(self, tokens: Sequence[Token], options: Any, env: Any) -> str:
         """HTML in which each table is wrapped in a scrolling box."""

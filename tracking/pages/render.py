@@ -1,7 +1,6 @@
 """Fill a template: everything from a run is rendered as text, and a page loads no other file."""
 
 import json
-from base64 import b64encode
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,6 @@ _FOLDER = Path(__file__).parent
 def render(template: str, **values: Any) -> str:
     """The rendered page. template: path below `tracking/`. Raises UndefinedError if `values` lack one it uses."""
     return _environment().get_template(template).render(**values)
-
-
-def picture(png: Path) -> str:
-    """A picture as a data URL for `src`, so that the page stays one file. Raises OSError if it cannot be read."""
-    return f"data:image/png;base64,{b64encode(png.read_bytes()).decode()}"
 
 
 def script_json(value: Any) -> str:
