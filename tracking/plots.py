@@ -141,11 +141,15 @@ def _curve(axis: Axes, x: np.ndarray, values: np.ndarray, label: str) -> None:
     axis.plot(x[centres], medians, color=_INK, linewidth=1.8, label=f"median over {width} steps")
 
 
-def _mark_skips(axis: Axes, columns: Columns) -> None:
+def _finish(axis: Axes, columns: Columns, title: str, legend: str = "") -> None:
+    """Mark the skipped steps, and add title and legend. legend: its place; empty for none."""
     skipped = columns.step[~columns.applied]
     for index, step in enumerate(skipped[:_MANY_SKIPS]):
         label = f"skipped ({len(skipped)})" if index == 0 else None
         axis.axvline(step, color=_ALARM, alpha=0.4, linewidth=1, zorder=1, label=label)
+    axis.set_title(title)
+    if legend:
+        axis.legend(loc=legend)
 
 
 def _draw_loss(axis: Axes, facts: RunFacts) -> None:
@@ -158,9 +162,7 @@ def _draw_loss(axis: Axes, facts: RunFacts) -> None:
     if len(broken):
         top = axis.get_xaxis_transform()
         axis.plot(broken, [0.97] * len(broken), "x", color=_ALARM, markersize=8, transform=top, label="not finite")
-    _mark_skips(axis, columns)
-    axis.set_title(f"Loss ({facts.loss_unit})" if facts.loss_unit else "Loss")
-    axis.legend(loc="upper right")
+    _finish(axis, columns, f"Loss ({facts.loss_unit})" if facts.loss_unit else "Loss", "upper right")
 
 
 def _draw_metrics(axis: Axes, facts: RunFacts, shown: Figure, names: list[str]) -> None:
@@ -195,9 +197,7 @@ def _draw_grad_norm(axis: Axes, columns: Columns) -> None:
     if len(clipped):
         label = f"clipped to {number(float(clipped[0]), 3)}"
         axis.axhline(clipped[0], color=_ACCENT, linestyle="--", linewidth=1.4, label=label)
-    _mark_skips(axis, columns)
-    axis.set_title("Gradient norm (global, unscaled)")
-    axis.legend(loc="upper right")
+    _finish(axis, columns, "Gradient norm (global, unscaled)", "upper right")
 
 
 def _draw_scale(axis: Axes, columns: Columns) -> None:
@@ -208,13 +208,10 @@ def _draw_scale(axis: Axes, columns: Columns) -> None:
         axis.set_ylim(scales[scales > 0].min() / 2, scales[scales > 0].max() * 2)
     if skipped.sum() <= _MANY_SKIPS:
         axis.plot(columns.step[skipped], scales[skipped], "v", color=_ALARM, markersize=8)
-    _mark_skips(axis, columns)
-    axis.set_title("Loss scale")
-    axis.legend(loc="lower right")
+    _finish(axis, columns, "Loss scale", "lower right")
 
 
 def _draw_from_zero(axis: Axes, columns: Columns, name: str, title: str) -> None:
     _curve(axis, columns.step, getattr(columns, name), "all processes")
-    _mark_skips(axis, columns)
     axis.set_ylim(bottom=0)
-    axis.set_title(title)
+    _finish(axis, columns, title)
