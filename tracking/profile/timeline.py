@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tracking.profile.ranges import MODULE, STAGE, STEP
-
+STEP, STAGE, MODULE = "mantissa step ", "mantissa stage ", "mantissa module "
+"""Name prefixes of the profiler ranges that Mantissa adds to a trace."""
 _BACKWARD = "autograd::engine::evaluate_function"
 _HOST = {"cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"}
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
