@@ -52,7 +52,20 @@ class Record:
         self._last = (step, tokens)
         if event not in _NUMBERS_ONLY:
             fields = self._redactor.value("", fields)
-        self._fan_out({"event": event, "step": step, "time": self._clock(), "tokens": tokens, **fields})
+        whole = {"event": event, "step": step, "time": self._clock(), "tokens": tokens, **fields}
+        broken = []
+        for sink in list(self._sinks):
+            if isinstance(sink, JsonlSink):
+                self._write_events_file(sink, whole)
+                continue
+            try:
+                sink.write(whole)
+            except Exception as error:  # whatever happens to a sink, training continues
+                self._sinks.remove(sink)
+                broken.append(f"{type(sink).__name__} is switched off for the rest of this run: {_one_line(error)}")
+        for text in broken:
+            tell(f"{text}; training continues and events.jsonl has every event")
+            self.note(text)
 
     def scale(self, *, previous: float, new: float, **fields: Any) -> None:
         """Record a `scale` event, whose field `from` is a Python keyword. fields: all other fields."""
@@ -71,21 +84,6 @@ class Record:
                 how = f"could not be closed cleanly ({_one_line(error)})"
                 tell(f"{type(sink).__name__}: {how}; the run is not affected")
         self._sinks = []
-
-    def _fan_out(self, event: Event) -> None:
-        broken = []
-        for sink in list(self._sinks):
-            if isinstance(sink, JsonlSink):
-                self._write_events_file(sink, event)
-                continue
-            try:
-                sink.write(event)
-            except Exception as error:  # whatever happens to a sink, training continues
-                self._sinks.remove(sink)
-                broken.append(f"{type(sink).__name__} is switched off for the rest of this run: {_one_line(error)}")
-        for text in broken:
-            tell(f"{text}; training continues and events.jsonl has every event")
-            self.note(text)
 
     def _write_events_file(self, sink: JsonlSink, event: Event) -> None:
         """Write to events.jsonl; consecutive failures are logged once, and noted with their number afterwards."""
