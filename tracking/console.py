@@ -122,10 +122,8 @@ class ConsoleSink:
             f"training {share}{whole:,} parameters in {' and '.join(computes)}, ZeRO-{event['zero_stage']}, "
             f"{event['world_size']} process{'' if event['world_size'] == 1 else 'es'}{resumed}"
         )
-        if self._console.is_terminal:
-            self._start_live(event["step"])
-
-    def _start_live(self, step: int) -> None:
+        if not self._console.is_terminal:
+            return
         self.close()
         self._progress = _Progress(
             SpinnerColumn(finished_text=" "),
@@ -135,6 +133,7 @@ class ConsoleSink:
             console=self._console,
             refresh_per_second=4,
         )
+        step = event["step"]
         self._task = self._progress.add_task("step", total=self._total, completed=step, status="first step ...")
         self._progress.start()
         atexit.register(self.close)  # or a crash would leave the terminal without a cursor
