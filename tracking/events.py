@@ -188,30 +188,27 @@ def lower_than_promised(event: Event) -> list[str]:
     return [
         f"{entry['what']} in {entry['computed']} where {entry['promised']} is promised: "
         f"{first_of(entry['modules'], _NAMED)}"
-        for entry in _inner(event, "lower", list)
+        for entry in _inner(event).get("lower", [])
     ]
 
 
 def observed_dtypes(event: Event) -> dict[str, dict[str, int]]:
     """Operation seen by a `precision` event to dtype to number of modules."""
-    found: dict[str, dict[str, int]] = _inner(event, "computed", dict)
-    return found
+    return _inner(event).get("computed", {})
 
 
 def unobserved(event: Event) -> list[tuple[str, str]]:
     """(operation, why a `precision` event could not observe it and in which modules) pairs."""
     found = []
-    for entry in _inner(event, "unobserved", list):
+    for entry in _inner(event).get("unobserved", []):
         names = f" ({first_of(entry['modules'], _NAMED)})" if entry["modules"] else ""
         found.append((entry["what"], f"not observable{names}: {entry['why']}"))
     return found
 
 
-def _inner(event: Event, name: str, kind: type) -> Any:
-    """A part of `inner` (precision/inner_dtypes.py: report); empty for older events, which lack it."""
-    inner = event.get("inner")
-    part = inner.get(name) if isinstance(inner, dict) else None
-    return part if isinstance(part, kind) else kind()
+def _inner(event: Event) -> dict[str, Any]:
+    """What precision/inner_dtypes.py: report says; empty for older events, which lack it."""
+    return event.get("inner") or {}
 
 
 def _reexecution(event: Event) -> str:
