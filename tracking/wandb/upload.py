@@ -64,9 +64,8 @@ class WandbDelivery(Delivery):
         if kind == "run_start":
             session = {name: event.get(name) for name in ("regions", "world_size", "resumed_from", "config_sha256")}
             self._run.config.update({"session": session}, allow_val_change=True)
-            self._try(
-                "the verdict", lambda: self._run.summary.update(RUNNING)
-            )  # the server has that of the last session
+            # The server has the verdict of the last session.
+            self._try("the verdict", lambda: self._run.summary.update(RUNNING))
         elif kind == "checkpoint" and ("://" in event["path"] or Path(event["path"]).is_dir()):  # else already deleted
             self._try("a checkpoint", lambda: log_artifact(self._run, checkpoint_facts(event, self._config)))
         elif kind == "incident" and not self._run.offline:
