@@ -7,7 +7,7 @@ still running), a glob of them, or wandb:entity/project/run. A single run is sho
 import sys
 from pathlib import Path
 
-from config.cli import Arguments, entry_point
+from config.cli import DIVERGED, Arguments, entry_point
 from config.errors import UserError
 from tracking.compare.divergence import Tolerance
 from tracking.compare.result import compare
@@ -17,7 +17,6 @@ from tracking.jsonl import encode
 from tracking.report.files import write_page
 from tracking.terminal import console
 
-DIVERGED = 3
 _COLUMNS = 120
 
 

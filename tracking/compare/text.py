@@ -34,9 +34,21 @@ COMPARABLE = "Comparable: same data, tokenizer, batch, model, precision, schedul
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    _show_runs(comparison, console)
+    for index, run in enumerate(comparison.runs):
+        text = words(run.label, "bold")
+        text.append(f"  {'baseline, ' if index == 0 else ''}", style="dim")
+        text.append(shown(run.verdict.text), style=STYLES[run.verdict.tone])
+        if run.verdict.warnings:
+            text.append(f", {run.verdict.warnings:,} warning{'s' * (run.verdict.warnings > 1)}", style="yellow")
+        text.append(shown(f", {run.source}"), style="dim")
+        console.print(text, soft_wrap=True)
     if comparison.pairs:
-        _show_caveats(comparison, console)
+        if comparison.caveats:
+            console.print(Text("\nNot directly comparable", style="bold yellow"))
+        else:
+            console.print(Text(f"\n{comparable(comparison)}", style="bold green"))
+        for caveat in comparison.caveats:
+            console.print(Padding(words(f"! {caveat}"), (0, 0, 0, 2)))
         console.print(Text("\nWhich is better", style="bold"))
         for verdict in comparison.verdicts:
             console.print(Padding(words(verdict), (0, 0, 0, 2)))
@@ -95,26 +107,6 @@ def comparable(comparison: Comparison) -> str:
     return f"{COMPARABLE}{f'; {what}: ' if items else ''}{', '.join(items[:_MOST_COMPARED])}{more}"
 
 
-def _show_caveats(comparison: Comparison, console: Console) -> None:
-    if not comparison.caveats:
-        console.print(Text(f"\n{comparable(comparison)}", style="bold green"))
-        return
-    console.print(Text("\nNot directly comparable", style="bold yellow"))
-    for caveat in comparison.caveats:
-        console.print(Padding(words(f"! {caveat}"), (0, 0, 0, 2)))
-
-
-def _show_runs(comparison: Comparison, console: Console) -> None:
-    for index, run in enumerate(comparison.runs):
-        text = words(run.label, "bold")
-        text.append(f"  {'baseline, ' if index == 0 else ''}", style="dim")
-        text.append(shown(run.verdict.text), style=STYLES[run.verdict.tone])
-        if run.verdict.warnings:
-            text.append(f", {run.verdict.warnings:,} warning{'s' * (run.verdict.warnings > 1)}", style="yellow")
-        text.append(shown(f", {run.source}"), style="dim")
-        console.print(text, soft_wrap=True)
-
-
 def _show_pair(pair: Pair, console: Console, *, detailed: bool) -> None:
     headline = words(f"  {pair.run.label}: ", "bold")
     headline.append(shown(pair.headline), style="green" if pair.divergence.step is None else "")
@@ -155,25 +147,22 @@ def _show_differences(comparison: Comparison, console: Console) -> None:
     if not items:
         console.print("  nothing recorded")
     else:
-        table = _differences_table(comparison, items[:_MAX_DIFFERENCES]).grid(boxed=False)
-        table.columns[1].no_wrap = True
-        if len(comparison.runs) > SIDE_BY_SIDE:
-            table.columns[2].no_wrap, table.columns[2].justify = False, "left"  # a value may begin with a digit
-        console.print(Padding(table, (0, 0, 0, 2)))
+        few, labels = len(comparison.runs) <= SIDE_BY_SIDE, [run.label for run in comparison.runs]
+        table, group = Table(("", "", *([_short(label, 24) for label in labels] if few else ["values (runs)"]))), ""
+        for item in items[:_MAX_DIFFERENCES]:
+            name, group = ("" if item.group == group else item.group), item.group
+            values = [_short(format_value(value), _MAX_VALUE) for value in item.values]
+            cells = values if few else [runs_by_value(item, labels)]
+            table.add(words(name, "dim"), _short(item.key, _MAX_VALUE), *cells)
+        grid = table.grid(boxed=False)
+        grid.columns[1].no_wrap = True
+        if not few:
+            grid.columns[2].no_wrap, grid.columns[2].justify = False, "left"  # a value may begin with a digit
+        console.print(Padding(grid, (0, 0, 0, 2)))
     if len(items) > _MAX_DIFFERENCES:
         console.print(f"  and {len(items) - _MAX_DIFFERENCES} more; --json has them all", style="dim")
     if hidden:
         console.print(f"  and {hidden} keys of the DeepSpeed JSON that follow from these", style="dim")
-
-
-def _differences_table(comparison: Comparison, items: Sequence[Difference]) -> Table:
-    few, labels = len(comparison.runs) <= SIDE_BY_SIDE, [run.label for run in comparison.runs]
-    table, group = Table(("", "", *((_short(label, 24) for label in labels) if few else ("values (runs)",)))), ""
-    for item in items:
-        name, group = ("" if item.group == group else item.group), item.group
-        values = [_short(format_value(value), _MAX_VALUE) for value in item.values]
-        table.add(words(name, "dim"), _short(item.key, _MAX_VALUE), *(values if few else [runs_by_value(item, labels)]))
-    return table
 
 
 def runs_by_value(item: Difference, names: Sequence[str]) -> str:
