@@ -12,28 +12,21 @@ from tests.support.models import plain_steps
 from tests.training.engine import tensor_cases
 
 CLOSE = {"fp32": 1e-5, "bf16": 6.5e-2, "fp16": 7.8e-3}
+CHUNKED = ["model.loss=chunked", "model.loss_chunk_tokens=5"]
 
 
 @pytest.mark.parametrize(
     ("stage", "given"),
     [
         (1, {"compute": "bf16"}),
-        slow(2, {"tied": True, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        slow(2, {"tied": True, "overrides": CHUNKED}),
         (3, {"overrides": ["model.activation_checkpointing=full", "optimizer.gradient_clipping=0.1"]}),
-        (2, {"overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+        (2, {"overrides": CHUNKED}),
         *(
-            slow(
-                stage,
-                {"compute": compute, "kind": kind, "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]},
-            )
-            for stage, compute, kind in (
-                (3, "fp32", None),
-                (3, "bf16", None),
-                (1, "fp16", None),
-                (2, "fp32", "phi"),
-                (2, "fp32", "gpt_neox"),
-            )
+            slow(stage, {"compute": compute, "overrides": CHUNKED})
+            for stage, compute in ((3, "fp32"), (3, "bf16"), (1, "fp16"))
         ),
+        *(slow(2, {"kind": kind, "overrides": CHUNKED}) for kind in ("phi", "gpt_neox")),
         *(slow(stage, {}) for stage in (0, 1, 2)),
         *(slow(stage, {"compute": "bf16"}) for stage in (2, 3)),
         slow(2, {"compute": "bf16", "overrides": ["precision.reduce=compute"]}),
@@ -79,7 +72,7 @@ MANIFEST = {
                 (2, "fp32", {}),
                 (3, "fp32", {}),
                 (2, "bf16", {"kind": "qwen2"}),
-                (2, "bf16", {"kind": "phi", "overrides": ["model.loss=chunked", "model.loss_chunk_tokens=5"]}),
+                (2, "bf16", {"kind": "phi", "overrides": CHUNKED}),
                 (3, "bf16", {"tied": True, "overrides": ["model.activation_checkpointing=full"]}),
             )
         ),
@@ -128,10 +121,9 @@ def test_the_kinds_are_those_that_the_config_allows() -> None:
 @pytest.mark.parametrize(
     ("stage", "compute"),
     [
-        (2, "fp32"),
+        *((2, "fp32"), slow(2, "fp16")),
         *(slow(stage, "fp32") for stage in (0, 1, 3)),
         *(slow(stage, "bf16") for stage in (1, 2, 3)),
-        slow(2, "fp16"),
     ],
 )
 def test_four_ranks_share_by_two_and_have_two_halves_of_the_batch(four: ProcessGroup, stage: int, compute: str) -> None:
