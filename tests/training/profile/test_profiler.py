@@ -20,16 +20,6 @@ def _flops(vocabulary: int = VOCABULARY) -> int:
     return 2 * TOKENS * weights
 
 
-def _of_linears(summary: dict) -> list[dict]:
-    return [row for row in summary["matmuls"] if row["module"].endswith(("_proj", "lm_head"))]
-
-
-def _find(rows: list[dict], module: str) -> dict:
-    found = [row for row in rows if row["module"] == module]
-    assert len(found) == 1, (module, rows)
-    return found[0]
-
-
 def test_the_time_adds_up_and_training_is_the_same(pair, tmp_path):
     results = pair.run(profiling_cases.profiled, folder=str(tmp_path), wait=0.5)
     plain = pair.run(profiling_cases.profiled, folder=str(tmp_path / "plain"), start=99)
@@ -58,7 +48,7 @@ def test_every_matmul_is_counted_under_its_module(solo, tmp_path, checkpointing)
         "reentrant": ["model.activation_checkpointing=full", "model.checkpointing_reentrant=true"],
     }[checkpointing]
     [result] = solo.run(profiling_cases.profiled, folder=str(tmp_path), overrides=options)
-    rows = _of_linears(result["summary"])
+    rows = [row for row in result["summary"]["matmuls"] if row["module"].endswith(("_proj", "lm_head"))]
     passes = 2 * 4  # steps and micro-batches
     flops = {phase: sum(row["flops"] for row in rows if row["phase"] == phase) for phase in _phases(rows)}
     assert flops["forward"] == passes * _flops() and flops["backward"] == 2 * passes * _flops()
@@ -81,8 +71,8 @@ def test_a_module_in_fp32_that_is_unintended_is_named(solo, tmp_path):
     planted = "model.layers.1.mlp.up_proj"
     [result] = solo.run(profiling_cases.profiled, folder=str(tmp_path), compute="bf16", planted=planted)
     summary = result["summary"]
-    assert [row["module"] for row in summary["fp32_matmuls"]] == [planted]
-    row = _find(summary["fp32_matmuls"], planted)
+    [row] = summary["fp32_matmuls"]
+    assert row["module"] == planted
     assert row["wanted"] is False and row["phases"] == ["backward", "forward"] and row["count"] == 3 * 8
     share = HIDDEN * INNER / (_flops() / 2 / TOKENS)
     assert row["share_of_matmul_flops"] == pytest.approx(share, rel=0.05)

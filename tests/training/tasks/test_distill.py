@@ -136,7 +136,8 @@ def test_a_full_disk_is_one_line(solo: ProcessGroup, folder: Path, at_start: boo
 def test_half_written_answers_are_not_taken_and_damaged_ones_named(solo: ProcessGroup, folder: Path) -> None:
     given = (*overrides_of(folder, top_k=3), "data.sequence_length=64", "data.too_long=truncate_left")
     solo.run(sft_cases.sets, folder=folder, overrides=given)
-    [made] = [path for path in (folder / "cache").glob("*-teacher-*") if path.is_dir() and _width(path) == 3]
+    caches = (folder / "cache").glob("*-teacher-*/train-ids.npy")
+    [made] = [path.parent for path in caches if np.load(path, mmap_mode="r").shape[-1] == 3]
     partial = made.with_name(f"{made.name}.partial-1")
     made.rename(partial)
     (partial / "train-ids.npy").unlink()
@@ -148,7 +149,3 @@ def test_half_written_answers_are_not_taken_and_damaged_ones_named(solo: Process
     content[-1] ^= 1
     (made / "train-ids.npy").write_bytes(content)
     assert "train-ids.npy" in solo.run(cases.refused, folder=folder, overrides=given)[0]
-
-
-def _width(folder: Path) -> int:
-    return int(np.load(folder / "train-ids.npy", mmap_mode="r").shape[-1])
