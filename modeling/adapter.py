@@ -34,11 +34,12 @@ _TASK_TYPES = {
 """Maps a model class to `peft`'s task type; other classes have none."""
 
 
-def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence[str]) -> Any:
+def adapter_config(section: AdapterSection, model: torch.nn.Module, *, model_class: str, whole: Sequence[str]) -> Any:
     """The `peft.LoraConfig` for the config's section. whole: names of the modules that are trained in full."""
     from peft import LoraConfig
 
     targets = section.target_modules
+    unfit = {name.rpartition(".")[2] for name, module in model.named_modules() if not is_adaptable(module)}
     return LoraConfig(
         task_type=_TASK_TYPES.get(model_class),
         r=section.r,
@@ -47,9 +48,19 @@ def adapter_config(section: AdapterSection, *, model_class: str, whole: Sequence
         use_rslora=section.rslora,
         use_dora=section.kind == "dora",
         target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        exclude_modules=sorted(unfit) or None,
         modules_to_save=list(whole) or None,
         init_lora_weights="gaussian" if section.init == "gaussian" else True,
     )
+
+
+def is_adaptable(module: torch.nn.Module) -> bool:
+    """Whether a low-rank product can be added to a layer's output; not if it is linear in name only, such as the
+    routers of Llama 4 and Phi-3.5-MoE, which return a choice, and the grouped projection of DeepSeek V4."""
+    kind = type(module)
+    if not isinstance(module, torch.nn.Linear) or kind.forward is torch.nn.Linear.forward:
+        return True
+    return not kind.__module__.startswith("transformers") or kind.__name__ == "FalconLinear"
 
 
 def add_adapter(
@@ -74,6 +85,8 @@ def wrapped_with_adapter(
 
     _require_modules(section, model)
     whole = _trained_whole(section, model, model_class=model_class)
+    layers = ((name, one) for name, one in model.named_modules() if one is not model.get_output_embeddings())
+    linear = {name.rpartition(".")[2] for name, layer in layers if isinstance(layer, torch.nn.Linear)}
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
         torch.manual_seed(seed)
@@ -81,12 +94,14 @@ def wrapped_with_adapter(
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
         try:
             wrapped = get_peft_model(
-                model, adapter_config(section, model_class=model_class, whole=whole), autocast_adapter_dtype=False
+                model,
+                adapter_config(section, model, model_class=model_class, whole=whole),
+                autocast_adapter_dtype=False,
             )
         except (ValueError, TypeError) as error:
+            fit = ", ".join(sorted(name for name in linear if f"'{name}'" not in str(error)))
             raise UserError(
-                f"adapter.target_modules = {', '.join(section.target_modules)}: {one_line(error)}; name modules of the "
-                "model, such as q_proj and v_proj"
+                f"adapter.target_modules = {', '.join(section.target_modules)}: {one_line(error)}; name some of {fit}"
             ) from error
     adapted: Any = wrapped.get_base_model()
     with torch.no_grad():
@@ -123,33 +138,40 @@ def _trained_whole(section: AdapterSection, model: Any, *, model_class: str) -> 
 
 
 def _require_modules(section: AdapterSection, model: PreTrainedModel) -> None:
-    """Raise UserError for a name of no module; `peft` ignores one that is beside valid names.
-
-    For mixtures of experts `peft` also knows the names that the hub's files have, such as `w1` or `up_proj` of experts
-    that transformers fuses, and replaces them here by those of parameters.
-    """
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    known = [name for name, _ in model.named_modules()]
-    targets = [name for name in section.target_modules if name != "all-linear"]
-    if targets:
-        given = LoraConfig(target_modules=targets)
-        try:
-            convert_peft_config_for_transformers(given, model, None)
-        except ValueError as error:
-            raise UserError(f"adapter.target_modules = {', '.join(targets)}: {one_line(error)}") from error
-        targets = [name for name in targets if name in (given.target_modules or ())]
+    """Raise UserError for a name of no module; `peft` ignores one that is beside valid names."""
+    known, modules = dict(model.named_modules()), as_peft_reads(section, model).target_modules
+    targets = [name for name in section.target_modules if name != "all-linear" and name in modules]
     absent = [
         *(("target_modules", name) for name in targets if not any(f".{one}".endswith(f".{name}") for one in known)),
         *(("modules_to_save", name) for name in section.modules_to_save if not any(o.endswith(name) for o in known)),
     ]
+    for name, module in known.items():
+        own = next((target for target in targets if f".{name}".endswith(f".{target}")), None)
+        if own is not None and not is_adaptable(module):
+            problem = f"{name} is a {type(module).__name__}, to whose output no low-rank product can be added"
+            raise UserError(f"adapter.target_modules = {', '.join(section.target_modules)}: {problem}; leave out {own}")
     if absent:
         key, name = absent[0]
         ends = {one.rpartition(".")[2] for one in known}
         listed = ", ".join(sorted(end for end in ends if end and not end.isdecimal()))
         problem = f"adapter.{key} = {', '.join(getattr(section, key))}: the model has no module {name}"
         raise UserError(f"{problem}; name some of {listed}")
+
+
+def as_peft_reads(section: AdapterSection, model: PreTrainedModel) -> Any:
+    """A `peft.LoraConfig` with the targets. For mixtures of experts `peft` also knows the names that the hub's files
+    have, such as `w1` or `up_proj` of experts that transformers fuses, and replaces them by those of parameters, in
+    `target_parameters`. Raises UserError."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    targets = section.target_modules
+    given = LoraConfig(target_modules=targets[0] if targets == ("all-linear",) else list(targets))
+    try:
+        convert_peft_config_for_transformers(given, model, None)
+    except ValueError as error:
+        raise UserError(f"adapter.target_modules = {', '.join(targets)}: {one_line(error)}") from error
+    return given
 
 
 def head_weights(model: Any) -> set[int]:

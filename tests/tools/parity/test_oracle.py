@@ -19,8 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from config.cli import REPOSITORY
+from config.errors import UserError
 from config.optimizers import OPTIMIZERS, settings_of
 from config.schema import (
+    AdapterSection,
     BatchSection,
     Config,
     LossScaleSection,
@@ -38,6 +40,7 @@ from modeling.parameter_groups import group_of_each
 from precision.loss_scale import make_policy
 from tests.support.jobs.launches import command, events, finish
 from tests.support.marks import slow, some_slow
+from tests.support.models.mixtures import mixture, with_experts
 from tests.support.models.small_models import small_model
 from tests.support.rows import labelled, seq2seq
 from tests.support.rows.chats import LENGTH, write_base, write_chats, write_pairs, write_teacher
@@ -47,6 +50,7 @@ from tools.parity.gate import main, outside, recomputed
 from tools.parity.jobs import Run, plan
 from tools.parity.oracle.comparison import Comparison
 from tools.parity.oracle.judge import ALONE, FIRST_NORM, Judged, judge
+from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.optimizers import optimizer_of
 from tools.parity.oracle.rules import Mixed, Order, loss_scale, permuted
@@ -694,3 +698,16 @@ def test_what_it_does_not_compute_in_training_spares_the_rest(finished, tmp_path
 
     change_jsonl(run / "events.jsonl", at_step_4)
     assert failed(judge(run, steps=4, log=lambda line: None)) == {"samples", "learning rate"}
+
+
+def test_low_rank_factors_are_of_layers_that_are_linear() -> None:
+    """`peft` leaves the routers of Phi-3.5-MoE alone, and gives Mixtral's, and its experts, factors as parameters."""
+    kinds = with_experts()
+    model = mixture("phimoe", kinds["phimoe"])
+    add_low_rank(model, AdapterSection(kind="lora", r=2), seed=0)
+    adapted = {name.partition("layers.0.")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    assert adapted == {"", *(f"self_attn.{name}_proj" for name in "qkvo")}
+    for targets, found in ((("all-linear",), "down_proj, gate.weight, gate_up_proj"), (("q_proj", "w2"), "down_proj")):
+        section = AdapterSection(kind="lora", r=2, target_modules=targets)
+        with pytest.raises(UserError, match=f"^adapter.target_modules = {', '.join(targets)}: {found} have factors"):
+            add_low_rank(mixture("mixtral", kinds["mixtral"]), section, seed=0)

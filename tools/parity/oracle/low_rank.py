@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from config.errors import UserError
 from config.schema import AdapterSection
-from modeling.adapter import initial_value
+from modeling.adapter import as_peft_reads, initial_value, is_adaptable
 
 
 class LowRank(nn.Module):
@@ -33,13 +33,19 @@ class LowRank(nn.Module):
 def add_low_rank(model: Any, section: AdapterSection, *, seed: int) -> None:
     """Freeze the model and give the layers of `adapter.target_modules` factors, with their initial values.
 
-    all-linear: every linear layer except the output embedding. Raises UserError for a layer that is not linear.
+    all-linear: every linear layer except the output embedding. Raises UserError for a layer that is not linear, and
+    where `peft` gives factors to parameters, as of fused experts.
     """
+    if fused := sorted(as_peft_reads(section, model).target_parameters or ()):
+        raise UserError(
+            f"adapter.target_modules = {', '.join(section.target_modules)}: {', '.join(fused)} have factors, which are "
+            "parameters of routers and fused experts; the oracle knows linear layers"
+        )
     model.requires_grad_(False)
     head, factor = model.get_output_embeddings(), section.alpha / (section.r**0.5 if section.rslora else section.r)
     everything = section.target_modules == ("all-linear",)
     for name, layer in list(model.named_modules()):
-        if everything and (layer is head or not isinstance(layer, nn.Linear | Conv1D)):
+        if everything and (layer is head or not isinstance(layer, nn.Linear | Conv1D) or not is_adaptable(layer)):
             continue
         if not everything and not any(f".{name}".endswith(f".{one}") for one in section.target_modules):
             continue
