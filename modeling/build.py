@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -347,8 +348,11 @@ def draw_weights(
             table = bool(module._non_persistent_buffers_set) and not parameters
             if only is not None and not table and not any(parameter in only for parameter in parameters):
                 continue
-            for child in module.children():
-                parameters.extend(child.parameters(recurse=False))
+            if _is_named_in_initialisation(type(module), type(owner)):
+                parameters = list(module.parameters())
+            else:
+                for child in module.children():
+                    parameters.extend(child.parameters(recurse=False))
             digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             # Weights are drawn on the CPU. torch.manual_seed would seed every device type and, where one is missing,
             # queue the call with its stack trace: 2 ms and a longer list with each module.
@@ -357,6 +361,19 @@ def draw_weights(
                 if writes or table:
                     with _in_fp32(parameters, only):
                         _initialise(module, owner)
+
+
+@cache
+def _is_named_in_initialisation(kind: type, owner: type) -> bool:
+    """Whether the initialisation of a model treats modules of this class apart, so that it may write to any parameter
+    below one, as to all experts of a Switch Transformer from their layer. Models themselves write to children only."""
+    if issubclass(kind, PreTrainedModel):
+        return False
+    with suppress(OSError, TypeError):  # code without a source
+        words = set(re.findall(r"\w+", inspect.getsource(owner._init_weights)))  # type: ignore[attr-defined]
+        own = (base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch."))
+        return any(base.__name__ in words for base in own)
+    return False
 
 
 def _initialise(module: torch.nn.Module, owner: PreTrainedModel) -> None:

@@ -3,19 +3,26 @@
 The oracle of shared sequences is the same model without the wrapper on whole ones, with transformers' own masks.
 """
 
+import copy
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from transformers import AutoConfig
+from transformers.integrations import HfDeepSpeedConfig
 
 from config.batch import WHOLE_POSITIONS
 from config.cli import REPOSITORY
 from config.errors import UserError
+from config.schema import ModelSection
 from modeling import chunked_head, kernels
 from modeling.activation_checkpointing import blocks_of, recompute_blocks
 from modeling.activation_checkpointing_budget import count_saved
+from modeling.build import build_model
 from modeling.kernels import Norm
 from modeling.linear_cross_entropy import is_making_gradients
 from modeling.sequence_parallel import SequenceAttention, require_equal_logits
@@ -29,6 +36,7 @@ from tests.training.engine.sequence_cases import mine_of, whole_batch
 from training.attribution import attribute
 from training.distributed import SliceGroup, World
 from training.engine import Engine
+from training.engine.build import _gather_partitioned, _keeping_dtypes
 from training.engine.tensors import whole_gradient
 from training.telemetry import Telemetry
 
@@ -329,6 +337,39 @@ def against_the_whole(world: World, *, family: str, apart: bool, ranks: int, sha
         "unused": float((own - whole).abs().max()) / largest,
         "name": model.config._attn_implementation,
     }
+
+
+def buffers_of(world: World, *, stage: int, kind: str, keys: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Buffers of a new model in FP32 as it trains."""
+    model = [f"model.architecture={kind}", f"model.config={json.dumps(keys)}"]
+    with engine_of(world, resolve(world, stage=stage, compute="fp32", overrides=model)) as engine:
+        return {name: value.clone() for name, value in engine.model.named_buffers()}
+
+
+def apart_at_zero3(world: World, *, shapes: Sequence[tuple[str, str, dict[str, Any]]]) -> dict[str, list[str]]:
+    """Names of parameters and buffers of new models that start with other values at ZeRO-3 than whole ones.
+
+    shapes: model class, architecture and keys of its config.
+    """
+    found = {}
+    for model_class, kind, keys in shapes:
+        section, shape = ModelSection(architecture=kind), AutoConfig.for_model(kind, **keys)
+        how: dict[str, Any] = {"seed": 0, "model_class": model_class}
+        whole = build_model(section, copy.deepcopy(shape), **how)
+        document = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+        zero3 = HfDeepSpeedConfig(document)
+        gather = partial(_gather_partitioned, world)
+        with _keeping_dtypes():
+            parts = build_model(section, copy.deepcopy(shape), gather=gather, **how)
+        del zero3
+        with gather(list(parts.parameters())):
+            values = [dict(model.named_parameters()) | dict(model.named_buffers()) for model in (whole, parts)]
+            assert values[0].keys() == values[1].keys()
+            pairs = ((name, one, values[1][name]) for name, one in values[0].items())
+            apart = [name for name, one, other in pairs if one.dtype != other.dtype or not torch.equal(one, other)]
+        if apart:
+            found[f"{model_class} {kind}"] = apart
+    return found
 
 
 class Idle(SliceGroup):

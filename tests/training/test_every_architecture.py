@@ -2,15 +2,19 @@
 nothing of a sound one."""
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.auto import modeling_auto
 
+from config.task import KINDS
 from data.text.prepare import prepare
+from tests.modeling import model_cases
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.mixtures import keys_of
 from tests.training import observer_cases
@@ -68,14 +72,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def shape_of(kind: str, classes: Any) -> dict[str, Any]:
-    """Keys of `model.config` for a small model; skips the test where there are none."""
+def keys_for(kind: str) -> dict[str, Any]:
+    """Those of the keys above that an architecture's config has."""
     made = CONFIG_MAPPING[kind]
-    if kind in SKIPPED or "text_config" in made.sub_configs:
-        pytest.skip(SKIPPED.get(kind, "it needs more than text"))
     defaults, other = made().to_dict(), made.attribute_map
     given = {key: value for key, value in (GENERIC | keys_of(kind)).items() if key in defaults or key in other}
-    found = {other.get(key, key): value for key, value in (given | OWN.get(kind, {})).items() if key != "vocab_size"}
+    found = {other.get(key, key): value for key, value in (given | OWN.get(kind, {})).items()}
+    return {key: value for key, value in found.items() if key != "vocab_size"}
+
+
+def shape_of(kind: str, classes: Any) -> dict[str, Any]:
+    """Keys of `model.config` for a small model; skips the test where there are none."""
+    if kind in SKIPPED or "text_config" in CONFIG_MAPPING[kind].sub_configs:
+        pytest.skip(SKIPPED.get(kind, "it needs more than text"))
+    found = keys_for(kind)
     with torch.device("meta"):
         model = classes.from_config(AutoConfig.for_model(kind, **found, vocab_size=300))
     if (size := sum(parameter.numel() for parameter in model.parameters())) > LARGEST:
@@ -89,6 +99,24 @@ def events_of(pair: ProcessGroup, folder: Path, kind: str, shape: dict[str, Any]
     given += [*cast("bf16", 2), "model.loss=auto", "model.loss_chunk_tokens=0", *overrides]
     pair.run(observer_cases.planted_job, seconds=300.0, folder=str(folder), name=name, overrides=given)
     return list(read_events(folder / "runs" / name / "events.jsonl"))
+
+
+def small(model_class: str, kind: str) -> dict[str, Any] | None:
+    """The keys of a small model; None where they do not build one."""
+    with suppress(Exception), torch.device("meta"):
+        keys = keys_for(kind) | {"vocab_size": 300}
+        model = getattr(transformers, model_class).from_config(AutoConfig.for_model(kind, **keys))
+        return keys if sum(parameter.numel() for parameter in model.parameters()) <= LARGEST else None
+    return None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_class", KINDS)
+def test_a_new_model_starts_alike_in_whole_and_in_parts(solo: ProcessGroup, model_class: str) -> None:
+    kinds = getattr(transformers, model_class)._model_mapping._model_mapping
+    shapes = [(model_class, kind, keys) for kind in kinds if (keys := small(model_class, kind)) is not None]
+    assert len(shapes) > 10
+    assert solo.run(model_cases.apart_at_zero3, shapes=shapes, seconds=600.0) == [{}]
 
 
 @pytest.mark.slow
