@@ -22,16 +22,18 @@ _NO_WEIGHTS = ("Norm", "Embedding", "Dora")
 def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
     """torch's parameter groups: `params` and their options. No group is empty; frozen parameters are left out.
 
-    weight_decay: 0 for all but weights (`_is_weight`), unless `optimizer.groups` sets it. A parameter shared by an
-    embedding and an output head counts as an embedding. lr_factor: on the scheduled learning rate, 1.0 unless
-    `optimizer.groups` sets it. matrix: whether these are hidden matrices and the optimizer has a rule for them: weights
-    of linear layers and routers, and 3-D tensors of fused experts, but not the layer that computes the logits nor an
-    adapter's copy of it. moe, name: for experts of `parallel.expert`, which DeepSpeed partitions over fewer ranks.
+    weight_decay: 0 for all but weights (`_is_weight`) that a text reaches, unless `optimizer.groups` sets it. A
+    parameter shared by an embedding and an output head counts as an embedding. lr_factor: on the scheduled learning
+    rate, 1.0 unless `optimizer.groups` sets it. matrix: whether these are hidden matrices and the optimizer has a rule
+    for them: weights of linear layers and routers, and 3-D tensors of fused experts, but not the layer that computes
+    the logits nor an adapter's copy of it. moe, name: for experts of `parallel.expert`, which DeepSpeed partitions over
+    fewer ranks.
 
     Raises UserError for a group of the config that matches no parameter.
     """
     tables = [module for module in model.modules() if isinstance(module, torch.nn.Embedding)]
-    embeddings = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    kept = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
+    kept |= {id(parameter) for parameter in unreached(model).values()}
     head = head_weights(model)
     owners = dict(model.named_modules())
     splits = OPTIMIZERS[section.name].splits_matrices
@@ -43,7 +45,7 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
         dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
         path, _, key = name.rpartition(".")
         owner = type(owners[path]).__name__
-        decays = dimensions >= 2 and _is_weight(owner, key) and id(parameter) not in embeddings
+        decays = dimensions >= 2 and _is_weight(owner, key) and id(parameter) not in kept
         # not a convolution's kernel, which also has three dimensions, nor DBRX's experts, stacked in two
         is_matrix = dimensions == 2 and key == "weight" or dimensions == 3 and _EXPERTS in owner
         matrix = splits and decays and is_matrix and id(parameter) not in head
@@ -72,28 +74,21 @@ def parameter_groups(model: torch.nn.Module, section: OptimizerSection) -> list[
 
 def unreached(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """The parameters by name that get no gradient from text: the encoders of a multimodal model, such as Gemma 3's for
-    images. ZeRO gives the optimizer zeros for these, so they decay unless `optimizer.groups` says otherwise."""
+    images. ZeRO gives the optimizer zeros for these, with which a parameter that does not decay keeps its value."""
     if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
         return {}
     if model.config.get_text_config(decoder=True) is model.config:
         return {}
-    readers = [model.get_decoder(), model.get_output_embeddings()]
-    reached = {id(parameter) for one in readers if one is not None for parameter in one.parameters()}
-    reached |= head_weights(model)
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in reached}
+    reached = {id(parameter) for parameter in model.get_decoder().parameters()} | head_weights(model)
+    idle = {id(parameter) for parameter in model.base_model.parameters()} - reached
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in idle}
 
 
-def unreached_notes(model: torch.nn.Module, section: OptimizerSection) -> list[str]:
-    """A human-readable note on those of these parameters that weight decay shrinks."""
-    idle, options = unreached(model), group_of_each(model, section)
-    shrinking = [name for name, item in idle.items() if options.get(id(item), {}).get("weight_decay")]
-    modules = dict.fromkeys(".".join(name.split(".")[:2]) for name in shrinking)
-    if not modules:
-        return []
-    groups = ", ".join(f"{{match: '{name}.*', weight_decay: 0}}" for name in modules)
-    return [
-        f"no text reaches {', '.join(modules)}: weight decay alone changes them; optimizer.groups=[{groups}] keeps them"
-    ]
+def unreached_notes(model: torch.nn.Module) -> list[str]:
+    """A human-readable note on the trainable parameters among these, which take memory all the same."""
+    trainable = [name for name, parameter in unreached(model).items() if parameter.requires_grad]
+    modules = dict.fromkeys(".".join(name.split(".")[:2]) for name in trainable)
+    return [f"no text reaches {', '.join(modules)}: they get no gradient and no weight decay"] if modules else []
 
 
 def _is_weight(owner: str, key: str) -> bool:

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from config.errors import UserError
 from config.schema import AdapterSection, ModelSection, OptimizerSection, ParameterGroupSection
-from config.task import MASKED_LM
-from modeling.adapter import add_adapter, layers_with_factors
+from config.task import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM, SEQUENCE_CLASSIFICATION, TOKEN_CLASSIFICATION
+from modeling.adapter import add_adapter, is_adaptable, layers_with_factors
 from modeling.build import (
     attention_of,
     attention_sizes,
@@ -31,8 +32,12 @@ from modeling.build import (
 from modeling.generate import sample_text
 from modeling.linear_cross_entropy import label_loss_sum
 from modeling.parameter_groups import group_of_each, parameter_groups, unreached, unreached_notes
+from tests.modeling import model_cases
+from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES, Case
+from tests.support.models.mixtures import mixture, with_experts
 from tools.parity.oracle.optimizers import optimizer_of
+from training.corruption.settings import decay_and_factor
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 DEEPSEEK = {"num_key_value_heads": 4, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
@@ -45,6 +50,8 @@ FAMILIES = {
     "gpt_neox": LLAMA,
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 2},
 }
+
+KINDS = with_experts()
 
 
 def build(section: ModelSection, seed: int = 0) -> torch.nn.Module:
@@ -100,6 +107,20 @@ def test_every_rank_has_the_same_rotary_table_whatever_device_made_its_model(mon
     monkeypatch.setattr(LlamaRotaryEmbedding, "__init__", on_gpu)
     model = build_model(section, config, seed=0, gather=lambda parameters: nullcontext(is_main), drawn=drawn)
     assert torch.equal(model.model.rotary_emb.inv_freq, right)
+
+
+def test_a_new_model_starts_alike_in_whole_and_in_parts(solo: ProcessGroup) -> None:
+    """A layer of Switch Transformers draws the weights of its experts, two modules below it. `zero.Init` casts what is
+    made in another dtype, as a buffer of Recurrent Gemma is."""
+    switch = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
+    switch |= {"num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2, "num_experts": 4}
+    gemma = {**LLAMA, "lru_width": 32, "num_hidden_layers": 3}
+    shapes = [(SEQ2SEQ_LM, "switch_transformers", switch), (CAUSAL_LM, "recurrent_gemma", gemma)]
+    assert solo.run(model_cases.apart_at_zero3, shapes=shapes) == [{}]
+    of = {"kind": "recurrent_gemma", "keys": gemma}
+    [whole], [parts] = (solo.run(model_cases.buffers_of, stage=stage, **of) for stage in (0, 3))
+    assert whole["model.normalizer"].dtype == parts["model.normalizer"].dtype == torch.bfloat16
+    assert float(whole["model.normalizer"]) == float(parts["model.normalizer"]) != 32**0.5
 
 
 def test_a_key_that_only_the_architectures_code_reads_is_taken():
@@ -337,7 +358,29 @@ def test_an_adapter_takes_the_names_that_the_hub_has_for_fused_experts():
             adapted(*names)
 
 
-def test_what_no_text_reaches_is_named_with_the_group_that_keeps_its_values():
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_an_adapter_of_all_linear_layers_trains_every_mixture(kind):
+    """Llama 4's and Phi-3.5-MoE's routers are linear layers by class, and return more than a product; the grouped
+    projection of DeepSeek V4 has another shape than its weight."""
+    model = mixture(kind, KINDS[kind])
+    unfit = {name.rpartition(".")[2] for name, module in model.named_modules() if not is_adaptable(module)}
+    assert unfit == {"llama4_text": {"router"}, "phimoe": {"router"}, "deepseek_v4": {"o_a_proj"}}.get(kind, set())
+    for name in unfit:
+        with pytest.raises(UserError, match=f"^adapter.target_modules = v_proj, {name}: .*leave out {name}$"):
+            add_adapter(model, AdapterSection(kind="lora", r=2, target_modules=("v_proj", name)), seed=0)
+    if kind == "nemotron_h":
+        with pytest.raises(UserError, match="'out_proj' is incompatible.*; name some of down_proj, in_proj, k_proj"):
+            add_adapter(model, AdapterSection(kind="lora", r=2), seed=0)
+        return
+    named = {"mistral4": SEQUENCE_CLASSIFICATION, "openai_privacy_filter": TOKEN_CLASSIFICATION}.get(kind, CAUSAL_LM)
+    model = add_adapter(model, AdapterSection(kind="lora", r=2), seed=0, model_class=named)
+    ids = torch.arange(10).unsqueeze(0)
+    further = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    model(input_ids=ids, **further).logits.float().square().mean().backward()
+    assert any(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
+
+
+def test_what_no_text_reaches_keeps_its_values_unless_a_group_says_otherwise():
     """ZeRO gives the optimizer zeros in place of the gradients that these do not get."""
     text = {**LLAMA, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64}
     seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -349,17 +392,33 @@ def test_what_no_text_reaches_is_named_with_the_group_that_keeps_its_values():
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    [note] = unreached_notes(model, OptimizerSection(weight_decay=0.5))
-    assert note.startswith("no text reaches model.vision_tower, model.multi_modal_projector: weight decay alone")
-    assert "{match: 'model.vision_tower.*', weight_decay: 0}" in note
-    names = ("model.vision_tower.*", "model.multi_modal_projector.*")
-    groups = tuple(ParameterGroupSection(match=name, weight_decay=0.0) for name in names)
-    section = OptimizerSection(weight_decay=0.5, groups=groups)
-    torch.optim.AdamW(parameter_groups(model, section), lr=0.1).step()
+    torch.optim.AdamW(parameter_groups(model, OptimizerSection(weight_decay=0.5)), lr=0.1).step()
     same = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
     assert without and without <= same and "model.language_model.layers.0.mlp.up_proj.weight" not in same
-    assert unreached_notes(model, section) == unreached_notes(llama(), OptimizerSection()) == []
+    [note] = unreached_notes(model)
+    assert note.startswith("no text reaches model.vision_tower, model.multi_modal_projector: ")
+    assert unreached_notes(llama()) == []
+    decays = ParameterGroupSection(match="model.vision_tower.*", weight_decay=0.3)
+    for section in (OptimizerSection(weight_decay=0.5), OptimizerSection(weight_decay=0.5, groups=(decays,))):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        decay = {names[key]: group["weight_decay"] for key, group in group_of_each(model, section).items()}
+        assert decay == {name: own for name, (own, _) in decay_and_factor(model, section).items()}
+        assert any(decay[name] for name in without) == bool(section.groups)
     assert without == unreached(model).keys()
+
+
+@pytest.mark.parametrize(("auto", "kind"), [("AutoModelForMaskedLM", "ultravbert"), ("AutoModelForCausalLM", "gemma3")])
+def test_a_head_over_the_text_decays(auto, kind):
+    """UltraVBERT's projection is beside the text model and its encoder of images."""
+    with torch.device("meta"):
+        model = getattr(transformers, auto).from_config(AutoConfig.for_model(kind))
+    section = OptimizerSection(weight_decay=0.5)
+    decay = {name: own for name, (own, _) in decay_and_factor(model, section).items()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert decay == {names[key]: group["weight_decay"] for key, group in group_of_each(model, section).items()}
+    idle = unreached(model)
+    assert idle and not any(decay[name] for name in idle)
+    assert all(name.startswith("model.") for name in idle)
 
 
 def test_a_group_of_the_config_has_its_own_rate_and_decay_and_the_last_match_counts():

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from config.schema import OptimizerSection
@@ -13,7 +14,8 @@ from config.schema import OptimizerSection
 def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[float, float]]:
     """Weight decay and factor of the scheduled learning rate for each trained parameter, by name.
 
-    model: with whole parameters. Only weights that multiply a layer's input decay; embeddings do not.
+    model: with whole parameters. Only weights that multiply a layer's input decay, if that comes from text; embeddings
+    do not.
     """
     weights, found = _weights(model), {}
     for name, parameter in model.named_parameters():
@@ -30,8 +32,8 @@ def decay_and_factor(model: Any, section: OptimizerSection) -> dict[str, tuple[f
 
 
 def _weights(model: Any) -> dict[int, bool]:
-    """Ids of the parameters by which layers multiply their inputs, without embeddings; to whether each is a matrix, or
-    a matrix for each expert."""
+    """Ids of the parameters by which layers multiply their inputs, without embeddings and what reads images or sound;
+    to whether each is a matrix, or a matrix for each expert."""
     found: dict[int, bool] = {}
     for module in model.modules():
         kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
@@ -48,6 +50,13 @@ def _weights(model: Any) -> dict[int, bool]:
     for module in model.modules():
         if isinstance(module, nn.Embedding) or "Embedding" in type(module).__name__:
             found.pop(id(getattr(module, "weight", None)), None)
+    text = type(model.config.get_text_config(decoder=True))
+    if text is not type(model.config) and not model.config.is_encoder_decoder:
+        of_text = [one for one in model.modules() if isinstance(one, PreTrainedModel) and type(one.config) is text]
+        read = {id(tensor) for one in of_text for tensor in one.parameters()}
+        for tensor in model.base_model.parameters():
+            if id(tensor) not in read:
+                found.pop(id(tensor), None)
     return found
 
 
