@@ -16,13 +16,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from config.cli import REPOSITORY
 from config.optimizers import OPTIMIZERS
-from config.schema import Config
+from config.schema import AdapterSection, Config
 from data.text.prepare import prepare
 from lab.detection.plants.site import ATTENTION, LAYER, LINEAR, NORM
+from modeling.adapter import add_adapter, layers_with_factors
 from modeling.objectives.label_prediction import LabelPrediction
 from precision.tolerance import unit_roundoff
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
+from tests.support.models.mixtures import mixture
 from tests.training import observer_cases
 from tests.training.observer_cases import cast, manifest
 from tools.parity.alternatives import _halves
@@ -31,7 +33,7 @@ from training.corruption.between import Between
 from training.corruption.gradient_sums import GradientSums
 from training.corruption.passes import Passes, Row, _Call
 from training.corruption.plain import is_random
-from training.corruption.self_check import SelfCheck
+from training.corruption.self_check import SelfCheck, _differing
 
 EVALUATED = ("data.validation_fraction=0.3", "evaluate.every_steps=2", "evaluate.batches=3")
 
@@ -443,6 +445,19 @@ def test_modules_of_another_class_and_settings_in_words_are_unlike() -> None:
     assert unlike(exchange) == ["model.layers.0.mlp.act_fn"]
     assert unlike(widen) == ["config.layer_types"]
     assert ".training" in unlike(lambda model: model.eval())
+
+
+def test_how_the_base_of_an_adapter_was_loaded_is_no_constant() -> None:
+    """`peft` gives it to layers of routers and fused experts, which bitsandbytes leaves as they are."""
+    models = [mixture("qwen3_moe", AutoModelForCausalLM._model_mapping) for _ in range(2)]
+    models[0].is_loaded_in_4bit = True  # as bitsandbytes does
+    for model in models:
+        add_adapter(model, AdapterSection(kind="lora", r=2), seed=0)
+    layers = [[vars(layer) for layer in layers_with_factors(model).values()] for model in models]
+    assert any(own["kwargs"] != other["kwargs"] for own, other in zip(*layers, strict=True))
+    assert not [key for own, other in zip(*layers, strict=True) for key in _differing(own, other)]
+    layers[0][0]["lora_alpha"] = {"default": 3}
+    assert [*_differing(layers[0][0], layers[1][0])] == ["lora_alpha.default"]
 
 
 def test_equal_random_numbers_of_ranks_or_steps_are_found() -> None:

@@ -72,10 +72,11 @@ _WORDS = {
     "draws": "they are the same, so the same values are dropped",
 }
 _STATES = (
-    *("training", "gradient_checkpointing", "use_cache"),
+    *("training", "gradient_checkpointing", "use_cache", "kwargs"),
     *("dtype", "torch_dtype", "architectures", "name_or_path", "transformers_version"),
 )
-"""Attributes of modules and configs that are not constants of the architecture."""
+"""Attributes of modules and configs that are not constants of the architecture; `peft` notes in `kwargs` how it found
+the base loaded."""
 _OF_ALL = ("gradients", "norm", "constants", "draws", "evaluation", "scale", "schedule")
 """Checks of what ranks share or sum, so that no single rank is to blame."""
 
@@ -413,9 +414,11 @@ class SelfCheck:
 def _differing(right: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
     """Keys whose numbers or words differ."""
     for key, value in right.items():
+        if key in _STATES:
+            continue
         if isinstance(value, dict) and isinstance(own.get(key), dict) and not key.startswith("_"):
             yield from (f"{key}.{inner}" for inner in _differing(value, own[key]))
-        elif _is_plain(value) and _as_json(own.get(key, value)) != _as_json(value) and key not in _STATES:
+        elif _is_plain(value) and _as_json(own.get(key, value)) != _as_json(value):
             yield from () if key.startswith("_") else (key,)
 
 
