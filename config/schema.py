@@ -236,6 +236,9 @@ class GrpoSection:
     """[answers] Number of answers that the sampler draws at a time."""
     resamples: int = limit(0, at_least=0)
     """[times] How often at most groups whose answers all have the same reward are sampled again (DAPO)."""
+    keep_rollouts: int = limit(100, at_least=0, null=0)
+    """[steps] Number of newest steps whose answers stay in rollouts/, beside those that a resume from one of the newest
+    checkpoint.keep checkpoints repeats, and the first 10. 0: all."""
     max_gap: float = limit(3.0, above=1.0)
     """[factor] Largest healthy k3 between sampler and trainer, in units of the trainer's distance from itself."""
 

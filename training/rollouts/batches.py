@@ -9,6 +9,7 @@ advantages, metrics) every rank computes from the answers of all.
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
 from modeling.objectives.objective import Forward
 from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages, counts_of
+from tracking.run_dir import RunDir
+from training.checkpoint.choice import by_step, step_of
 from training.engine import Engine
 from training.engine.flips import bit_sums
 from training.engine.ledger import PrecisionError
@@ -63,6 +66,7 @@ class RolloutBatches(Batches):
             text = f"batch.global_size = {size}: a group of grpo.group_size = {group} answers stays on one rank"
             raise UserError(f"{text}; make it a multiple of {group} x {ranks} processes")
         self._section, self._data, self._plan, self._seed = config.grpo, config.data, resolved.batch, config.run.seed
+        self._checkpoints = config.checkpoint.keep
         decisive = ("group_size", "max_new_tokens", "temperature", "updates")  # for what a step learns from
         self.identity = json.dumps([getattr(config.grpo, key) for key in decisive])
         self._engine, self._by_rewards = engine, config.task == "grpo"
@@ -143,6 +147,8 @@ class RolloutBatches(Batches):
             same = (kept.version, kept.sources) == (version, self._sources)
             if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
                 return kept
+        if kept is None and self._folder is not None and not self._publishes and world.is_main:
+            self._say(f"the answers are sampled anew, since there is no {files.path_of(self._folder, step)}")
         before = self._kept(step - self._section.updates) if self._held is None else self._held[1]
         assert isinstance(self._shards, RowShards)
         own = self._sampled(prompts, self._shards, version, str(step), resamples=self._section.resamples)
@@ -154,11 +160,22 @@ class RolloutBatches(Batches):
         found = replace(found, facts=facts, sources=self._sources)
         if self._publishes and self._folder is not None and world.is_main:
             path = files.path_of(self._folder, step)
+            with suppress(OSError):
+                self._prune(self._folder, step)
             try:
                 files.write(path, found, sampler=self.sampler.identity)
             except OSError as error:
                 self._say(f"not kept, so a resumed run samples anew: {path} ({error.strerror})")
         return found
+
+    def _prune(self, folder: Path, step: int) -> None:
+        """Delete answers that neither `grpo.keep_rollouts` keeps nor a resume from a kept checkpoint needs."""
+        if not self._section.keep_rollouts:
+            return
+        steps = [at for path in by_step(RunDir(folder.parent).checkpoints) if (at := step_of(path)) < step]
+        oldest = steps[: self._checkpoints][-1] if steps else 0
+        repeated = oldest + 2 - 2 * self._section.updates  # the answers of its next step, and those before
+        files.prune(folder, before=min(repeated, step + 1 - self._section.keep_rollouts))
 
     def _kept(self, step: int) -> Rollouts | None:
         """The answers in a step's file, on every rank. A collective."""

@@ -1,4 +1,5 @@
-"""The answers of one step, of all ranks, and their file in the run folder: `rollouts/step-000001.safetensors`.
+"""The answers of one step, of all ranks, and their file in the run folder: `rollouts/step-000001.safetensors`, in which
+tokens and their log-probabilities follow each other without padding, of 4 bytes each.
 
 The file is published before the update that uses it, so that a run that was killed repeats the step with the same
 answers, provided its weights have the hash that they were sampled with.
@@ -14,6 +15,10 @@ import numpy as np
 
 from data.array_file import read_arrays, write_arrays
 
+KEPT_AT_START = 10
+"""[steps] `tools.parity --oracle` recomputes the first ones."""
+_OF_TOKENS = {"prompts": "prompt_lengths", "answers": "lengths", "sampler": "lengths", "old": "lengths"}
+"""Arrays with a number for each token, to those of how many tokens there are."""
 _ARRAYS = ("samples", "prompts", "prompt_lengths", "answers", "lengths", "ended", "sampler", "old", "rewards")
 
 
@@ -42,7 +47,7 @@ class Rollouts:
     @property
     def mask(self) -> np.ndarray:
         """(prompts, group, tokens) bool: where an answer has a token."""
-        return np.asarray(np.arange(self.answers.shape[-1]) < self.lengths[..., None])
+        return _mask(self.lengths, self.answers.shape[-1])
 
     def of(self, numbers: Sequence[int] | np.ndarray) -> "Rollouts":
         """The answers to the prompts at these places."""
@@ -63,9 +68,8 @@ def padded(rows: Sequence[np.ndarray], width: int, dtype: Any = np.int64) -> np.
 def interleaved(parts: Sequence[Rollouts]) -> Rollouts:
     """The answers of all ranks in the order of the global batch, of whose prompts rank r has r, r + ranks, ..."""
     joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS}
-    for name in ("prompts", "answers", "sampler", "old"):
-        lengths = joined["prompt_lengths" if name == "prompts" else "lengths"]
-        joined[name] = joined[name][..., : lengths.max()]
+    for name, lengths in _OF_TOKENS.items():
+        joined[name] = joined[name][..., : joined[lengths].max()]
     places = [np.arange(len(part.samples)) * len(parts) + rank for rank, part in enumerate(parts)]
     return replace(parts[0], **joined).of(np.argsort(np.concatenate(places)))
 
@@ -80,7 +84,11 @@ def write(path: Path, rollouts: Rollouts, *, sampler: str) -> None:
     path.parent.mkdir(exist_ok=True)
     said = {"version": rollouts.version, "sampler": sampler}
     said |= {"facts": json.dumps(rollouts.facts), "rewards": json.dumps(rollouts.sources)}
-    write_arrays(path, {name: getattr(rollouts, name) for name in _ARRAYS}, said)
+    arrays = {name: getattr(rollouts, name) for name in _ARRAYS}
+    for name, lengths in _OF_TOKENS.items():
+        flat = arrays[name][_mask(arrays[lengths], arrays[name].shape[-1])]
+        arrays[name] = flat.astype(np.int32) if flat.dtype == np.int64 else flat
+    write_arrays(path, arrays, said)
 
 
 def read(path: Path) -> Rollouts | None:
@@ -88,5 +96,23 @@ def read(path: Path) -> Rollouts | None:
     if (found := read_arrays(path)) is None:
         return None
     arrays, said = found
+    for name, lengths in _OF_TOKENS.items():
+        if arrays[name].ndim == 1:  # older files have padding
+            mask = _mask(arrays[lengths], arrays[lengths].max())
+            whole = np.zeros(mask.shape, dtype=np.int64 if arrays[name].dtype == np.int32 else arrays[name].dtype)
+            whole[mask] = arrays[name]
+            arrays[name] = whole
     facts, sources = json.loads(said["facts"]), json.loads(said["rewards"])
     return Rollouts(**arrays, version=said["version"], facts=facts, sources=sources)
+
+
+def prune(folder: Path, *, before: int) -> None:
+    """Delete the files of steps before this one, except the first. Raises OSError."""
+    for path in folder.glob("step-*.safetensors"):
+        if KEPT_AT_START < int(path.stem.removeprefix("step-")) < before:
+            path.unlink(missing_ok=True)
+
+
+def _mask(lengths: np.ndarray, width: int) -> np.ndarray:
+    """(..., width) bool: where there is a token."""
+    return np.asarray(np.arange(width) < lengths[..., None])

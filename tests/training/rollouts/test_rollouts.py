@@ -1,6 +1,7 @@
 """The answers of a step, their rewards, whose failures end nothing, and the distance of sampler and trainer."""
 
 import math
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 from config.errors import UserError
 from config.json_text import json_sha256
 from config.schema import DataSection, GrpoSection
+from data.array_file import read_arrays, write_arrays
 from training.rollouts.batches import RolloutBatches
 from training.rollouts.gap import FLOOR, measure
 from training.rollouts.rewards import SHIPPED, Rewards
@@ -62,14 +64,52 @@ def test_the_order_is_that_of_the_global_batch() -> None:
 def test_a_file_is_read_back_or_is_none(tmp_path: Path) -> None:
     path, written = path_of(tmp_path / "rollouts", 12), rollouts_of([3, 1])
     assert path.name == "step-000012.safetensors" and read(path) is None
+    written.old[~written.mask] = 0.0
     write(path, written, sampler="one 1.0")
     found = read(path)
     assert found is not None
-    require_equal(found, written)
+    require_equal(found, interleaved([written]))  # without what is padding in all rows
+    tokens, asked = int(written.lengths.sum()), int(written.prompt_lengths.sum())
+    held = {name: values.nbytes for name, values in (read_arrays(path) or ({}, {}))[0].items()}
+    assert held["answers"] == held["sampler"] == held["old"] == 4 * tokens and held["prompts"] == 4 * asked
+    older = {name: values for name, values in vars(written).items() if isinstance(values, np.ndarray)}
+    write_arrays(
+        tmp_path / "older", older, {"version": "v", "facts": '{"reward": 1.5}', "rewards": '{"here:one": "0a"}'}
+    )
+    assert (padded_then := read(tmp_path / "older")) is not None
+    require_equal(padded_then, written)
     content = path.read_bytes()
     for damaged in (content[:-9], content[:-1] + b"\1", content.replace(b"1.5", b"9.5")):
         path.write_bytes(damaged)
         assert read(path) is None
+
+
+def test_old_answers_are_deleted_unless_a_resume_repeats_their_step(tmp_path: Path) -> None:
+    """Checkpoints that `checkpoint.keep_every` holds for ever, and those beyond a step that a run went back to, keep
+    none."""
+    batches: Any = RolloutBatches.__new__(RolloutBatches)
+    batches._checkpoints = 2
+
+    def kept(step: int, *checkpoints: int, newest: int = 3, updates: int = 1) -> list[int]:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        (tmp_path / "rollouts").mkdir(parents=True)
+        for at in range(1, step, updates):
+            path_of(tmp_path / "rollouts", at).touch()
+        for at in checkpoints:
+            (tmp_path / f"checkpoints/step-{at}").mkdir(parents=True)
+        batches._section = GrpoSection(keep_rollouts=newest, updates=updates)
+        batches._prune(tmp_path / "rollouts", step)
+        found = sorted(int(path.stem[5:]) for path in (tmp_path / "rollouts").iterdir())
+        assert [at for at in found if at <= 10] == list(range(1, 11, updates))
+        return [at for at in found if at > 10]
+
+    every = list(range(11, 40))
+    assert kept(40) == every, "the seed is the only thing to start from"
+    assert kept(40, 15, 20, 30, 35) == list(range(30, 40)), "the answers before those of step 31 tell the usual gap"
+    assert kept(40, 15, 20, 30, 35, newest=15) == list(range(26, 40))
+    assert kept(40, 15, 20, 30, 35, newest=0) == every
+    assert kept(40, 20, 30, 45, 50) == list(range(20, 40))
+    assert kept(41, 15, 30, 34, updates=4) == [25, 29, 33, 37], "step 31 is the third of those from 29 on"
 
 
 OWN = """
