@@ -99,8 +99,8 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     engine.model.train()
     gib, forward = config.model.activation_memory_gib, partial(_forward_one_micro_batch, engine, resolved)
     if gib is not None:
-        largest = lambda values: list(map(int, world.maximum(world.numbers(values)).tolist()))  # noqa: E731
-        engine.notes.append(recompute_within_budget(engine.model, gib, forward=forward, largest=largest).text)
+        found = recompute_within_budget(engine.model, gib, forward=forward, largest=partial(_largest, world))
+        engine.notes.append(found.text)
     if config.model.compile:
         engine.notes.append(compile_blocks(engine.model, forward))
     return engine
@@ -128,6 +128,10 @@ def _require_quantisable(resolved: Resolved) -> None:
     for key, value, verified in (("deepspeed.offload", resolved.offload, "none"), (name, secondary, 1)):
         if value != verified:
             raise UserError(f"adapter.base = {base} is not verified with {key} = {value}; set one to its default")
+
+
+def _largest(world: World, values: Sequence[int]) -> list[int]:
+    return [int(value) for value in world.maximum(world.numbers(values)).tolist()]
 
 
 def _forward_one_micro_batch(engine: Engine, resolved: Resolved) -> None:
