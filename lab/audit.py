@@ -6,8 +6,6 @@ trains each combination for a few steps with the probe in the loop, audits the r
 docs/audit.md. --plant MODULE:FUNCTION changes the loop before it starts.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -28,7 +26,7 @@ from config.cli import Arguments, entry_point
 from config.errors import UserError
 from config.machine.processes import free_port
 from config.options import comma_separated, positive_int
-from lab.benchmark.peers.common import padded
+from lab.benchmark.peers.common import padded, use_deepspeed
 from tools.audit.command import finish
 from tools.audit.judge import audit_folder
 from tools.audit.mantissa_probe import Probe
@@ -125,10 +123,9 @@ def bare(work: Work) -> Any:
 
 def accelerate(work: Work) -> Any:
     """The loop of Accelerate's documentation; its scheduler is stepped by hand, not prepared."""
-    from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+    from accelerate import Accelerator, DeepSpeedPlugin
 
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+    use_deepspeed(on_cuda=False)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=work.json()),
         mixed_precision="no" if work.dtype == "fp32" else work.dtype,
@@ -152,27 +149,10 @@ def accelerate(work: Work) -> Any:
 
 def _arguments(work: Work) -> dict[str, Any]:
     """Arguments of `TrainingArguments` and its subclasses."""
-    from accelerate import PartialState
+    from lab.benchmark.peers.trainer_loop import deepspeed_arguments
 
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    return {
-        "output_dir": f"{work.folder}.out",
-        "max_steps": work.steps,
-        "per_device_train_batch_size": MICRO,
-        "gradient_accumulation_steps": work.accumulation,
-        "learning_rate": work.lr,
-        "max_grad_norm": 0.5,
-        "bf16": work.dtype == "bf16",
-        "fp16": work.dtype == "fp16",
-        "deepspeed": work.json(),
-        "use_cpu": True,
-        "accelerator_config": {"use_configured_state": True},
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    given: dict[str, Any] = {"steps": work.steps, "rate": work.lr, "clipping": 0.5, "on_cuda": False}
+    return deepspeed_arguments(f"{work.folder}.out", work.json(), **given) | {"logging_steps": 1}
 
 
 def _trained(trainer: Any, work: Work) -> Any:
@@ -226,7 +206,7 @@ def dpo(work: Work) -> Any:
 LOOPS: dict[str, Callable[[Work], Any]] = {"bare": bare, "accelerate": accelerate, "hf": hf, "sft": sft, "dpo": dpo}
 
 
-def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | None, log: str) -> None:
+def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], log: str) -> None:
     """One forked process: runs the loop, and saves the final weights where that is asked for."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -243,8 +223,8 @@ def _rank(rank: int, port: int, loop: str, given: tuple[Any, ...], plant: str | 
         allow_fp16_on_cpu()
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
         work = Work(*given)
-        if plant:
-            module, _, name = plant.partition(":")
+        if work.options.plant:
+            module, _, name = work.options.plant.partition(":")
             getattr(import_module(module), name)(work)
         engine = LOOPS[loop](work)
         last = {}
@@ -265,7 +245,7 @@ def train(loop: str, options: argparse.Namespace, base: str, folder: Path, stage
     """Run both ranks of one loop. Raises RuntimeError with the end of their log."""
     context, port, log = get_context("fork"), free_port(), f"{folder}.log"
     given = (options, base, folder, stage, dtype)
-    ranks = [context.Process(target=_rank, args=(rank, port, loop, given, options.plant, log)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank, args=(rank, port, loop, given, log)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     end = time.monotonic() + SECONDS

@@ -1,27 +1,19 @@
 """The loop of Accelerate's documentation, on DeepSpeed.
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.accelerate_loop SPEC RESULT
-
-On a machine without a GPU, Accelerate 1.15 uses DeepSpeed only if the environment requests it and the process group is
-started with gloo first; otherwise it silently trains with plain DDP.
 """
 
-from __future__ import annotations
-
-import os
 from typing import Any
 
-from accelerate import Accelerator, DeepSpeedPlugin, PartialState
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch.utils.data import DataLoader
 
-from lab.benchmark.peers.common import Job, run_on_deepspeed
+from lab.benchmark.peers.common import Job, run_on_deepspeed, use_deepspeed
 
 
 def train(job: Job) -> Any:
     """Train the work and return the engine."""
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    if not job.on_cuda:
-        PartialState(backend="gloo")
+    use_deepspeed(on_cuda=job.on_cuda)
     accelerator = Accelerator(
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=job.spec.deepspeed),
         mixed_precision="no" if job.spec.compute == "fp32" else job.spec.compute,

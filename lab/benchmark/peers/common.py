@@ -161,6 +161,19 @@ class Job:
         dist.destroy_process_group()
 
 
+def use_deepspeed(*, on_cuda: bool) -> None:
+    """Have Accelerate use DeepSpeed.
+
+    On a machine without a GPU, Accelerate 1.15 does so only if the environment requests it and the process group is
+    started with gloo first; otherwise it silently trains with plain DDP.
+    """
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    if not on_cuda:
+        PartialState(backend="gloo")
+
+
 def run_on_deepspeed(train: Callable[[Job], Any]) -> None:
     """Run a loop as this process's job. train: trains the work and returns the engine used."""
     from training.distributed import build_no_shared_memory_op

@@ -1,23 +1,17 @@
 """The Hugging Face Trainer with a DeepSpeed JSON: on windows, or on rows with labels; an adapter is peft's.
 
 torchrun --nproc_per_node 2 -m lab.benchmark.peers.trainer_loop SPEC RESULT
-
-On a machine without a GPU it uses DeepSpeed only if an Accelerate state is set up for it; see `accelerate_loop`.
 """
 
-from __future__ import annotations
-
-import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lab.benchmark.peers.common import Job, padded, run_on_deepspeed
+from lab.benchmark.peers.common import Job, padded, run_on_deepspeed, use_deepspeed
 
 
 class Measured(TrainerCallback):
@@ -64,37 +58,35 @@ class OrderedTrainer(InOrder, Trainer):
     """The Trainer on the work."""
 
 
-def prepare_state(job: Job) -> dict[str, bool] | None:
-    """Have Accelerate use DeepSpeed without a GPU; returns the `accelerator_config` that the Trainer needs."""
-    if job.on_cuda:
-        return None
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    return {"use_configured_state": True}
-
-
-def trainer_arguments(job: Job, folder: str) -> dict[str, Any]:
-    """Arguments of `TrainingArguments` and its subclasses that make any Trainer do the work."""
-    spec = job.spec
+def deepspeed_arguments(
+    folder: str, document: dict[str, Any], *, steps: int, rate: float, clipping: float, on_cuda: bool
+) -> dict[str, Any]:
+    """Arguments of `TrainingArguments` and its subclasses for steps on DeepSpeed of which nothing is written."""
+    use_deepspeed(on_cuda=on_cuda)
     return {
         "output_dir": folder,
-        "max_steps": spec.steps,
-        "per_device_train_batch_size": spec.micro_size,
-        "gradient_accumulation_steps": spec.accumulation,
-        "learning_rate": spec.optimizer["learning_rate"],
-        "max_grad_norm": spec.optimizer["gradient_clipping"],
-        "bf16": spec.compute == "bf16",
-        "fp16": spec.compute == "fp16",
-        "deepspeed": spec.deepspeed,
-        "use_cpu": not job.on_cuda,
-        "accelerator_config": prepare_state(job),
-        "seed": spec.seed,
-        "logging_strategy": "no",
+        "max_steps": steps,
+        "per_device_train_batch_size": document["train_micro_batch_size_per_gpu"],
+        "gradient_accumulation_steps": document["gradient_accumulation_steps"],
+        "learning_rate": rate,
+        "max_grad_norm": clipping,
+        **{dtype: document.get(dtype, {}).get("enabled", False) for dtype in ("bf16", "fp16")},
+        "deepspeed": document,
+        "use_cpu": not on_cuda,
+        "accelerator_config": None if on_cuda else {"use_configured_state": True},
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "remove_unused_columns": False,
     }
+
+
+def trainer_arguments(job: Job, folder: str) -> dict[str, Any]:
+    """Arguments that make any Trainer do the work."""
+    spec = job.spec
+    rate, clipping = spec.optimizer["learning_rate"], spec.optimizer["gradient_clipping"]
+    common = {"steps": spec.steps, "rate": rate, "clipping": clipping, "on_cuda": job.on_cuda}
+    own = {"seed": spec.seed, "logging_strategy": "no", "remove_unused_columns": False}
+    return deepspeed_arguments(folder, spec.deepspeed, **common) | own
 
 
 def make_trainer(job: Job, folder: str) -> Any:
