@@ -186,10 +186,12 @@ _BESIDE: dict[str, dict[str, _Values]] = {
             "model.activation_checkpointing": ("none", "full", "selective"),
             "model.checkpointing_reentrant": (False,),
             "model.attention": ("auto", "sdpa", "eager"),
+            "data.document_masking": (False,),
             "precision.path": ("cast",),
         },
         "cannot compile blocks whose modules are marked for": {"profile.steps": (0,)},
     },
+    "guard.update_checks": {"recomputes only updates by adamw, not by": {"optimizer.name": ("adamw",)}},
     "parallel.sequence": {
         _NOT_VERIFIED: {
             "task": ("pretrain", "sft"),
@@ -238,8 +240,6 @@ def _verified(config: Config) -> Iterator[Problem]:
         if attrgetter(key)(config) != attrgetter(key)(Config()):
             for problem, others in problems.items():
                 yield from _beside(config, key, others, problem)
-    if config.model.compile and config.data.document_masking:
-        yield "model.compile", "= true is not verified with data.document_masking = true; remove one of them"
     if config.model.compile and (config.learns_rows or config.task == "classify"):
         problem = f"= true is not verified with rows, which task = {config.task} learns; remove it"
         yield "model.compile", problem  # each length compiles anew, and the ninth ends the run
@@ -745,9 +745,6 @@ def _guard(config: Config) -> Iterator[Problem]:
     if re.fullmatch(r"never|suspicious|every [1-9]\d*", guard.reexecute) is None:
         fix = "write never, suspicious, or every N with a number of steps, such as 'every 500'"
         yield "guard.reexecute", f"= '{guard.reexecute}' is not one of its values; {fix}"
-    if guard.update_checks and config.optimizer.name != "adamw":
-        problem = f"recomputes only adamw's updates, and optimizer.name = {config.optimizer.name}"
-        yield "guard.update_checks", f"= {guard.update_checks} {problem}; set guard.update_checks=0"
 
 
 def _canary(config: Config) -> Iterator[Problem]:
