@@ -46,7 +46,9 @@ def list_files(url: str, patterns: Sequence[str]) -> list[RemoteFile]:
         system.invalidate_cache()
         found = dict(_found(system, root, patterns))
     except ImportError as error:
-        raise _not_installed(url, error) from error
+        package = known_implementations.get(url.partition("://")[0], {"class": "fsspec"})["class"].partition(".")[0]
+        how = "" if package == "fsspec" else f" (pip install {package})"
+        raise UserError(f"data.path={url}: {one_line(error)}. Install it{how}, or copy the files to a disk.") from error
     except Exception as error:
         # For a web server that does not answer, fsspec raises FileNotFoundError too.
         cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
@@ -110,9 +112,3 @@ def _found(system: Any, root: str, patterns: Sequence[str]) -> Iterator[tuple[st
 
 def _version(info: dict[str, Any]) -> str:
     return next((f"{key}={info[key]}" for key in _VERSIONS if info.get(key)), "")
-
-
-def _not_installed(url: str, error: ImportError) -> UserError:
-    package = known_implementations.get(url.partition("://")[0], {"class": "fsspec"})["class"].partition(".")[0]
-    how = "" if package == "fsspec" else f" (pip install {package})"
-    return UserError(f"data.path={url}: {one_line(error)}. Install it{how}, or copy the files to a disk.")
