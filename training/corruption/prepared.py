@@ -68,6 +68,7 @@ def _wrong_documents(data: DataSection, corpus: Corpus, *, begins: bool) -> list
 
 def _wrong_rows(data: DataSection, corpus: Corpus, train: RowShards) -> list[str]:
     tokenizer, counts = load_tokenizer(corpus.tokenizer_folder), corpus.counts
+    control = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     if corpus.mixture is not None:
         counts = counts.get(corpus.mixture.names[0], {})
     splits: list[Any] = [train, corpus.validation]
@@ -77,7 +78,9 @@ def _wrong_rows(data: DataSection, corpus: Corpus, train: RowShards) -> list[str
         try:
             if isinstance(row, BadRow):
                 raise row
-            sides = [_side(tokenizer, one, data) for one in read_examples(row, counts["format"], data.text_field)]
+            sides = [
+                _side(tokenizer, control, one, data) for one in read_examples(row, counts["format"], data.text_field)
+            ]
         except BadRow:
             continue
         kept = _fitted(sides, data)
@@ -109,8 +112,8 @@ def _fitted(sides: list[Side], data: DataSection) -> list[Side]:
     return [(ids[part], np.concatenate([[0], known[part][1:]])) for ids, known in sides]
 
 
-def _side(tokenizer: Any, example: Example, data: DataSection) -> Side:
-    """A row's tokens and labels. Raises BadRow."""
+def _side(tokenizer: Any, control: dict[int, str], example: Example, data: DataSection) -> Side:
+    """A row's tokens and labels. control: the tokenizer's control tokens. Raises BadRow."""
     if example.messages is None or tokenizer.chat_template is None:
         text, start = example.prompt + example.completion, 0 if data.train_on == "all" else len(example.prompt)
         ids, ends = _located(tokenizer, text, plain=True)
@@ -121,7 +124,6 @@ def _side(tokenizer: Any, example: Example, data: DataSection) -> Side:
     text = _render(tokenizer, example, example.messages)
     ids, ends = _located(tokenizer, text, plain=False)
     starts, known = np.concatenate([[0], ends[:-1]]), np.full(len(ids), -1, dtype=np.int8)
-    control = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special = np.isin(ids, [*control])
     spoken = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
     answers = [number for number in spoken if number >= example.context]
@@ -148,12 +150,10 @@ def _side(tokenizer: Any, example: Example, data: DataSection) -> Side:
 def _content(tokenizer: Any, example: Example, text: str, number: int) -> tuple[int, int] | None:
     """First and last character of a turn's content in the rendered text; None where the template changes it."""
     messages = list(example.messages or [])
-    content = messages[number].get("content")
-    core = content.strip() if isinstance(content, str) else ""
-    if not core:
+    content: Any = messages[number].get("content")
+    if not isinstance(content, str) or not (core := content.strip()):
         return None
-    around = content.split(core, 1)
-    messages[number] = {**messages[number], "content": f"{around[0]}{_OPEN}{core}{_CLOSE}{around[1]}"}
+    messages[number] = {**messages[number], "content": content.replace(core, f"{_OPEN}{core}{_CLOSE}", 1)}
     marked = _render(tokenizer, example, messages)
     start, end = marked.find(_OPEN), marked.find(_CLOSE) - 1
     return (start, end) if 0 <= start < end and marked.replace(_OPEN, "").replace(_CLOSE, "") == text else None
