@@ -196,7 +196,9 @@ BUDGET = "model={activation_checkpointing: budget, activation_memory_gib: 1}"
 SLICED = "adapter.kind=lora precision.masters=split model.compile=true model.kernels=liger BUDGET"
 BESIDE = {
     "adapter.base=nf4": "adapter.kind=dora model.compile=true precision.path=manifest deepspeed.offload=cpu",
-    "model.compile=true": "model.checkpointing_reentrant=true model.attention=flex_attention BUDGET profile.steps=1",
+    "model.compile=true": "model.checkpointing_reentrant=true model.attention=flex_attention BUDGET profile.steps=1 "
+    "data.document_masking=true",
+    "guard.update_checks=9": "optimizer.name=lion",
     "parallel.sequence=2": "task=mlm sft.neftune_alpha=5 sft.loss=row model.attention=eager model.compile=true BUDGET "
     "guard.reexecute=suspicious",
     "parallel.tensor=2": f"parallel.sequence=2 task=sft model.attention=flash_attention_2 {SLICED} optimizer.name=muon "
