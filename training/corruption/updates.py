@@ -94,17 +94,11 @@ class UpdateCheck:
         for own, gradient in zip(self._slices or (), self._gradients, strict=True):
             if gradient is None:
                 continue
-            group: dict[str, Any] = self._engine.group_of[id(self._parameters[own.name])]
-            given = UpdateInputs(
-                own.kept[0],
-                gradient.double() / divided,
-                own.kept[1:],
-                section=self._section,
-                weight_decay=group["weight_decay"],
-                lr=lr * group["lr_factor"],
-                step=step,
-                matrix=group["matrix"],
-            )
+            group = self._engine.group_of[id(self._parameters[own.name])]
+            settings: dict[str, Any] = {"lr": lr * group["lr_factor"], "section": self._section, "step": step}
+            settings |= {key: group[key] for key in ("weight_decay", "matrix")}
+            master, *states = own.kept
+            given = UpdateInputs(master, gradient.double() / divided, states, **settings)
             found = self._held(own)
             self.compared.append(Compared(own, given, found, excess(given, found).amax(0)))
         self._slices, self._gradients = None if self._of_each else self._keep(), []
