@@ -33,16 +33,9 @@ def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
     assert {"config.yaml", "ds_config.json", "environment.json", "report.md"} <= {path.name for path in run.iterdir()}
     assert (run / "plots" / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "auto" not in (run / "ds_config.json").read_text()
-    for expected in (
-        "masters",
-        "float32",
-        "loss",
-        "tok/s",
-        "report",
-        "resume",
-        shlex.join(LAUNCHERS["deepspeed"][:-2]),
-    ):
+    for expected in ("masters", "float32", "loss", "tok/s", "report", "resume"):
         assert expected in output
+    assert shlex.join(LAUNCHERS["deepspeed"][:-2]) in output
     assert [event["status"] for event in events(finished, "it", "run_end")] == ["done"]
     assert len(events(finished, "it", "eval")) == 1
     # what was left to Mantissa is printed and saved
@@ -223,11 +216,8 @@ def test_a_model_beyond_fp16_is_told_so_at_its_first_step_and_fails_its_report(f
     for name, factor in (("gate", 50.0), ("up", 50.0), ("down", 50_000.0)):
         model.get_submodule(f"model.layers.1.mlp.{name}_proj").weight.data *= factor
     model.save_pretrained(folder / "wide")
-    given = [
-        *FP16,
-        f"model={{name_or_path: {folder}/wide, architecture: null, config: {{}}}}",
-        "evaluate.every_steps=0",
-    ]
+    wide = f"model={{name_or_path: {folder}/wide, architecture: null, config: {{}}}}"
+    given = [*FP16, wide, "evaluate.every_steps=0"]
     output = finish(command("python", folder, "beyond", *given), exit_code=3, ranks=2)
     assert "was applied: an activation of model.layers.1.mlp.down_proj exceeds FP16's 65,504" in output
     assert "no loss scale helps; use precision.compute=bf16" in output.splitlines()[-1]
