@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -139,8 +140,8 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
     """
     model, dtype = engine.model, DTYPES[compute]
     with _without_regions(engine), ExitStack() as stack:
-        for module in model.modules():
-            stack.callback(_set_forward, module, module.__dict__.get("forward"))
+        for module in model.modules():  # so that what is put in its place is undone
+            stack.enter_context(patch.object(module, "forward", module.forward))
         wide = {model.get_submodule(name) for name in compute_routers_in_fp32(model)} if routers == "fp32" else set()
         copies: dict[torch.nn.Parameter, torch.Tensor] = {}
         for module in model.modules():
@@ -158,13 +159,6 @@ def on_the_cast_path(engine: Engine, compute: str, *, routers: str) -> Iterator[
             if engine.stage == 3:
                 module.forward = _with_gathered_weights(module, cast)
         yield
-
-
-def _set_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Restore a module's instance-level `forward`; None: that of its class."""
-    module.__dict__.pop("forward", None)
-    if forward is not None:
-        module.forward = forward
 
 
 def _with_gathered_weights(module: torch.nn.Module, cast: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:

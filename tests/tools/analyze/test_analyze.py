@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,16 +115,11 @@ def test_layers_that_bear_fp8_get_it_within_the_error_that_is_allowed(pair, tmp_
 
 def test_what_bears_no_fp8_is_rejected():
     checked = {"proposal": {"error": 0.03}, "uniform bf16": {"error": 0.01}}
-    tree: dict[str, Any] = {
-        "uniform": None,
-        "limits": {"fp8": 0.05},
-        "validation": checked,
-        "proposal": {"low_precision_share": 1.0, "fp8_share": 0.5},
-    }
+    tree: dict[str, Any] = {"uniform": None, "limits": {"fp8": 0.05}, "validation": checked}
+    tree["proposal"] = {"low_precision_share": 1.0, "fp8_share": 0.5}
     assert analyze.rejection_reason(tree) is None
-    assert "no module tolerates FP8" in analyze.rejection_reason(
-        tree | {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
-    )
+    none = {"proposal": {"low_precision_share": 1, "fp8_share": 0}}
+    assert "no module tolerates FP8" in analyze.rejection_reason(tree | none)
     assert "beyond --fp8 0.02" in analyze.rejection_reason(tree | {"limits": {"fp8": 0.02}})
 
 
@@ -148,11 +144,8 @@ def test_the_table_shows_the_error_that_was_decided_by():
         ("head", "bf16", "-", "40.0%"),
     ]
     table = analyze.regions_table({**result, "limits": {"fp8": 0.0}})
-    assert table.head[3] == "of BF16's squared error" and [row[3] for row, *_ in table.rows] == [
-        "90.0%",
-        "10.0%",
-        "0.0%",
-    ]
+    assert table.head[3] == "of BF16's squared error"
+    assert [row[3] for row, *_ in table.rows] == ["90.0%", "10.0%", "0.0%"]
 
 
 def test_patterns_stand_for_their_layers_when_there_are_too_many_regions(pair, tmp_path):
@@ -426,6 +419,14 @@ TRAPS: dict[str, tuple[str, str, float]] = {
 }
 
 
+def changed(base: Path, weight: str, change: Callable[[torch.Tensor], object]) -> Path:
+    """The saved model, of which a weight is changed in place."""
+    tensors = load_file(base / "model.safetensors")
+    change(tensors[weight])
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    return base
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", TRAPS)
 def test_activations_beyond_fp16_are_found_before_training(solo, folder, tmp_path, family) -> None:
@@ -435,29 +436,20 @@ def test_activations_beyond_fp16_are_found_before_training(solo, folder, tmp_pat
     """
     (weight, region, factor), task = TRAPS[family], "seq2seq" if family == "t5" else "sft"
     base = seq2seq.write_model(tmp_path / family) if family == "t5" else write_base(tmp_path / family, family)
-    tensors = load_file(base / "model.safetensors")
-    tensors[weight] *= factor
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    given = (f"model.name_or_path={base}",)
+    given = (f"model.name_or_path={changed(base, weight, lambda values: values.mul_(factor))}",)
     [found] = solo.run(analyze_cases.surveyed_task, folder=folder, task=task, overrides=given)
     result: dict[str, Any] = found["result"]
     assert result["spreads"][region]["activations"]["maximum"] > 65504
     choice, manifest = result["proposal"]["choices"][region], result["proposal"]["manifest"]
-    reasons = {
-        "bf16": "leave no 16x headroom in FP16",
-        "fp32": "of the FLOPs when in BF16",
-    }  # FP32 where it is sensitive
+    # FP32 where it is sensitive
+    reasons = {"bf16": "leave no 16x headroom in FP16", "fp32": "of the FLOPs when in BF16"}
     assert reasons[choice["compute"]] in choice["reason"]
     assert manifest["default"] in ("bf16", "fp32")
     assert math.isinf(result["validation"]["uniform fp16"]["error"])
     assert math.isfinite(result["validation"]["proposal"]["error"]) and found["finite"]
 
 
-EMBEDDINGS = {
-    "llama": "model.embed_tokens.weight",
-    "gemma": "model.embed_tokens.weight",
-    "gpt2": "transformer.wte.weight",
-}
+EMBEDDINGS = dict.fromkeys(("llama", "gemma"), "model.embed_tokens.weight") | {"gpt2": "transformer.wte.weight"}
 BEGIN = SHAPE.special[0]
 PLANTED = (1.0, 2e4, 2e5)
 """The largest value of one token in the residual stream: of no account, without headroom in FP16, and beyond it."""
@@ -466,13 +458,9 @@ PLANTED = (1.0, 2e4, 2e5)
 def planted(folder: Path, family: str, largest: float) -> Path:
     """A saved model in which the tokens that begin a turn have one large value in the residual stream."""
     base = write_base(folder / f"{family}-{largest:g}", family)
-    tensors = load_file(base / "model.safetensors")
+    token = PreTrainedTokenizerFast.from_pretrained(base).convert_tokens_to_ids(BEGIN)
     scale = 32**0.5 if family == "gemma" else 1.0
-    tensors[EMBEDDINGS[family]][PreTrainedTokenizerFast.from_pretrained(base).convert_tokens_to_ids(BEGIN), 0] = (
-        largest / scale
-    )
-    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    return base
+    return changed(base, EMBEDDINGS[family], lambda values: values[token, 0].fill_(largest / scale))
 
 
 @pytest.mark.one_in(3)
