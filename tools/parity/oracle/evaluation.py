@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from config.errors import UserError
-from data.corpora.corpus import Corpus
 from tools.parity.oracle.comparison import Comparison, relative_difference
 from tools.parity.oracle.tasks import Task
 from tools.parity.plain import in_dtype
@@ -75,23 +74,21 @@ def load_masters(model: Any, folder: Path) -> None:
 
 def compare_evaluations(
     task: Task,
-    model: Any,
     buffers: Mapping[str, torch.dtype],
-    *,
     run_dir: RunDir,
     events: Sequence[Mapping[str, Any]],
-    corpus: Corpus,
-    start: Mapping[str, Any],
+    *,
     bound: float,
 ) -> tuple[list[Comparison], list[str]]:
     """Recompute every evaluation whose step has a checkpoint; returns comparisons, and notes on what was judged.
 
-    buffers: dtypes of the model's buffers. start: the `run_start` event. bound: on the loss, if modules compute in
-    several dtypes. Differences are relative to the loss, or to the first step's if that is larger: a loss that has
-    nearly vanished keeps the roundings of its logits.
+    buffers: dtypes of the model's buffers. bound: on the loss, if modules compute in several dtypes. Differences are
+    relative to the loss, or to the first step's if that is larger: a loss that has nearly vanished keeps the roundings
+    of its logits.
     """
     first = next((abs(event["loss"]) for event in events if event["event"] == "step"), 0.0)
-    found, notes = list[Comparison](), list[str]()
+    start = next(event for event in events if event["event"] == "run_start")
+    model, found, notes = task.model, list[Comparison](), list[str]()
     compute = None if start["regions"] else start["compute"]
     models = {model: compute} | ({task.frozen[0]: task.frozen[1] or compute} if task.frozen is not None else {})
     for event in (each for each in events if each["event"] == "eval"):
@@ -104,7 +101,7 @@ def compare_evaluations(
             notes.append(f"no evaluation compared: {problem}")
             continue
         model.eval()
-        for part, shards in {"": corpus.validation, **corpus.validation_by_source}.items():
+        for part, shards in {"": task.corpus.validation, **task.corpus.validation_by_source}.items():
             with in_dtype(models, buffers) if compute is not None else nullcontext():
                 expected = evaluated(task.held_out(shards))
             scale, allowed = max(abs(expected.loss), first), bound

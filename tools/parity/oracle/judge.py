@@ -23,13 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from config.errors import UserError, one_line
 from config.load import load_config
 from config.schema import SAMPLING_TASKS, Config
 from config.task import model_class_of
-from data.corpora.corpus import Corpus
 from modeling.build import build_model, dropout_keys
 from precision.dtypes import DTYPES
 from precision.tolerance import relative, unit_roundoff
@@ -145,7 +144,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     notes.append(_compare_start(at_start, environment, compared))
     if config.task not in SAMPLING_TASKS:
         _compare_order(held_out, undisturbed(events)[0], compared, size=config.batch.global_size)
-    oracle = _Oracle(config, corpus, task, model, None if unknown else movement, computes=computes)
+    oracle = _Oracle(task, None if unknown else movement, computes)
     reused = [event for event in later if config.task == "grpo" and event["position"] % config.grpo.updates]
     for event in reused:
         notes.append(f"not recomputed: step {event['step']}, since the weights that scored its answers are gone")
@@ -160,16 +159,7 @@ def judge(run: Path, *, steps: int = STEPS, points: Sequence[int] = (), log: Log
     if config.task in SAMPLING_TASKS:
         notes.append("evaluations not compared: what they sample is not recorded")
         return Judged(len(first) + len(later), of_steps, notes)
-    found, said = compare_evaluations(
-        held_out,
-        model,
-        buffers,
-        run_dir=run_dir,
-        events=events,
-        corpus=corpus,
-        start=start,
-        bound=compared["loss"].bound,
-    )
+    found, said = compare_evaluations(held_out, buffers, run_dir, events, bound=compared["loss"].bound)
     return Judged(len(first) + len(later), [*of_steps, *found], [*notes, *said])
 
 
@@ -365,19 +355,11 @@ def _comparisons(
 class _Oracle:
     """The model, its optimizer and its data order, step by step."""
 
-    def __init__(
-        self,
-        config: Config,
-        corpus: Corpus,
-        task: Task,
-        model: PreTrainedModel,
-        movement: Movement | None,
-        *,
-        computes: Collection[str],
-    ) -> None:
+    def __init__(self, task: Task, movement: Movement | None, computes: Collection[str]) -> None:
         """movement: None: without updates. computes: of _PASSES, where the weights are known."""
-        self._config, self._task, self._model, self._order = config, task, model, task.order
-        self._names = corpus.mixture.names if corpus.mixture is not None else ()
+        config, mixture = task.config, task.corpus.mixture
+        self._config, self._task, self._model, self._order = config, task, task.model, task.order
+        self._names = mixture.names if mixture is not None else ()
         self.movement, self._computes, self._has_weights = movement, computes, True
         peak, total = config.optimizer.learning_rate, config.scheduled_steps
         self._rate = schedule(config.schedule, peak=peak, total=total)

@@ -50,7 +50,7 @@ class Task:
     """Next-token prediction on documents or rows, and the base of the other tasks."""
 
     def __init__(self, config: Config, corpus: Corpus, shape: PretrainedConfig, model: Any) -> None:
-        self._config, self._corpus, self._shape, self._model = config, corpus, shape, model
+        self.config, self.corpus, self._shape, self.model = config, corpus, shape, model
         self._shards: Any = corpus.train
         self._seen: list[tuple[Any, ...]] = []
         """The inputs of `metrics`, one row for each part computed without gradients."""
@@ -71,8 +71,8 @@ class Task:
         return {"token_accuracy": right / labels, "token_loss": losses / labels}
 
     def _order(self, by_source: Sequence[int] = ()) -> Order:
-        end = self._corpus.end_of_document
-        return Order(self._config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
+        end = self.corpus.end_of_document
+        return Order(self.config, self._shards, end_of_document=end, by_source=by_source, places=self._places())
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """Parts of a global batch whose count is not zero. position: global batches before it."""
@@ -90,7 +90,7 @@ class Task:
         return None
 
     def _of_labels(self, sample: int, count: int, inputs: torch.Tensor, labels: torch.Tensor) -> Part:
-        if self._config.task == "sft" and self._config.sft.loss == "row":
+        if self.config.task == "sft" and self.config.sft.loss == "row":
             return Part(sample, 1, lambda: self._summed(labels, input_ids=inputs) / count)
         return Part(sample, count, lambda: self._summed(labels, input_ids=inputs))
 
@@ -104,7 +104,7 @@ class Task:
 
     def _logits(self, **inputs: torch.Tensor) -> torch.Tensor:
         """(outputs, ...) of one sequence."""
-        return _logits(self._model, **inputs)
+        return _logits(self.model, **inputs)
 
 
 class DroppedOut(Task):
@@ -116,27 +116,24 @@ class DroppedOut(Task):
 
     def __init__(self, *given: Any, ranks: int) -> None:
         super().__init__(*given)
-        self._ranks, self._states = ranks, {}
-        for rank in range(ranks):
-            self._states[rank] = torch.Generator().manual_seed(self._config.run.seed + rank).get_state()
+        seeds = range(self.config.run.seed, self.config.run.seed + ranks)
+        self._states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per micro-batch, named by its first sample. They must be computed in this order."""
-        micro = self._config.batch.micro_size
+        micro = self.config.batch.micro_size
         for number in range(len(ids) // micro):
             own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
             windows = torch.from_numpy(np.stack(own).astype(np.int64))
-            yield Part(ids[number * micro], windows[:, 1:].numel(), self._of_micro_batch(windows, number % self._ranks))
+            loss = partial(self._of_micro_batch, windows, number % len(self._states))
+            yield Part(ids[number * micro], windows[:, 1:].numel(), loss)
 
-    def _of_micro_batch(self, windows: torch.Tensor, rank: int) -> Callable[[], torch.Tensor]:
-        def loss() -> torch.Tensor:
-            with torch.random.fork_rng(devices=[]):
-                torch.set_rng_state(self._states[rank])
-                logits = self._model(input_ids=windows[:, :-1]).logits.double()
-                self._states[rank] = torch.get_rng_state()
-            return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
-
-        return loss
+    def _of_micro_batch(self, windows: torch.Tensor, rank: int) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._states[rank])
+            logits = self.model(input_ids=windows[:, :-1]).logits.double()
+            self._states[rank] = torch.get_rng_state()
+        return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
 
 
 class Masked(Task):
@@ -144,7 +141,7 @@ class Masked(Task):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        tokenizer = load_tokenizer(self._corpus.tokenizer_folder)
+        tokenizer = load_tokenizer(self.corpus.tokenizer_folder)
         pieces = {number: piece for piece, number in tokenizer.get_vocab().items()}
         marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = marked | set(tokenizer.all_special_ids)
@@ -160,12 +157,12 @@ class Masked(Task):
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per window, with the tokens hidden at this position; always the same ones for a validation set."""
-        when = position if self._shards is self._corpus.train else "fixed"
+        when = position if self._shards is self.corpus.train else "fixed"
         for sample in ids:
             tokens = [int(token) for token in self.order.window(sample)[:-1]]
             if self._edges is not None:
                 tokens = [self._edges[0], *tokens[:-2], self._edges[1]]
-            seen, labels = self._hidden(tokens, f"{self._config.run.seed}/{sample}/{when}")
+            seen, labels = self._hidden(tokens, f"{self.config.run.seed}/{sample}/{when}")
             count = sum(label != IGNORED for label in labels)
             if count:
                 inputs = {"input_ids": torch.tensor(seen), "attention_mask": torch.ones(len(seen), dtype=torch.int64)}
@@ -175,8 +172,8 @@ class Masked(Task):
         chosen, fate, other = (_drawn(f"{key}/{what}", len(tokens)) for what in ("chosen", "fate", "other"))
         seen, labels, word = [], [], -1
         for place, token in enumerate(tokens):
-            word += not (place and self._config.mlm.whole_word and self._joined(tokens[place - 1], token))
-            if token in self._special or chosen[word] >= self._config.mlm.probability:
+            word += not (place and self.config.mlm.whole_word and self._joined(tokens[place - 1], token))
+            if token in self._special or chosen[word] >= self.config.mlm.probability:
                 seen.append(token)
                 labels.append(IGNORED)
                 continue
@@ -207,15 +204,15 @@ class Classified(Task):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        names = self._config.classify.labels
-        self._numbers = [names.index(name) for name in self._corpus.labels] if names else []
+        names = self.config.classify.labels
+        self._numbers = [names.index(name) for name in self.corpus.labels] if names else []
 
     def _places(self) -> Callable[[int], int]:
         return lambda sample: len(self._row(sample).tokens)
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per text."""
-        kind = self._config.classify.kind
+        kind = self.config.classify.kind
         for sample in ids:
             row = self._row(sample)
             inputs = {"input_ids": _int64(row.tokens), "attention_mask": torch.ones(len(row.tokens), dtype=torch.int64)}
@@ -237,7 +234,7 @@ class Classified(Task):
 
     def metrics(self) -> dict[str, float]:
         """Pearson's correlation and root mean square error for numbers; accuracy, F1 and Matthews' for labels."""
-        if self._config.classify.kind == "regression":
+        if self.config.classify.kind == "regression":
             predicted, there = (np.array(column) for column in zip(*self._seen, strict=True))
             return {"pearson": _correlation(predicted, there), "rmse": float(((predicted - there) ** 2).mean() ** 0.5)}
         predicted, there = (np.concatenate(column) for column in zip(*self._seen, strict=True))
@@ -272,7 +269,7 @@ class Translated(Task):
             [(tokens, trained)] = self._shards.sequence(sample)
             start = next(place for place, label in enumerate(trained) if label)
             source, target = _int64(tokens[:start]), _int64(tokens[start:])
-            source = source if len(source) else torch.tensor([self._corpus.end_of_document if pad is None else pad])
+            source = source if len(source) else torch.tensor([self.corpus.end_of_document if pad is None else pad])
             inputs = {
                 "input_ids": source,
                 "attention_mask": torch.ones_like(source),
@@ -294,19 +291,19 @@ class Preferred(Task):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._before = _as_it_is(self._model)
+        self._before = _as_it_is(self.model)
         self.frozen = self._before, None
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per pair."""
         for sample in ids:
-            yield Part(sample, 1, partial(self._of_pair, list(self._shards.sequence(sample))))
+            yield Part(sample, 1, partial(self._of_pair, [own for _, *own in self.order.sequences([sample])]))
 
-    def _of_pair(self, pair: list[tuple[np.ndarray, np.ndarray]]) -> torch.Tensor:
-        section = self._config.preference
-        mine = [self._log_probs(self._model, *answer) for answer in pair]
+    def _of_pair(self, pair: list[list[torch.Tensor]]) -> torch.Tensor:
+        section = self.config.preference
+        mine = [_log_probs(self.model, *answer) for answer in pair]
         with torch.no_grad():
-            reference = [self._log_probs(self._before, *answer) for answer in pair]
+            reference = [_log_probs(self._before, *answer) for answer in pair]
         (chosen, rejected), length = (answer.sum() for answer in mine), len(mine[0])
         before = [answer.sum() for answer in reference]
         margin = (chosen - before[0]) - (rejected - before[1])
@@ -323,7 +320,7 @@ class Preferred(Task):
         seen = np.array(self._seen)
         own, before, k3, lengths = (seen[:, start : start + 2] for start in (0, 2, 4, 6))
         ratios = own - before
-        rewards = self._config.preference.beta * ratios
+        rewards = self.config.preference.beta * ratios
         found = {
             "rewards/margin": float((rewards[:, 0] - rewards[:, 1]).mean()),
             "rewards/accuracy": float(((np.sign(ratios[:, 0] - ratios[:, 1]) + 1) / 2).mean()),
@@ -336,13 +333,6 @@ class Preferred(Task):
             found[f"kl_k1/{name}"] = float(ratios[:, side].sum() / lengths[:, side].sum())
             found[f"kl_k3/{name}"] = float(k3[:, side].sum() / lengths[:, side].sum())
         return found
-
-    def _log_probs(self, model: Any, tokens: np.ndarray, trained: np.ndarray) -> torch.Tensor:
-        """The log-probability [nats] of each token of an answer, given all tokens before it."""
-        ids = _int64(tokens)
-        answer = torch.from_numpy(trained[1:].astype(bool))
-        logits = _logits(model, input_ids=ids[:-1])[answer]
-        return torch.log_softmax(logits, -1).gather(-1, ids[1:][answer][:, None])[:, 0]
 
 
 class Distilled(Task):
@@ -365,7 +355,7 @@ class Distilled(Task):
         return Part(sample, count, partial(self._apart, inputs, labels))
 
     def _apart(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        section, counts = self._config.distill, labels != IGNORED
+        section, counts = self.config.distill, labels != IGNORED
         logits = self._logits(input_ids=inputs)[counts]
         with torch.no_grad():
             of_teacher = _logits(self._teacher, input_ids=inputs)[counts]
@@ -424,13 +414,13 @@ class OnAnswers(Task):
     """A task whose samples are answers of the model."""
 
     def _order(self, by_source: Sequence[int] = ()) -> Order:
-        return _RecordedOrder(self._config, self._shards, end_of_document=self._corpus.end_of_document)
+        return _RecordedOrder(self.config, self._shards, end_of_document=self.corpus.end_of_document)
 
     @torch.no_grad()
     def misdrawn(self, position: int) -> float:
         """How far the random numbers of the newest batch's answers are from where the distribution function has their
         tokens, a mean over answers; 0 in a later step on the same answers. position: of the batch."""
-        section, off = self._config.grpo, []
+        section, off = self.config.grpo, []
         if position % section.updates:
             return 0.0
         step = str(position + 1)
@@ -440,7 +430,7 @@ class OnAnswers(Task):
             there = labels != IGNORED
             shares = torch.softmax(self._logits(input_ids=inputs)[there] / section.temperature, -1)
             own, reached = (values.gather(-1, labels[there][:, None])[:, 0] for values in (shares, shares.cumsum(-1)))
-            keys = (f"{self._config.run.seed}/{part}/{n}/{k}" for part in of)
+            keys = (f"{self.config.run.seed}/{part}/{n}/{k}" for part in of)
             drawn = torch.tensor([_drawn(key, len(own), b"mantissa-answer") for key in keys], dtype=torch.float64)
             apart = (reached - own - drawn).clamp(min=0) + (drawn - reached).clamp(min=0)
             off.append(float(apart.mean(1).min()))  # of the attempt that was kept
@@ -458,13 +448,13 @@ class Rewarded(OnAnswers):
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per answer."""
         order: Any = self.order
-        found, section = order.answers, self._config.grpo
+        found, section = order.answers, self.config.grpo
         weights = np.array(section.reward_weights or [1.0] * len(section.rewards))
         sequences = list(self.order.sequences(ids))
         first = position // section.updates  # not the weights' version, which a skipped step does not change
         if first not in self._old:
             with torch.no_grad():
-                self._old = {first: [self._log_probs(self._model, *own) for _, *own in sequences]}
+                self._old = {first: [self._scored(self.model, *own) for _, *own in sequences]}
         for row, (sample, inputs, labels) in enumerate(sequences):
             n, k = divmod(row, section.group_size)
             group = [np.nansum(one * weights) for one in found.rewards[n] if not np.isnan(one).all()]
@@ -481,19 +471,17 @@ class Rewarded(OnAnswers):
             known = {OLD: old, SAMPLER: old - apart}
             if self._start is not None:
                 with torch.no_grad():
-                    known[REFERENCE] = self._log_probs(self._start, inputs, labels)
+                    known[REFERENCE] = self._scored(self._start, inputs, labels)
             counts = {"sequence": 1, "token": length}.get(str(section.loss), section.max_new_tokens)
             yield Part(sample, counts, partial(self._weighted, inputs, labels, known, torch.tensor(advantage)))
 
     def _weighted(
         self, inputs: torch.Tensor, labels: torch.Tensor, known: Any, advantage: torch.Tensor
     ) -> torch.Tensor:
-        return policy_loss(self._config.grpo, self._log_probs(self._model, inputs, labels), known, advantage)
+        return policy_loss(self.config.grpo, self._scored(self.model, inputs, labels), known, advantage)
 
-    def _log_probs(self, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        there = labels != IGNORED
-        of_all = torch.log_softmax(_logits(model, input_ids=inputs)[there] / self._config.grpo.temperature, -1)
-        return of_all.gather(-1, labels[there][:, None])[:, 0]
+    def _scored(self, model: Any, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return _log_probs(model, inputs, labels, temperature=self.config.grpo.temperature)
 
 
 class Taught(OnAnswers, Distilled):
@@ -586,6 +574,13 @@ def _as_it_is(model: Any) -> Any:
 def _logits(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = model(**{name: value[None] for name, value in inputs.items()}).logits[0]
     return found.double()
+
+
+def _log_probs(model: Any, inputs: torch.Tensor, labels: torch.Tensor, *, temperature: float = 1.0) -> torch.Tensor:
+    """The log-probability [nats] of each label, given all tokens before it."""
+    there = labels != IGNORED
+    of_all = torch.log_softmax(_logits(model, input_ids=inputs)[there] / temperature, -1)
+    return of_all.gather(-1, labels[there][:, None])[:, 0]
 
 
 def _likeliest(logits: torch.Tensor, labels: torch.Tensor) -> float:
