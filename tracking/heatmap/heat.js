@@ -3,7 +3,7 @@
 const VIRIDIS = ["#440154", "#46327e", "#365c8d", "#277f8e", "#1fa187", "#4ac16d", "#a0da39", "#fde725"];
 const REDS = ["#fdd0c0", "#fcaf93", "#fc8a6a", "#f96044", "#e83429", "#c9181d", "#a30f15", "#67000d"];
 const APART = ["#2166ac", "#4f93c3", "#92c5de", "#d1e5f0", "#fddbc7", "#f4a582", "#d6604d", "#b2182b"]; // lower, higher
-const DTYPE_COLOURS = ["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728"];
+const DTYPE_COLOURS = ["#7f7f7f", "#1f77b4", "#2ca02c", "#d62728", "#9467bd"];
 const ROW = 15; // pixels per row; fewer if there are many rows
 
 function element(kind, className, text) {
