@@ -5,13 +5,17 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from tracking.compare.differences import Difference
+from tracking.compare.divergence import Divergence
 from tracking.run_facts import RunFacts
 
 
-def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple[str, tuple[str, ...]]]:
+def caveats(
+    runs: Sequence[RunFacts], found: Sequence[Difference], divergences: Sequence[Divergence]
+) -> list[tuple[str, tuple[str, ...]]]:
     """Reasons why these runs are not directly comparable; empty when they are.
 
-    Each reason, such as "different tokenizer: ...", comes with the keys of the measures it invalidates.
+    divergences: of each run from the baseline. Each reason, such as "different tokenizer: ...", comes with the keys of
+    the measures it invalidates.
     """
     known: list[tuple[str, tuple[str, ...]]] = []
     for keys, consequence, voids in _CONSEQUENCES:
@@ -25,7 +29,7 @@ def caveats(runs: Sequence[RunFacts], found: Sequence[Difference]) -> list[tuple
         text = "different learning rate: losses reflect the rates as well as the other differences"
         known.append((f"{text}: {'; '.join(map(str, rates))}", ()))
     scheduled = rates or any(item.key.startswith(("schedule.", "run.steps", "batch.")) for item in found)
-    return known + [(text, ()) for text in _event_caveats(runs, scheduled=bool(scheduled))]
+    return known + [(text, ()) for text in _event_caveats(runs, divergences, scheduled=bool(scheduled))]
 
 
 _RATES = ("optimizer.learning_rate", "optimizer.groups")
@@ -91,17 +95,16 @@ _CONSEQUENCES: tuple[tuple[tuple[str, ...], str, tuple[str, ...]], ...] = (
 )
 
 
-def _event_caveats(runs: Sequence[RunFacts], *, scheduled: bool) -> Iterator[str]:
+def _event_caveats(runs: Sequence[RunFacts], divergences: Sequence[Divergence], *, scheduled: bool) -> Iterator[str]:
     """Caveats that only the events show (data order, learning rates, tokens seen), and missing configs.
 
     scheduled: whether a setting that determines the learning rates differs.
     """
-    first = runs[0]
-    for run in runs[1:]:
-        step = first_difference(first, run, "order")
-        if step is not None:
+    for divergence in divergences:
+        first, run = divergence.baseline, divergence.run
+        if (step := divergence.first_differences.get("order")) is not None:
             yield f"different data order: {run.label} sees other sequences than {first.label} from step {step}"
-        step = None if scheduled else first_difference(first, run, "lr")
+        step = None if scheduled else _other_rate(first, run)
         if step is not None:
             yield f"different learning rate: {run.label} differs from {first.label} from step {step}"
     for run in runs:
@@ -142,16 +145,14 @@ def last_tokens(run: RunFacts) -> float:
     return float(run.columns.tokens[-1]) if len(run.columns) else 0.0
 
 
-def first_difference(first: RunFacts, other: RunFacts, column: str) -> int | None:
-    """First common step at which a column that both runs recorded differs; None when there is none.
+def _other_rate(first: RunFacts, other: RunFacts) -> int | None:
+    """First common step at which the recorded learning rates differ; None when there is none.
 
-    Learning rates are compared only while both runs have skipped equally many steps: schedules count applied steps.
+    They are compared only while both runs have skipped equally many steps: schedules count applied steps.
     """
-    _, left, right = np.intersect1d(first.columns.step, other.columns.step, assume_unique=True, return_indices=True)
-    a, b = getattr(first.columns, column)[left], getattr(other.columns, column)[right]
-    differs = (a != b) & (a >= 0) & (b >= 0)  # -1 and nan mean not recorded
-    if column == "lr":
-        skipped = [np.cumsum(~run.columns.applied)[at] for run, at in ((first, left), (other, right))]
-        differs &= skipped[0] == skipped[1]
-    differing = np.flatnonzero(differs)
-    return int(first.columns.step[left[differing[0]]]) if differing.size else None
+    a, b = first.columns, other.columns
+    steps, left, right = np.intersect1d(a.step, b.step, assume_unique=True, return_indices=True)
+    as_many = np.cumsum(~a.applied)[left] == np.cumsum(~b.applied)[right]
+    recorded = np.isfinite(a.lr[left]) & np.isfinite(b.lr[right])
+    differing = np.flatnonzero((a.lr[left] != b.lr[right]) & recorded & as_many)
+    return int(steps[differing[0]]) if differing.size else None

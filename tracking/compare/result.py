@@ -87,7 +87,7 @@ def compare(runs: Sequence[RunFacts], *, tolerance: Tolerance, price: float | No
         divergence = find_divergence(runs[0], run, tolerance)
         why = cause(divergence, differences([runs[0], run]))
         pairs.append(Pair(run, divergence, headline(divergence), why, tolerance_cause(divergence)))
-    known, groups = caveats(runs, found), seed_groups(runs)
+    known, groups = caveats(runs, found, [pair.divergence for pair in pairs]), seed_groups(runs)
     voided = {key: text.partition(":")[0] for text, voids in reversed(known) for key in voids}
     if len({len(run.columns) for run in runs}) > 1:
         voided = dict.fromkeys(TOTALS, "different numbers of steps") | voided
