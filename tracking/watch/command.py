@@ -100,15 +100,6 @@ def live(watch: Watch, console: Console) -> None:
                 watch.next_panel()
 
 
-def print_repeatedly(watch: Watch, console: Console) -> None:
-    """Print a frame every 10 s until the run has ended, for terminals that cannot move the cursor."""
-    while True:
-        once(watch, console)
-        if run_status(watch.run.folder).over:
-            return
-        time.sleep(_DUMB_REFRESH_S)
-
-
 @contextmanager
 def _keys() -> Iterator[Any]:
     """Yield a function that waits up to some seconds for a key and returns it, or None; without a tty it sleeps."""
@@ -151,8 +142,11 @@ def main(arguments: list[str] | None = None) -> int:
     with suppress(KeyboardInterrupt):
         if given.once or not console.is_terminal:
             once(watch, console)
-        elif console.is_dumb_terminal:
-            print_repeatedly(watch, console)
+        elif console.is_dumb_terminal:  # it cannot move its cursor
+            once(watch, console)
+            while not run_status(given.run).over:
+                time.sleep(_DUMB_REFRESH_S)
+                once(watch, console)
         else:
             live(watch, console)
     return 0
