@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from config.schema import Config, DataSection
-from data.corpora.corpus import Corpus
+from data.corpora.corpus import Corpus, open_corpus
 from data.corpora.mix import section_of
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
@@ -35,6 +35,7 @@ def wrong_preparation(config: Config, corpus: Corpus) -> list[str]:
     """Differences between the first documents or rows of the (first) source and their tokens and labels on disk. Raises
     ValueError with the reason where these are not compared, and the errors of reading the source."""
     data = section_of(config.data, config.data.sources[0]) if config.data.sources else config.data
+    corpus = open_corpus(corpus.folder, verify=False)  # of one source, and without a held-out end
     if isinstance(corpus.train, TokenShards):
         return _wrong_documents(data, corpus, begins=config.task != "mlm")
     if config.task not in ("sft", "dpo", "distill") or not isinstance(corpus.train, RowShards):
@@ -55,7 +56,7 @@ def _wrong_documents(data: DataSection, corpus: Corpus, *, begins: bool) -> list
         expected = np.array([*ids, corpus.end_of_document] if len(text) <= _LONGEST else ids[:_FEW])
         for which, (tokens, place) in enumerate(zip(splits, places, strict=True)):
             stored = tokens[place : place + len(expected)]
-            # the end of a shard, or of what is left after a held-out end, cuts a document
+            # the end of a shard cuts a document
             if len(stored) and np.array_equal(stored, expected[: len(stored)]):
                 places[which] += len(stored)
                 break
@@ -69,8 +70,6 @@ def _wrong_documents(data: DataSection, corpus: Corpus, *, begins: bool) -> list
 def _wrong_rows(data: DataSection, corpus: Corpus, train: RowShards) -> list[str]:
     tokenizer, counts = load_tokenizer(corpus.tokenizer_folder), corpus.counts
     control = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    if corpus.mixture is not None:
-        counts = counts.get(corpus.mixture.names[0], {})
     splits: list[Any] = [train, corpus.validation]
     places = [0, 0]
     missing, wrong = list[str](), list[str]()

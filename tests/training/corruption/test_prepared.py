@@ -36,7 +36,7 @@ def configured(folder: Path, *overrides: str, shape: str = "chatml", task: str =
             "source": "jsonl",
             "path": str(folder / "rows.jsonl"),
             "tokenizer": str(folder / "tokenizer"),
-            "sequence_length": 96,
+            "sequence_length": 8 if task == "pretrain" else 96,
             "cache_dir": str(folder / "cache"),
             "validation_fraction": 0.3,
         },
@@ -116,8 +116,9 @@ def test_what_the_preparation_of_a_chat_does_wrong_is_found(
     assert found and all(name.startswith(f"{what} of {tmp_path}/rows.jsonl:") for name in found)
 
 
-@pytest.mark.parametrize("overrides", [[], ["data.begin_of_document=none"]])
+@pytest.mark.parametrize("overrides", [[], ["data.begin_of_document=none"], ["data.validation_fraction=0.03"]])
 def test_nothing_is_said_of_documents(tmp_path: Path, overrides: list[str]) -> None:
+    """With 0.03 none is drawn for validation, and the end of the longest is held out."""
     write_documents(tmp_path)
     assert not wrong(configured(tmp_path, *overrides, task="pretrain"))
 
