@@ -5,6 +5,7 @@ Tokens are those of the tokenizer's call on the whole text. Labels are located o
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -15,9 +16,9 @@ from data.corpora.corpus import Corpus, open_corpus
 from data.corpora.mix import section_of
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
-from data.sources.row_formats import BadRow, Example, read_examples
+from data.sources.row_formats import BadRow, Example, Found, read_examples
 from data.sources.row_sources import located_rows
-from data.sources.sources import open_source
+from data.sources.sources import Source, open_source
 from data.text.tokenizer import load_tokenizer
 
 _ITEMS = 32  # documents or rows
@@ -35,19 +36,22 @@ def wrong_preparation(config: Config, corpus: Corpus) -> list[str]:
     """Differences between the first documents or rows of the (first) source and their tokens and labels on disk. Raises
     ValueError with the reason where these are not compared, and the errors of reading the source."""
     data = section_of(config.data, config.data.sources[0]) if config.data.sources else config.data
+    source = open_source(data)
+    if source.identity.startswith("hub:"):
+        raise ValueError("the hub's rows may have changed since they were prepared")
     corpus = open_corpus(corpus.folder, verify=False)  # of one source, and without a held-out end
     if isinstance(corpus.train, TokenShards):
-        return _wrong_documents(data, corpus, begins=config.task != "mlm")
+        return _wrong_documents(source, corpus, begins=config.task != "mlm" and data.begin_of_document == "auto")
     if config.task not in ("sft", "dpo", "distill") or not isinstance(corpus.train, RowShards):
         raise ValueError(f"rows of task={config.task} are not prepared again")
-    return _wrong_rows(data, corpus, corpus.train)
+    return _wrong_rows(data, located_rows(data, source), corpus, corpus.train)
 
 
-def _wrong_documents(data: DataSection, corpus: Corpus, *, begins: bool) -> list[str]:
-    source, tokenizer = open_source(data), load_tokenizer(corpus.tokenizer_folder)
+def _wrong_documents(source: Source, corpus: Corpus, *, begins: bool) -> list[str]:
+    tokenizer = load_tokenizer(corpus.tokenizer_folder)
     if source.ids_field is not None:
         raise ValueError("documents that are tokens already are not prepared again")
-    lead = _leading(tokenizer) if begins and data.begin_of_document == "auto" else []
+    lead = _leading(tokenizer) if begins else []
     splits: list[Any] = [corpus.train, corpus.validation]
     splits = [split.shards[0].array for split in splits if split.shards]
     places, wrong = [0] * len(splits), list[str]()
@@ -67,13 +71,13 @@ def _wrong_documents(data: DataSection, corpus: Corpus, *, begins: bool) -> list
     return wrong
 
 
-def _wrong_rows(data: DataSection, corpus: Corpus, train: RowShards) -> list[str]:
+def _wrong_rows(data: DataSection, rows: Iterable[Found], corpus: Corpus, train: RowShards) -> list[str]:
     tokenizer, counts = load_tokenizer(corpus.tokenizer_folder), corpus.counts
     control = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     splits: list[Any] = [train, corpus.validation]
     places = [0, 0]
     missing, wrong = list[str](), list[str]()
-    for where, row in islice(located_rows(data, open_source(data)), _ITEMS):
+    for where, row in islice(rows, _ITEMS):
         try:
             if isinstance(row, BadRow):
                 raise row
