@@ -15,7 +15,7 @@ from rich.text import Text
 
 from config.printable import line
 from tests.support.page import Page
-from tests.support.runs.compare_runs import start_fields, step_fields, write_run
+from tests.support.runs.compare_runs import whole_event, write_run
 from tests.support.runs.hostile import HOSTILE, OBEYED
 from tests.support.runs.report_runs import session, simple_run
 from tracking.compare.command import main as compare
@@ -87,7 +87,7 @@ def _terminal(output: str) -> str:
 def test_the_console_shows_an_event_on_one_line_as_it_is(said: str) -> None:
     stream = io.StringIO()
     sink = ConsoleSink(10, log_every_steps=1, stream=stream)
-    sink.write({"event": "run_start", "step": 0, "time": 1.0, "tokens": 0, **start_fields(resumed_from=said)})
+    sink.write(whole_event("run_start", resumed_from=said))
     for event in _trouble(said)[:3]:
         sink.write({"step": 3, "time": 2.0, "tokens": 0, **event})
     printed = stream.getvalue()
@@ -183,9 +183,9 @@ def test_a_comparison_is_text(said: str, comparison: Any, capsys: pytest.Capture
 @SAID
 def test_a_label_of_prometheus_is_text(said: str) -> None:
     metrics = Metrics(said, planned_steps=3, facts={"host": said, "scheduler_job": said})
-    metrics.update({"event": "run_start", "step": 0, "time": 1.0, "tokens": 0, **start_fields(model=said)})
-    metrics.update({"event": "step", "step": 1, "time": 2.0, "tokens": 1, **step_fields(1)})
-    metrics.update({"event": "nonfinite", "step": 1, "time": 2.0, "tokens": 1, "rank": 0, "tensor": said, "kind": said})
+    metrics.update(whole_event("run_start", model=said))
+    metrics.update(whole_event("step", 1))
+    metrics.update(whole_event("nonfinite", 1, rank=0, tensor=said, kind=said))
     families = list(text_string_to_metric_families(generate_latest(metrics.registry).decode()))
     samples = [sample for family in families for sample in family.samples]
     assert {sample.labels["run"] for sample in samples} == {said}

@@ -16,7 +16,7 @@ import pytest
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import on_a_terminal
 from tests.support.refusals import refused
-from tests.support.runs.compare_runs import start_fields, step_fields
+from tests.support.runs.compare_runs import start_fields, step_fields, whole_event
 from tests.support.runs.report_runs import session
 from tracking import numbers
 from tracking.compare.differences import format_value
@@ -306,7 +306,7 @@ def test_losses_that_are_not_finite_are_shown_as_they_are() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(3, log_every_steps=1, stream=stream)
     for step, loss in ((1, math.nan), (2, 4.0), (3, math.inf)):
-        sink.write({"event": "step", "step": step, "tokens": 1, "time": 0.0, **step_fields(step, loss=loss)})
+        sink.write(whole_event("step", step, loss=loss))
     sink.close()
     shown = stream.getvalue().splitlines()
     assert "nan" in shown[0] and "from 4 " in shown[1] and "inf" in shown[2]

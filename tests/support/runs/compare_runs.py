@@ -2,12 +2,14 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tracking.jsonl import JsonlSink
 from tracking.run_dir import RunDir
+from tracking.run_facts import Collector, RunFacts
 
 TOKENS_PER_STEP = 4096
 # What `scale` and `telemetry` events have besides the fields that a test is about.
@@ -39,6 +41,20 @@ def step_fields(step: int, *, loss: float | None = None, **changes: Any) -> dict
 def start_fields(**changes: Any) -> dict[str, Any]:
     fields = {"world_size": 2, "config_sha256": "ab" * 32, "parameters": 12_345_678, "compute": "bf16", "zero_stage": 2}
     return fields | {"resumed_from": None} | changes
+
+
+def whole_event(kind: str, step: int = 0, /, **fields: Any) -> dict[str, Any]:
+    """An event as sinks get it; what a `step` or `run_start` needs and is not given is made up."""
+    made = {"step": partial(step_fields, step), "run_start": start_fields}.get(kind, dict)(**fields)
+    return {"event": kind, "step": step, "time": 1.7e9 + step / 2, "tokens": step * TOKENS_PER_STEP, **made}
+
+
+def facts_of(events: Iterable[dict[str, Any]], label: str = "demo") -> RunFacts:
+    """The facts of a run without a folder."""
+    collector = Collector()
+    for event in events:
+        collector.add(event)
+    return collector.facts(label, label, None)
 
 
 def ticking_clock(start: float = 1.7e9, seconds: float = 0.5) -> Callable[[], float]:
@@ -96,6 +112,10 @@ class RunWriter:
         made |= {"sample_ids_sha256": f"{step:04x}" * 16, **fields}
         self.time += made["step_seconds"]
         self.event("step", step, **made)
+
+    def steps(self, first: int, last: int, **fields: Any) -> None:
+        for step in range(first, last + 1):
+            self.step(step, **fields)
 
     def end(self, step: int = STEPS) -> RunDir:
         self.event("run_end", step, status="done", exit_code=0)

@@ -149,12 +149,10 @@ def test_a_resume_that_changes_the_numbers_is_named(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, "run")
     writer.run_dir.write_inputs(CONFIG, {}, {})
     writer.start()
-    for step in range(1, 14):
-        writer.step(step)
+    writer.steps(1, 13)
     writer.time += 3600
     writer.start(step=10, resumed_from="checkpoints/step-10", world_size=4)
-    for step in range(11, 41):
-        writer.step(step, loss=3.5)
+    writer.steps(11, 40, loss=3.5)
     pair = _compared(base, writer.end()).pairs[0]
     assert (pair.divergence.step, pair.cause) == (11, "run was resumed after step 10, with 4 processes")
     assert any(event["event"] == "run_start" for _, event in pair.divergence.events)

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.jobs.launches import wait_until
-from tests.support.runs.compare_runs import start_fields, step_fields, ticking_clock
+from tests.support.runs.compare_runs import start_fields, step_fields, ticking_clock, whole_event
 from tests.support.runs.report_runs import session
 from tracking.compare.surviving import read_events
 from tracking.jsonl import JsonlSink
@@ -121,7 +121,7 @@ def test_what_is_scraped_is_what_was_recorded(sink: PrometheusSink, tmp_path: Pa
 
 
 def test_ranks_have_series_of_their_own_in_small_runs_only(sink: PrometheusSink) -> None:
-    step = {"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)}
+    step = whole_event("step", 1)
     large = {"least": 0.1, "median": 0.2, "most": 0.9, "rank": 700}
     sink.write(step | {"by_rank": {"work_seconds": large, "memory_bytes": large}})
     found = scrape(sink)
@@ -189,7 +189,7 @@ def test_the_end_waits_for_the_scrape_that_is_due() -> None:
         scrape(sink)
         time.sleep(1.0)
     scrape(sink)
-    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": "aborted", "exit_code": 3})
+    sink.write(whole_event("run_end", 1, status="aborted", exit_code=3))
     closing = threading.Thread(target=lambda: (sink.close(), ended.set()))
     closing.start()
     assert not ended.wait(0.9), "it was scraped every second, so the next scrape is awaited"
@@ -206,7 +206,7 @@ def test_nobody_is_waited_for_without_a_reason_nor_long_if_gone(status, scrapes,
     for _ in range(scrapes):
         scrape(sink)
         time.sleep(apart)
-    sink.write({"event": "run_end", "step": 1, "time": 1.0, "tokens": 1, "status": status, "exit_code": 0})
+    sink.write(whole_event("run_end", 1, status=status, exit_code=0))
     started = time.monotonic()
     sink.close()
     assert time.monotonic() - started < limit

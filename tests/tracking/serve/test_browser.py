@@ -37,8 +37,7 @@ def client(tmp_path_factory):
     crashed = RunWriter(root, "crashed")
     crashed.run_dir.write_inputs(CONFIG, {}, {})
     crashed.start()
-    for step in range(1, 20):
-        crashed.step(step)
+    crashed.steps(1, 19)
     rewarded = RunDir.create(root, "rewarded", fresh=False)
     shutil.copy(RECORDED / "rewards_learned.jsonl", rewarded.events)
     write_heat_run(root, "grows", layers=12, steps=600, activation=growing(range(8, 12), limit_step=660, per_100=1.6))
@@ -198,13 +197,11 @@ def test_a_page_follows_a_run_that_trains(page, tmp_path):
     writer = RunWriter(tmp_path, "live")
     writer.run_dir.write_inputs(CONFIG, {}, {})
     writer.start()
-    for step in range(1, 6):
-        writer.step(step)
+    writer.steps(1, 5)
     with served(tmp_path) as client:
         page.open(f"{client.address}/run?key=live", ready="document.body.dataset.curves === '5'")
         assert page.value("data.runs[0].curve.step.length") == 5
-        for step in range(6, 12):
-            writer.step(step)
+        writer.steps(6, 11)
         client.library.look()
         page.wait("data.runs[0].curve.step.length === 11")
         assert "11 of 40" in page.value("document.querySelector('#state').textContent")

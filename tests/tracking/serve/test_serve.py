@@ -153,8 +153,7 @@ def test_the_pages_follow_a_run_that_trains(tmp_path):
     writer = RunWriter(tmp_path, "live")
     writer.run_dir.write_inputs(CONFIG, {}, {})
     writer.start()
-    for step in range(1, 11):
-        writer.step(step)
+    writer.steps(1, 10)
     with served(tmp_path) as client:
         assert "10 of 40" in client.page("/runs") and client.data("/run/curves", key="live")["steps"] == 10
         _, headers, _ = client.ask("/runs")

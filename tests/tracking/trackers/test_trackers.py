@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.runs.compare_runs import step_fields
+from tests.support.runs.compare_runs import step_fields, whole_event
 from tests.support.runs.heat_runs import modules, telemetry
 from tests.support.runs.report_runs import session
 from tracking.jsonl import encode
@@ -203,9 +203,9 @@ def test_telemetry_of_earlier_sessions_is_only_counted() -> None:
 
         def close(self, exit_code: int, verdict: dict[str, Any]) -> None: ...
 
-    lines = [encode({"event": "step", "step": 1, "time": 1.0, "tokens": 1, **step_fields(1)})]
-    lines += [encode({"event": "telemetry", "step": 1, "time": 1.0, "tokens": 1, **telemetry(1, 1)})]
-    lines += [encode({"event": "eval", "step": 1, "time": 1.0, "tokens": 1, "loss": 4.0, "perplexity": 54.6})]
+    lines = [encode(whole_event("step", 1))]
+    lines += [encode(whole_event("telemetry", 1, **telemetry(1, 1)))]
+    lines += [encode(whole_event("eval", 1, loss=4.0, perplexity=54.6))]
     found = Passed(delivered=3)
     for number, line in enumerate(2 * lines, 1):
         found.add(number, line)

@@ -25,13 +25,13 @@ from rich.console import Console
 from rich.text import Text
 
 from config.cli import REPOSITORY
-from tests.support.runs.compare_runs import TOKENS_PER_STEP, start_fields, step_fields
+from tests.support.runs.compare_runs import facts_of, start_fields, whole_event
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.report_runs import session
-from tracking.events import Event, spread
+from tracking.events import spread
 from tracking.jsonl import encode
 from tracking.run_dir import RunDir
-from tracking.run_facts import Collector, RunFacts
+from tracking.run_facts import RunFacts
 from tracking.status import Status, run_status
 from tracking.summary import read_run
 from tracking.watch.command import Watch, main
@@ -39,19 +39,6 @@ from tracking.watch.curves import Axes, Line, draw
 from tracking.watch.screen import View, frame
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def run_of(events: Any) -> RunFacts:
-    collector = Collector()
-    for event in events:
-        collector.add(event)
-    return collector.facts("demo", "demo", None)
-
-
-def step_event(step: int, **changes: Any) -> Event:
-    """One step, half a second after the one before."""
-    where = {"event": "step", "step": step, "time": 1.7e9 + step / 2, "tokens": step * TOKENS_PER_STEP}
-    return where | step_fields(step) | changes
 
 
 def shown(run: RunFacts, *, width: int = 130, height: int = 36, status: Status | None = None, **changes: Any) -> str:
@@ -70,10 +57,10 @@ def test_the_numbers_are_those_of_the_run(fp16_run: RunDir) -> None:
 def test_trouble_is_named() -> None:
     where: dict[str, Any] = {"step": 7, "time": 1.7e9, "tokens": 7}
     cause = {"rank": 3, "module": "model.layers.1", "tensor": "activation", "kind": "nan", "count": 12}
-    run = run_of(
+    run = facts_of(
         [
             {"event": "run_start", **where, **start_fields()},
-            step_event(8, loss=math.nan, applied=False, skipped_total=1),
+            whole_event("step", 8, loss=math.nan, applied=False, skipped_total=1),
             {"event": "nonfinite", **where, **cause},
             {"event": "incident", **where, "verdict": "ROLLBACK", "reason": "it broke", "rolled_back_to": "c/step-5"},
             {"event": "note", **where, "text": "wandb is\nlost"},
@@ -95,8 +82,8 @@ def test_trouble_is_named() -> None:
 
 
 def test_the_eta_is_the_median_of_recent_steps_and_is_of_a_run_that_runs() -> None:
-    steps = [step_event(n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
-    run = run_of([{"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}, *steps])
+    steps = [whole_event("step", n, step_seconds=100.0 if n in (3, 60) else 2.0) for n in range(1, 61)]
+    run = facts_of([whole_event("run_start"), *steps])
     assert "running" in shown(run) and "ETA 1m20s" in shown(run)
     silent = shown(run, status=Status("silent", "no event for 3m20s", 60))
     assert "stalled since step 60" in silent and "no event for 3m20s" in silent and "ETA" not in silent
@@ -105,12 +92,12 @@ def test_the_eta_is_the_median_of_recent_steps_and_is_of_a_run_that_runs() -> No
 def test_ranks_are_shown_one_by_one_or_by_their_spread() -> None:
     few = {"work_seconds": [0.5, 0.9, 0.5], "memory_bytes": [2**30, 2**31, 2**30]}
     many = {name: {"least": 1, "median": 2**30, "most": 2**31, "rank": 700} for name in few}
-    start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}
-    text = shown(run_of([start, step_event(1, by_rank=few)]), height=50)
+    start = whole_event("run_start")
+    text = shown(facts_of([start, whole_event("step", 1, by_rank=few)]), height=50)
     assert "rank 1          2,048 MiB, 0.9 s" in text and re.search(r"slowest +rank 1", text)
-    text = shown(run_of([start, step_event(1, by_rank=many)]))
+    text = shown(facts_of([start, whole_event("step", 1, by_rank=many)]))
     assert re.search(r"slowest +rank 700", text) and "0 / 1,024 / 2,048" in text
-    assert "slowest" not in shown(run_of([start, step_event(1)])), "not recorded, not shown"
+    assert "slowest" not in shown(facts_of([start, whole_event("step", 1)])), "not recorded, not shown"
     assert spread({}, "work_seconds") is None
 
 
@@ -124,7 +111,7 @@ def test_a_frame_fits_its_terminal(width: int, height: int, fp16_run: RunDir) ->
     why += "no memory left: 503 of 503 GiB; " + "see the kernel's log and docs/restarts.md; " * 2
     crashed = shown(run, width=width, height=height, status=Status("crashed", why, 60, end={"exit_code": 69}))
     assert " ".join(why.split()) in " ".join(crashed.split()) and "ETA" not in crashed
-    texts = (shown(run, width=width, height=height), shown(run_of([]), width=width, height=height), crashed)
+    texts = (shown(run, width=width, height=height), shown(facts_of([]), width=width, height=height), crashed)
     for text in texts:
         lines = text.rstrip("\n").split("\n")
         assert len(lines) <= height and max(len(line) for line in lines) <= width
@@ -179,8 +166,8 @@ def test_a_run_started_afresh_in_the_same_folder_is_shown_from_its_start(run_dir
     watch = Watch(run_dir)
     for name, last in (("first", 50), ("second", 3)):
         run_dir.events.unlink(missing_ok=True)
-        start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields(name=name)}
-        events = [start, *(step_event(n) for n in range(1, last + 1))]
+        start = whole_event("run_start", name=name)
+        events = [start, *(whole_event("step", n) for n in range(1, last + 1))]
         (run_dir.path / "new").write_bytes(b"".join(encode(event) for event in events))
         (run_dir.path / "new").rename(run_dir.events)
         while watch.read(5.0):
@@ -277,6 +264,6 @@ def test_a_config_that_cannot_be_read_costs_only_the_eta(fp16_run: RunDir, capsy
 
 
 def test_a_step_without_its_fields_is_no_newest_step() -> None:
-    start = {"event": "run_start", "step": 0, "time": 1.7e9, "tokens": 0, **start_fields()}
-    run = run_of([start, step_event(1), {"event": "step", "step": 2, "time": 1.7e9 + 1, "tokens": 1}])
+    start = whole_event("run_start")
+    run = facts_of([start, whole_event("step", 1), {"event": "step", "step": 2, "time": 1.7e9 + 1, "tokens": 1}])
     assert run.newest == {} and "step 2 of 100" in shown(run) and "learning rate" not in shown(run)
