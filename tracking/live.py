@@ -67,7 +67,7 @@ class LiveRun:
             if self._file.replaced():
                 self._reset()
             for line in self._file.lines(seconds=seconds):
-                self.damaged += not self._collector.take(line, self._file.offset)
+                self.damaged += not self._collector.take(line)
                 if self._whole and line.startswith(_MEASURED) and (event := event_on(line)) is not None:
                     self._heat.add(event)
                 self._facts = self._heat_now = None

@@ -1,4 +1,4 @@
-"""One run as columns: reads `events.jsonl` in one pass and keeps 129 bytes per step, plus 8 per metric of the task.
+"""One run as columns: reads `events.jsonl` in one pass and keeps 113 bytes per step, plus 8 per metric of the task.
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) are kept whole. After a resume or rollback the last attempt at a step counts, as in
@@ -44,12 +44,10 @@ class Columns:
 
     Units as in `tracking.events`. `seconds`: cumulative step time after this step, including abandoned attempts and
     earlier sessions, but not pauses between sessions. `order`: the first 60 bits of `sample_ids_sha256`, -1 if missing.
-    `offset`: byte offset of the step's line in the file, -1 for runs without a file.
     """
 
     step: np.ndarray
     tokens: np.ndarray
-    time: np.ndarray
     seconds: np.ndarray
     loss: np.ndarray
     grad_norm: np.ndarray
@@ -62,7 +60,6 @@ class Columns:
     memory_bytes: np.ndarray
     data_seconds: np.ndarray
     order: np.ndarray
-    offset: np.ndarray
     metrics: dict[str, np.ndarray] = field(default_factory=dict)
     """Metrics of the task by name."""
 
@@ -71,7 +68,7 @@ class Columns:
 
 
 _TYPES = {column.name: "d" for column in fields(Columns) if column.name != "metrics"}
-_TYPES |= {"step": "q", "order": "q", "offset": "q", "applied": "b"}
+_TYPES |= {"step": "q", "order": "q", "applied": "b"}
 _NUMBERS = [name for name, code in _TYPES.items() if code == "d" and name != "seconds"]
 
 
@@ -325,11 +322,9 @@ class Collector:
         self.abandoned = 0
         self.evidence = Evidence()
         self._newest: Event = {}
-        self.last: Event = {}
-        """The newest event."""
 
-    def take(self, line: bytes, offset: int) -> bool:
-        """Add the event on a line that starts at `offset` in the file; returns whether there is one.
+    def take(self, line: bytes) -> bool:
+        """Add the event on a line; returns whether there is one.
 
         Telemetry events are counted without being parsed: they are large and not needed here.
         """
@@ -341,17 +336,16 @@ class Collector:
             # Steps need no prior validation: all of their numbers are converted below.
             event = orjson.loads(line) if line.startswith(_STEP) else event_on(line)
             if event is not None:
-                self.add(event, offset)
+                self.add(event)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return False
         return event is not None
 
-    def add(self, event: Event, offset: int = -1) -> None:
-        """Add one event; numbers of a step may be the strings "inf", "-inf" and "nan". offset: start of its line."""
+    def add(self, event: Event) -> None:
+        """Add one event; numbers of a step may be the strings "inf", "-inf" and "nan"."""
         kind = event["event"]
         self._serial += 1
         self.counts[kind] += 1
-        self.last = event
         if kind == "run_start" or (not self._sessions and kind != "note"):
             saved, resumed_from = self.counts["checkpoint"] > 0, event.get("resumed_from")
             began = float(event["time"])
@@ -364,7 +358,7 @@ class Collector:
         if kind == "step":
             self._newest = event
             if self._keeps_columns:
-                self._add_step(event, offset)
+                self._add_step(event)
         elif kind in _STATE:
             if kind == "scale":
                 self.scale_reasons[event["reason"]] += 1
@@ -398,7 +392,7 @@ class Collector:
         self._open.overflowed |= what == ("activation", "inf", "float16")
         self._open.cause = self._open.cause or describe_event(event)
 
-    def _add_step(self, event: Event, offset: int) -> None:
+    def _add_step(self, event: Event) -> None:
         step = event["step"]
         if not 0 <= step < 1 << 63:
             raise ValueError(f"step {step}")
@@ -410,7 +404,7 @@ class Collector:
         row["order"] = int(order[:_HASH_DIGITS], 16) if order else -1
         covered = max(1, step - (self._step[-1] if self._step else self._began))  # wandb omits steps
         self._running += row["step_seconds"] * covered if math.isfinite(row["step_seconds"]) else 0.0
-        row |= {"step": step, "seconds": self._running, "applied": bool(event.get("applied", True)), "offset": offset}
+        row |= {"step": step, "seconds": self._running, "applied": bool(event.get("applied", True))}
         for name, value in row.items():
             self._columns[name].append(value)
         for name in {**metrics, **self._metrics}:
@@ -474,7 +468,7 @@ def read_facts(path: Path, label: str) -> RunFacts:
     """
     collector, file = Collector(), Follower(path)
     for line in file.lines(whole=True):
-        if not collector.take(line, file.offset):
+        if not collector.take(line):
             file.refuse(line)
     if not collector.counts:
         raise UserError(f"{path}: nothing was recorded in this run folder")

@@ -1,14 +1,12 @@
 """Find the step at which two runs first diverge, bitwise and beyond a tolerance, and what each recorded around it."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
 
 from tracking.events import Event
-from tracking.jsonl import Follower
 from tracking.run_facts import RunFacts
 
 COMPARED = {
@@ -25,9 +23,9 @@ COMPARED = {
 CONTEXT_STEPS = 2
 """Number of steps shown on either side of the divergence."""
 
-_MAX_EVENTS = 400  # events read around a step
+_MAX_EVENTS = 400  # events kept around a step
 _NOTABLE = (
-    *("scale", "nonfinite", "corruption", "reexecution", "incident", "fault", "eval", "checkpoint"),
+    *("fault", "nonfinite", "scale", "corruption", "reexecution", "incident", "eval", "checkpoint"),
     *("run_start", "run_end", "precision"),
 )
 
@@ -101,20 +99,9 @@ def find_divergence(baseline: RunFacts, run: RunFacts, tolerance: Tolerance) -> 
         places=places,
         largest_gap=float(gap[largest]) if largest is not None else float("nan"),
         largest_gap_step=int(steps[largest]) if largest is not None else None,
-        rows=_deduplicated(row for place in places for row in _rows(baseline, run, place)),
-        events=_deduplicated(
-            (item.label, event) for item in (baseline, run) for place in places for event in events_near(item, place)
-        ),
+        rows=[row for item in (baseline, run) for row in _rows(item, places)],
+        events=[(item.label, event) for item in (baseline, run) for event in events_near(item, *places)],
     )
-
-
-def _deduplicated(items: Iterable[Any]) -> list[Any]:
-    """`items` without duplicates: the windows around two places may overlap."""
-    found: list[Any] = []
-    for item in items:
-        if item not in found:
-            found.append(item)
-    return found
 
 
 def _differ(name: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -137,31 +124,26 @@ def _gaps(a: np.ndarray, b: np.ndarray, tolerance: Tolerance) -> tuple[np.ndarra
     return gap, np.flatnonzero((np.nan_to_num(gap, nan=0.0) > allowed) | one_sided)
 
 
-def _rows(baseline: RunFacts, run: RunFacts, place: int) -> Iterator[dict[str, Any]]:
-    """The compared numbers of both runs, from CONTEXT_STEPS before step `place` to CONTEXT_STEPS after it."""
-    for item in (baseline, run):
-        columns = item.columns
-        low, high = np.searchsorted(columns.step, (place - CONTEXT_STEPS, place + CONTEXT_STEPS + 1))
-        for index in range(low, high):
-            row: dict[str, Any] = {"run": item.label, "step": int(columns.step[index])}
-            for name in ("loss", "grad_norm", "lr", "loss_scale", "step_seconds"):
-                row[name] = float(getattr(columns, name)[index])
-            row["applied"] = bool(columns.applied[index])
-            order = int(columns.order[index])
-            row["sample_ids_sha256"] = f"{order:015x}"[:10] if order >= 0 else ""  # the first ten digits
-            yield row
+def _rows(run: RunFacts, places: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """The compared numbers of a run at the steps around `places`."""
+    columns, wanted = run.columns, _steps_around(places)
+    for index in np.flatnonzero(np.isin(columns.step, list(wanted))):
+        row: dict[str, Any] = {"run": run.label, "step": int(columns.step[index])}
+        for name in ("loss", "grad_norm", "lr", "loss_scale", "step_seconds"):
+            row[name] = float(getattr(columns, name)[index])
+        row["applied"] = bool(columns.applied[index])
+        order = int(columns.order[index])
+        row["sample_ids_sha256"] = f"{order:015x}"[:10] if order >= 0 else ""  # the first ten digits
+        yield row
 
 
-def events_near(run: RunFacts, place: int) -> list[Event]:
-    """Notable events of `run` near step `place`, reread from the file because memory does not hold all of them."""
-    low, high = place - CONTEXT_STEPS, place + CONTEXT_STEPS
-    if run.events is None:
-        kept = [event for kind in _NOTABLE for event in run.rare_events.get(kind, ()) if low <= event["step"] <= high]
-        return sorted(kept, key=lambda event: (event["step"], event["time"]))
-    index = int(np.searchsorted(run.columns.step, low))
-    if index >= len(run.columns):
-        return []
-    # Start at the previous step's line: a resume or other events may lie between it and the first step wanted.
-    events = Follower(run.events, int(run.columns.offset[max(0, index - 1)])).events()
-    near = takewhile(lambda event: event["event"] != "step" or event["step"] <= high, islice(events, _MAX_EVENTS))
-    return [event for event in near if event["event"] in _NOTABLE and low <= event["step"] <= high]
+def events_near(run: RunFacts, *places: int) -> list[Event]:
+    """Notable events of `run` at the steps around `places`, in their order."""
+    wanted = _steps_around(places) - {0}  # where each run starts
+    near = [event for kind in _NOTABLE for event in run.rare_events.get(kind, ()) if event["step"] in wanted]
+    return sorted(near, key=lambda event: event["time"])[:_MAX_EVENTS]
+
+
+def _steps_around(places: Sequence[int]) -> set[int]:
+    """The steps from CONTEXT_STEPS before each of `places` to CONTEXT_STEPS after it."""
+    return {step for place in places for step in range(place - CONTEXT_STEPS, place + CONTEXT_STEPS + 1)}

@@ -33,12 +33,20 @@ def read_wandb(path: str, label: str) -> RunFacts:
     """
     if path.count("/") != 2 or Path(path).is_dir():
         raise UserError(f"wandb:{path}: is not entity/project/run; of an offline run give the run folder")
-    rows, config, state = _online(path)
+    import wandb
+
+    try:
+        run = wandb.Api(timeout=20).run(path)
+        rows = sorted(run.scan_history(), key=lambda row: row.get("_step", 0))
+        config, state = dict(run.config), run.state
+    except Exception as error:  # no login, no network, no such run: the client raises a different class for each
+        advice = "check the name, `wandb login` and the network"
+        raise UserError(f"wandb:{path}: cannot be read ({one_line(error, 200)}); {advice}") from None
     collector = Collector()
     for event in as_events(rows, config):
         collector.add(event)
     if state in ("finished", "crashed", "failed", "killed", "preempted"):
-        collector.add(collector.last | {"event": "run_end", "status": "done" if state == "finished" else state})
+        collector.add(event | {"event": "run_end", "status": "done" if state == "finished" else state})
     return replace(collector.facts(label, f"wandb:{path}", None), **_sections(config))
 
 
@@ -98,15 +106,3 @@ def _groups(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 _NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
-
-
-def _online(path: str) -> tuple[Iterable[dict[str, Any]], dict[str, Any], str]:
-    """History rows, config and state from wandb's public API."""
-    import wandb
-
-    try:
-        run = wandb.Api(timeout=20).run(path)
-        return sorted(run.scan_history(), key=lambda row: row.get("_step", 0)), dict(run.config), run.state
-    except Exception as error:  # no login, no network, no such run: the client raises a different class for each
-        advice = "check the name, `wandb login` and the network"
-        raise UserError(f"wandb:{path}: cannot be read ({one_line(error, 200)}); {advice}") from None

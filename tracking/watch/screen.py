@@ -82,10 +82,10 @@ def frame(run: RunFacts, view: View) -> RenderableType:
         return head
     room = view.height - 2 - len(lines)
     layout = _layers if view.panel else _wide if view.width >= _TWO_COLUMNS else _narrow
-    return Group(head, *layout(run, status, view, room))
+    return Group(head, *layout(run, view, room))
 
 
-def _layers(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
+def _layers(run: RunFacts, view: View, room: int) -> list[RenderableType]:
     """Heat map of layers over steps, what stands out in it, and recent events."""
     heat, title = view.heat, PANELS[view.panel].title
     log_lines = min(6, max(0, room // 5 - 2))
@@ -101,11 +101,11 @@ def _layers(run: RunFacts, status: Status, view: View, room: int) -> list[Render
     return [*frames, *([_log_panel(run, view, log_lines)] if log_lines else [])]
 
 
-def _wide(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
+def _wide(run: RunFacts, view: View, room: int) -> list[RenderableType]:
     """Curves beside numbers, with events below."""
     log_lines = min(10, max(1, room // 4 - 1))
     body = room - log_lines - 2
-    facts = _facts(run, status, view)[: body - 2]
+    facts = _facts(run, view)[: body - 2]
     ranks = _ranks(run.newest, body - len(facts) - 4)
     right = [_panel(_rows(facts, _FACTS - 4), "now", view)]
     if ranks:
@@ -132,10 +132,10 @@ def _loss_title(run: RunFacts) -> str:
     return f"{name}, {unit}" if unit else name
 
 
-def _narrow(run: RunFacts, status: Status, view: View, room: int) -> list[RenderableType]:
+def _narrow(run: RunFacts, view: View, room: int) -> list[RenderableType]:
     """The loss above two columns of numbers, with events below if there is room."""
     half = (view.width - 6) // 2
-    facts = _facts(run, status, view)[: 2 * max(1, min(6, (room - 7) // 2))]
+    facts = _facts(run, view)[: 2 * max(1, min(6, (room - 7) // 2))]
     rows = (len(facts) + 1) // 2
     log_lines = min(8, max(0, room - rows - 12))
     title = _loss_title(run)
@@ -180,7 +180,7 @@ def _newest_step(run: RunFacts) -> int:
 def _recent(run: RunFacts, name: str) -> float | None:
     """Median of a column over the newest steps of the newest session; None before its first step."""
     values = getattr(run.columns, name)[-_RECENT_STEPS:]
-    values = values[run.columns.time[-_RECENT_STEPS:] >= run.sessions[-1].began] if run.sessions else values
+    values = values[run.columns.step[-_RECENT_STEPS:] > run.start.get("step", 0)]
     return median(values.tolist()) if values.size else None
 
 
@@ -237,7 +237,7 @@ def _progress(run: RunFacts, status: Status, view: View) -> Text:
     return bar
 
 
-def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, str]]:
+def _facts(run: RunFacts, view: View) -> list[tuple[str, str, str]]:
     """(name, value, style) of the current numbers that apply, with problems in colour."""
     newest, rare, columns, step = run.newest, run.rare_events, run.columns, _newest_step(run)
     skipped = newest.get("skipped_total", 0)
@@ -256,7 +256,7 @@ def _facts(run: RunFacts, status: Status, view: View) -> list[tuple[str, str, st
     memory, warnings = run.peak_memory_bytes, run.verdict.warnings
     waited = newest.get("data_seconds")
     wait = "" if waited is None else f", {percent(waited / newest['step_seconds'], 2)} data wait"
-    age = f", {duration(max(0.0, view.now - saved['time']))} ago" if saved and not status.over else ""
+    age = f", {duration(max(0.0, view.now - saved['time']))} ago" if saved and not run.verdict.over else ""
     rows = [
         ("tokens", human(columns.tokens[-1] if len(columns) else 0), ""),
         ("speed", f"{human(speed)} tokens/s" if speed else "", ""),
