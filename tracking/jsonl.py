@@ -162,15 +162,12 @@ class Follower:
     An incomplete last line is left for the next call, since a resumed run may cut it off.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        """offset: [bytes] start of the first line to read."""
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = offset
-        """[bytes] Start of the current line; between calls, end of the last line read."""
+        self.offset = 0
+        """[bytes] End of the last line read."""
         self.number = 0
         """Number of lines read so far."""
-        self.damaged = 0
-        """Number of lines that `events` skipped because they hold no event."""
         self.at_end = False
         """Whether the last call reached the end of the file."""
         self._inode: int | None = None
@@ -186,7 +183,7 @@ class Follower:
             return False  # being renamed; the next call will tell
         if self._inode in (None, now.st_ino) and now.st_size >= self.offset:
             return False
-        self.offset = self.number = self.damaged = 0
+        self.offset = self.number = 0
         self._inode = None
         return True
 
@@ -205,14 +202,11 @@ class Follower:
                 file.seek(self.offset)
                 while time.monotonic() < deadline and not self.at_end:
                     *lines, rest = (file.read(_CHUNK) + file.readline()).split(b"\n")
-                    offset, number = self.offset, self.number
                     for line in lines:
-                        number += 1
+                        self.number += 1
+                        self.offset += len(line) + 1
                         if not wanted or line.startswith(wanted) or not line.startswith(_BEGINNING):
-                            self.offset, self.number = offset, number
                             yield line
-                        offset += len(line) + 1
-                    self.offset, self.number = offset, number
                     self.at_end = not lines or bool(rest)
                     lines.clear()  # free them before the next read
         except OSError as error:
@@ -224,13 +218,10 @@ class Follower:
             self.number += 1
             yield rest
 
-    def events(self, *kinds: str, seconds: float = math.inf, whole: bool = False) -> Iterator[Event]:
-        """The events on `lines`, only of `kinds` if any are given; lines without an event are counted in `damaged`."""
-        for line in self.lines(*kinds, seconds=seconds, whole=whole):
-            event = event_on(line)
-            if event is None:
-                self.damaged += 1
-            elif not kinds or event["event"] in kinds:
+    def events(self, *kinds: str, whole: bool = False) -> Iterator[Event]:
+        """The events on `lines`, only of `kinds` if any are given; lines without an event are skipped."""
+        for event in map(event_on, self.lines(*kinds, whole=whole)):
+            if event is not None and (not kinds or event["event"] in kinds):
                 yield event
 
     def refuse(self, line: bytes, what: str = "an event as docs/run-folder.md has them") -> None:
