@@ -88,17 +88,17 @@ class _Run:
         self._seen: list[tuple[int, ...]] = []
         self._checked = 0.0
 
-    def update(self, now: float) -> bool:
-        """Refresh the run; returns whether it changed. Raises OSError or UserError if it cannot be read."""
+    def update(self, now: float) -> None:
+        """Refresh the run. Raises OSError or UserError if it cannot be read."""
         events = self.folder / "events.jsonl"
         changed = events.stat().st_mtime
         seen = [_stamp(path) for path in (events, self.folder / NOTES)]
         if seen == self._seen and now - self._checked < _CHECK_S and self.entry is not None:
-            return False
+            return
         self._checked = now
         status = run_status(self.folder)
         if seen == self._seen and self.entry is not None and self.entry.status == status:
-            return False
+            return
         self.live.read()
         notes = Notes()
         with suppress(UserError):  # reported when the notes are opened
@@ -131,7 +131,6 @@ class _Run:
             notes=notes,
         )
         self._seen = seen
-        return True
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
@@ -160,8 +159,6 @@ class Library:
         if not root.is_dir():
             raise UserError(f"{root}: there is no such folder; give one that holds run folders, such as runs/")
         self.root = root.resolve()
-        self.version = 0
-        """Increases whenever an entry changes."""
         self.left_out = 0
         """Number of runs beyond MOST_RUNS."""
         self.unread: dict[str, str] = {}
@@ -169,7 +166,6 @@ class Library:
         self._runs: dict[str, _Run] = {}
         self._open: dict[str, LiveRun] = {}
         self._lock = threading.Lock()
-        self._wake = threading.Event()
         self._looked = -_LOOK_S
 
     def start(self) -> None:
@@ -216,17 +212,15 @@ class Library:
             runs = list(self._runs.values())
         for run in sorted(runs, key=lambda run: run.entry is not None):
             try:
-                changed = run.update(time.monotonic())
+                run.update(time.monotonic())
+                self.unread.pop(run.key, None)
             except Exception as problem:  # one damaged run must not stop the others
                 self.unread[run.key] = one_line(problem, 200)
-                continue
-            self.unread.pop(run.key, None)
-            self.version += changed
 
     def _look_after(self) -> None:
         while True:
             self.look()
-            self._wake.wait(_REFRESH_S)
+            time.sleep(_REFRESH_S)
 
     def _find(self) -> None:
         found = dict(self._folders())
@@ -236,7 +230,6 @@ class Library:
             for key in self._runs.keys() - kept.keys():
                 del self._runs[key]
                 self.unread.pop(key, None)
-                self.version += 1
             for key, folder in kept.items():
                 if key not in self._runs:
                     self._runs[key] = _Run(key, folder, self.root)
