@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -141,7 +141,7 @@ def _curve(axis: Axes, x: np.ndarray, values: np.ndarray, label: str) -> None:
     axis.plot(x[centres], medians, color=_INK, linewidth=1.8, label=f"median over {width} steps")
 
 
-def _finish(axis: Axes, columns: Columns, title: str, legend: str = "") -> None:
+def _finish(axis: Axes, columns: Columns, title: str, legend: Literal["", "upper right", "lower right"] = "") -> None:
     """Mark the skipped steps, and add title and legend. legend: its place; empty for none."""
     skipped = columns.step[~columns.applied]
     for index, step in enumerate(skipped[:_MANY_SKIPS]):
