@@ -207,7 +207,7 @@ def unobserved(event: Event) -> list[tuple[str, str]]:
 
 
 def _inner(event: Event) -> dict[str, Any]:
-    """What precision/inner_dtypes.py: report says; empty for older events, which lack it."""
+    """The report of precision/inner_dtypes.py; empty for older events, which lack it."""
     return event.get("inner") or {}
 
 
