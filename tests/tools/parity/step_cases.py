@@ -31,7 +31,7 @@ from training.engine.rng import generators, restore_generators
 from training.progress import Progress
 
 Plant = Callable[[Engine, World], object]
-"""What is done to a rank's engine before its steps."""
+"""Changes a rank's engine before its steps."""
 
 
 def step_parity(engine: Engine, resolved: Resolved, world: World) -> StepParity:
@@ -87,7 +87,7 @@ def inner_dtypes(
 
 
 def spoiled(engine: Engine, world: World, *, module: str, rank: int | None = None, forward: bool = True) -> None:
-    """What one module returns is 1% too large, or only the gradients that it makes are. rank: there alone."""
+    """The output of one module is 1% too large, or only the gradients that it makes are. rank: there alone."""
 
     def spoil(_: Any, args: Any, output: Any) -> Any:
         first, *rest = output if isinstance(output, tuple) else (output,)
@@ -295,7 +295,7 @@ LAYER = "model.layers.0.mlp.down_proj"
 
 
 def wrong_layer(engine: Engine, world: World, *, wrong: str) -> None:
-    """What one FP8 layer does otherwise, of WRONG."""
+    """One FP8 layer computes otherwise, as WRONG has it."""
     layer: Any = engine.model.get_submodule(LAYER)
     layer.forward = WRONG[wrong](layer)
 
