@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transformers import PretrainedConfig
 
 from config.cli import REPOSITORY
 from config.errors import UserError
@@ -198,6 +199,7 @@ def test_signs_of_gradients_near_zero_are_rounding_and_no_rate_is(error: float, 
     """
     torch.manual_seed(0)
     model, section = torch.nn.Linear(256, 256, bias=False), OptimizerSection(weight_decay=0.0)
+    model.config = PretrainedConfig()  # by which the text of a model is told from its images
     run = copy.deepcopy(model).double()
     movement, optimizer = Movement(model, section), optimizer_of(run, section)
     model.double()
@@ -217,6 +219,7 @@ def test_signs_of_gradients_near_zero_are_rounding_and_no_rate_is(error: float, 
 def test_rounding_of_masters_is_no_difference_at_a_small_rate(rate: float, sound: bool) -> None:
     """A norm's ones move by eight spacings of FP32, and all are rounded alike, by 4.6% of it where 1e-5 is allowed."""
     model, section = torch.nn.LayerNorm(64, bias=False).double(), OptimizerSection(weight_decay=0.0)
+    model.config = PretrainedConfig()
     run = copy.deepcopy(model).float()
     movement, optimizer = Movement(model, section), optimizer_of(run, section)
     optimizer.param_groups[0]["lr"] = rate
