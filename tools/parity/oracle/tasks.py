@@ -116,12 +116,13 @@ class DroppedOut(Task):
 
     def __init__(self, *given: Any, ranks: int) -> None:
         super().__init__(*given)
-        seeds = range(self.config.run.seed, self.config.run.seed + ranks)
-        self._states = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+        self._states, self._ranks = list[torch.Tensor](), ranks
 
     def parts(self, ids: Sequence[int], position: int) -> Iterator[Part]:
         """One part per micro-batch, named by its first sample. They must be computed in this order."""
-        micro = self.config.batch.micro_size
+        micro, seed = self.config.batch.micro_size, self.config.run.seed
+        if not position:  # also where the steps are computed again
+            self._states = [torch.Generator().manual_seed(seed + rank).get_state() for rank in range(self._ranks)]
         for number in range(len(ids) // micro):
             own = [self.order.window(sample) for sample in ids[number * micro : (number + 1) * micro]]
             windows = torch.from_numpy(np.stack(own).astype(np.int64))
