@@ -50,7 +50,7 @@ from tests.training.tasks.mlm_cases import write_text
 from tools.parity.gate import main, outside, recomputed
 from tools.parity.jobs import Run, plan
 from tools.parity.oracle.comparison import Comparison
-from tools.parity.oracle.judge import ALONE, FIRST_NORM, Judged, judge
+from tools.parity.oracle.judge import ALONE, FIRST_NORM, Judged, _model, judge
 from tools.parity.oracle.low_rank import add_low_rank
 from tools.parity.oracle.movement import DIRECTION, DISTANCE, Movement
 from tools.parity.oracle.optimizers import optimizer_of
@@ -714,3 +714,12 @@ def test_low_rank_factors_are_of_layers_that_are_linear() -> None:
         section = AdapterSection(kind="lora", r=2, target_modules=targets)
         with pytest.raises(UserError, match=f"^adapter.target_modules = {', '.join(targets)}: {found} have factors"):
             add_low_rank(mixture("mixtral", kinds["mixtral"]), section, seed=0)
+
+
+def test_a_mixture_that_is_loaded_computes_in_fp64(tmp_path: Path) -> None:
+    """transformers chooses grouped matmuls, which do not take FP64, in the loaded model's own copy of the config."""
+    write_base(tmp_path / "base", "mixtral")
+    config = Config(model=ModelSection(name_or_path=str(tmp_path / "base")))
+    shape = model_config(config.model, vocab_size=64, sequence_length=16)
+    model, _, _ = _model(tmp_path, config, shape, compares=False)
+    assert model.double()(torch.arange(8)[None]).logits.dtype == torch.float64

@@ -226,7 +226,7 @@ def _model(run: Path, config: Config, shape: PretrainedConfig, *, compares: bool
         except Exception as problem:  # such as one of an architecture that it cannot load without help
             notes.append(f"{ALONE} not compared: {one_line(problem)}")
     dequantise(model)
-    if getattr(shape.get_text_config(), "_experts_implementation", None) is not None:
+    if getattr(model.config.get_text_config(), "_experts_implementation", None) is not None:
         model.set_experts_implementation("eager")  # grouped matmuls do not take FP64
     if config.adapter.kind == "lora":
         drawn: Sequence[str] = getattr(model, "drawn", ())
