@@ -348,7 +348,8 @@ def draw_weights(
             table = bool(module._non_persistent_buffers_set) and not parameters
             if only is not None and not table and not any(parameter in only for parameter in parameters):
                 continue
-            if _is_named_in_initialisation(type(module), type(owner)):
+            kinds: tuple[Any, Any] = type(module), type(owner)
+            if _is_named_in_initialisation(*kinds):
                 parameters = list(module.parameters())
             else:
                 for child in module.children():
@@ -364,13 +365,13 @@ def draw_weights(
 
 
 @cache
-def _is_named_in_initialisation(kind: type, owner: type) -> bool:
+def _is_named_in_initialisation(kind: type[Any], owner: type[Any]) -> bool:
     """Whether the initialisation of a model treats modules of this class apart, so that it may write to any parameter
     below one, as to all experts of a Switch Transformer from their layer. Models themselves write to children only."""
     if issubclass(kind, PreTrainedModel):
         return False
     with suppress(OSError, TypeError):  # code without a source
-        words = set(re.findall(r"\w+", inspect.getsource(owner._init_weights)))  # type: ignore[attr-defined]
+        words = set(re.findall(r"\w+", inspect.getsource(owner._init_weights)))
         own = (base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch."))
         return any(base.__name__ in words for base in own)
     return False

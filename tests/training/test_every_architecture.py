@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def keys_for(kind: str) -> dict[str, Any]:
-    """Those of the keys above that an architecture's config has."""
+    """The keys above that the config of an architecture has."""
     made = CONFIG_MAPPING[kind]
     defaults, other = made().to_dict(), made.attribute_map
     given = {key: value for key, value in (GENERIC | keys_of(kind)).items() if key in defaults or key in other}
