@@ -55,6 +55,8 @@ def audit_folder(folder: Path, source: str | None, reference: str | None) -> Aud
     report |= {"folder": str(folder), "findings": judged.findings}
     report |= {"not_checked": judged.unchecked, "steps": judged.measured}
     head = f"{folder}: {run['trainer']}, {run['model']}, ZeRO-{run['stage']}, {run['compute'].upper()}, "
+    bits = facts.get("product_bits", 23)
+    head += "" if bits == 23 else f"factors of products have {bits} bits (TF32 has 10), "
     head += f"{run['world']} ranks, DeepSpeed {run['versions']['deepspeed']}, steps "
     head += ", ".join(str(step.number) for step in recorded.steps)
     more = {"Not checked": [f"{what}: {why}" for what, why in judged.unchecked.items()]}
@@ -67,6 +69,7 @@ class Judge:
     def __init__(self, recorded: Recorded, source: str | None, reference: str | None) -> None:
         """source: the checkpoint that training started from, if given. reference: DPO's reference model."""
         self._recorded, self._run, self._oracle = recorded, recorded.facts, Oracle(recorded, source, reference)
+        self._exact = recorded.facts["compute"] == "fp32" and recorded.facts.get("product_bits", 23) == 23
         why = "its files are incomplete, as a crash leaves them"
         self.unchecked = {f"step {number}": why for number in recorded.incomplete}
         """Checks that could not be made, and why."""
@@ -179,7 +182,7 @@ class Judge:
         self._row["evaluates"] = self._run["dropout"] and not all(call.get("training", True) for call in calls)
         if not any(call["autocast"] for call in calls):
             low = [f"{name} {_NAMED[dtype]}" for name, dtype in self._facts["inner"].items() if dtype in _NAMED]
-            self._row.update(low_modules=len(low), modules=", ".join(low))
+            self._row.update(low_modules=len(low) if self._facts["inner"] else None, modules=", ".join(low))
         if not self._done:
             self._row["start"] = _held(self._before.values())
             if stored:
@@ -238,7 +241,7 @@ class Judge:
         """Judge which loss was trained; returns the weights that it gives to the micro-batches' gradients."""
         counts, total = micros.counts, float(micros.counts.sum())
         mean, weights = float(micros.exact_loss.sum()) / total, micros.reported / micros.plain_loss
-        least = 1e-4 if self._run["compute"] == "fp32" else 2e-3
+        least = 1e-4 if self._exact else 2e-3
         bound = 3 * float((micros.plain_loss / micros.exact_loss - 1).abs().max()) + least
         times, right = weights * total, torch.full_like(weights, 1 / total)
         off = Apart((weights @ rows, right @ rows) for rows in micros.exact.values()).error
@@ -251,11 +254,12 @@ class Judge:
         self._row.update(least=float(times.min()), most=float(times.max()), times=float(times.mean()), loss_cost=off)
         self._row.update(labels_differ=differ, means_differ=means)
         self._row.update(loss_bound=bound, report_bound=bound + 1e-4 / mean)
+        self._row["router_times"] = micros.router_times or None
         return weights
 
     def _reduced(self, micros: Micros, weights: torch.Tensor) -> None:
         """Judge whether the reduced gradient is that of the loss that was trained."""
-        tolerance, least = (1e-3, 2e-5) if self._run["compute"] == "fp32" else (0.02, 2e-3)
+        tolerance, least = (1e-3, 2e-5) if self._exact else (0.02, 2e-3)
         fitted = micros.fit(self._gradient, weights, tolerance)
         shares, noise = fitted.overall, fitted.noise
         self._row.update(gradient_error=fitted.error, dtype_error=noise, shares=shares.tolist())

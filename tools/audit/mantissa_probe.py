@@ -12,7 +12,7 @@ The Hugging Face Trainer, and those of TRL:
 
 Every rank must create the probe. In a chosen step each rank writes the model's inputs, and rank 0 the masters, moments
 and reduced gradient, into FOLDER/step-N.rankR.pt (numbers, text and tensors: `torch.load(weights_only=True)`). A file
-appears whole or not at all. The engine is not modified, and no random number is drawn.
+appears whole or not at all. No random number is drawn, and the model gets no hook that outlives a forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import os
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ OF_PREFERENCES = (
 """Settings of TRL's DPO that make another loss of the sigmoid one."""
 _SHARES = 2 + 2 * len(MOMENTS)
 """FP32 copies of all parameters in a step: gradient, masters after it, moments before and after."""
+_INPUTS = 2**30
+"""[bytes] Inputs of a step that are kept in memory, also where fewer may be written."""
 
 
 class Probe:
@@ -67,38 +70,43 @@ class Probe:
         Face trainer, which `callback` fills in.
         """
         self.engine, self.folder = getattr(engine, "engine", engine), Path(folder)
-        if not hasattr(self.engine, "zero_optimization_stage"):
-            raise TypeError(f"the probe is for DeepSpeed, and this is a {type(engine).__name__}")
-        self.model, self.rank, self.stage = self.engine.module, dist.get_rank(), self.engine.zero_optimization_stage()
-        drawn = [1, 2, 3, *random.Random(seed).sample(range(4, 1001), 3)]
-        self.steps = sorted(set(drawn if steps is None else steps))
-        self.scheduler = scheduler if scheduler is not None else getattr(self.engine, "lr_scheduler", None)
-        self.batch: dict[str, Any] | None = None
+        self.batch: Mapping[str, Any] | None = None
         """The micro-batch as the trainer has it, if it holds more than the model's inputs."""
         self._bytes_left, self._seconds_left = int(max_bytes), max_seconds
         self._failed, self._step, self._applied = False, 1, 0
         self._micros: list[dict[str, Any]] = []
         self._calls: list[dict[str, Any]] = []
         """Calls of the model since the last backward pass."""
+        self._held = 0
+        """[bytes] Inputs kept of this step."""
         self._hooks: list[Any] = []
         self._inner: dict[str, str] = {}
-        self._generators: list[torch.Tensor] = []
-        """Generators' states before the last call."""
+        if not hasattr(self.engine, "zero_optimization_stage"):  # on all ranks alike
+            self._failed = True
+            _warn(f"nothing is recorded: the probe is for DeepSpeed, and this is a {type(engine).__name__}")
+            return
+        self.rank, self.stage = dist.get_rank(), self.engine.zero_optimization_stage()
+        self.model = getattr(self.engine.module, "_orig_mod", self.engine.module)  # torch.compile wraps it
+        self.scheduler = scheduler if scheduler is not None else getattr(self.engine, "lr_scheduler", None)
         self._training = self._most(time.time_ns())
         """Identifies the training: the same on all ranks, and in each file."""
         why = ""
         try:
+            drawn = [1, 2, 3, *random.Random(seed).sample(range(4, 1001), 3)]
+            self.steps = sorted(set(drawn if steps is None else steps))
             self._prepare(trainer or {})
         except Exception as error:  # no failure here may end a training
             why = f"{type(error).__name__}: {error}"
+        chosen = zlib.crc32(repr(getattr(self, "steps", None)).encode())
+        if self._most(chosen) != -self._most(-chosen):  # ranks would wait for each other
+            why = why or "ranks were given other steps, or another seed"
         if self._most(bool(why)):
             self._failed = True
-            warnings.warn(f"mantissa_probe: nothing is recorded: {why or 'another rank cannot'}", stacklevel=2)
+            _warn(f"nothing is recorded: {why or 'another rank cannot'}")
             return
-        self.model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
-        self.model.register_forward_hook(self._on_output)
-        self._backward, self._engine_step = self.engine.backward, self.engine.step
-        self.engine.backward, self.engine.step = self._on_backward, self._on_step
+        self._forward, self._backward, self._engine_step = self.engine.forward, self.engine.backward, self.engine.step
+        self.engine.forward, self.engine.backward = self._on_forward, self._on_backward
+        self.engine.step = self._on_step
 
     def _prepare(self, trainer: dict[str, Any]) -> None:
         """Find parameters and masters, and write the run's facts."""
@@ -124,6 +132,9 @@ class Probe:
         """A TrainerCallback that probes a Hugging Face Trainer's engine; `options` are those of `Probe`."""
         from transformers import TrainerCallback
 
+        # a wrong option is told before training
+        inspect.signature(Probe).bind(trainer, folder, scheduler=None, trainer=None, **options)
+
         class Callback(TrainerCallback):
             probe: Probe
             resumed_from: int
@@ -139,55 +150,68 @@ class Probe:
                 inner = trainer.compute_loss
 
                 def compute_loss(model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-                    self.probe.batch = dict(inputs) if torch.is_grad_enabled() else None
+                    if self.probe.records and isinstance(inputs, Mapping):
+                        self.probe.batch = dict(inputs)
                     return inner(model, inputs, *more, **named)
 
-                trainer.compute_loss = compute_loss
+                if not self.probe._failed:
+                    trainer.compute_loss = compute_loss
 
             def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **given: Any) -> None:
-                if args.logging_steps == 1 and "loss" in (logs or ()):
+                if (args.logging_strategy, args.logging_steps) == ("steps", 1) and "loss" in (logs or ()):
                     self.probe.report(logs["loss"], state.global_step - self.resumed_from)
 
         return Callback()
 
     def report(self, loss: Any, step: int | None = None) -> None:
         """Record the loss that the loop shows for a step (the last one), if not the one passed to `backward`."""
-        if self.rank or self._failed:
+        step = self._step - 1 if step is None else step
+        if self._failed or self.rank or step not in self.steps:
             return
-        line = {"step": self._step - 1 if step is None else step, "loss": float(loss)}
         try:
+            line = json.dumps({"step": step, "loss": float(loss)})
             with (self.folder / "reported.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-        except OSError as error:
-            self._fail(f"recording ended after step {self._step - 1}: {error}")
+                file.write(f"{line}\n")
+        except Exception as error:  # no failure here may end a training
+            self._fail(f"recording ended after step {step}: {type(error).__name__}: {error}")
+
+    @property
+    def records(self) -> bool:
+        """Whether a forward pass that starts now is recorded."""
+        return not self._failed and self._step in self.steps and torch.is_grad_enabled()
 
     # Called by the loop
 
-    def _on_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():
-            self._guarded(self._before_forward, args, kwargs)
+    def _on_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Wraps the engine's method, since a compiled model traces its own hooks, and copies of a model copy them."""
+        call = self._guarded(self._before_forward, args, kwargs) if self.records else None
+        try:
+            output = self._forward(*args, **kwargs)
+        finally:
+            while self._hooks:
+                self._hooks.pop().remove()
+        if call:
+            self._guarded(self._after_forward, call)
+        return output
 
-    def _on_output(self, module: Any, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self._guarded(self._after_forward)
-
-    def _before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         given = dict(self._bind(*args, **kwargs).arguments)
         for name in [name for name, value in given.items() if isinstance(value, dict)]:
             given |= given.pop(name)
-        device = self.engine.device.type
-        dtype = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-        called = {"inputs": _copies(given), "autocast": dtype, "training": self.model.training}
-        self._calls.append({**called, "routers": bool(given.get("output_router_logits"))})
-        if not self._inner:
+        device, engine = self.engine.device.type, self.engine
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        if getattr(engine, "torch_autocast_enabled", bool)():  # which the engine will enter
+            dtype = engine.torch_autocast_dtype()
+        call = {"inputs": self._copies(given), "autocast": dtype and str(dtype), "training": self.model.training}
+        call |= {"routers": bool(given.get("output_router_logits")), "random": self._random_states()}
+        if not self._inner and not any(map(_is_compiled, self.engine.module.modules())):  # which would compile it again
             leaves = [each for each in self.model.modules() if next(each.children(), None) is None]
             self._hooks = [each.register_forward_hook(self._note_dtype) for each in leaves]
+        return call
 
-        self._generators = self._random_states()
-
-    def _after_forward(self) -> None:
-        states = zip(self._generators, self._random_states(), strict=True)
-        self._calls[-1]["random"] = not all(torch.equal(before, after) for before, after in states)
+    def _after_forward(self, call: dict[str, Any]) -> None:
+        states = zip(call["random"], self._random_states(), strict=True)
+        self._calls.append(call | {"random": not all(torch.equal(before, after) for before, after in states)})
 
     def _random_states(self) -> list[torch.Tensor]:
         """States of the generators that a forward pass may draw from."""
@@ -195,57 +219,71 @@ class Probe:
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     def _note_dtype(self, module: Any, args: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.is_floating_point():
+        if not torch.compiler.is_compiling() and isinstance(output, torch.Tensor) and output.is_floating_point():
             self._inner[type(module).__name__] = str(output.dtype)
 
-    def _on_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
-        self._guarded(self._before_backward, loss, kwargs.get("scale_wrt_gas", True))
-        return self._backward(loss, *args, **kwargs)
+    def _copies(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        found = {key: value.detach() for key, value in given.items() if isinstance(value, torch.Tensor)}
+        self._held += sum(value.nbytes for value in found.values())
+        if self._held > max(self._bytes_left, _INPUTS):  # also of a loop that never calls `step`
+            raise MemoryError(f"its inputs have more than {max(self._bytes_left, _INPUTS)} bytes; set max_bytes")
+        return {key: value.to("cpu", copy=True) for key, value in found.items()}
 
-    def _before_backward(self, loss: Any, divided: bool) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+    def _on_backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
+        micro = self._guarded(self._before_backward, loss, kwargs.get("scale_wrt_gas", True))
+        self._calls, self.batch = [], None
+        result = self._backward(loss, *args, **kwargs)
+        if micro:
+            self._micros.append(micro)
+        return result
+
+    def _before_backward(self, loss: Any, divided: bool) -> dict[str, Any]:
         micro = {"loss": float(loss.detach()), "loss_dtype": str(loss.dtype), "calls": self._calls}
         micro["divided_by"] = self.engine.gradient_accumulation_steps() if divided else 1
-        self._micros.append({**micro, "batch": _copies(self.batch or {})})
-        self._calls, self.batch = [], None
+        return {**micro, "batch": self._copies(self.batch or {})}
 
     def _on_step(self, *args: Any, **kwargs: Any) -> Any:
         boundary = self.engine.is_gradient_accumulation_boundary()
-        strides = self._strides() if boundary and self._step in self.steps else None
-        record = self._guarded(self._before_step, *strides) if strides else None
+        record = self._recorded() if boundary and self._step in self.steps else None
         result = self._engine_step(*args, **kwargs)
         if boundary or not getattr(self.engine, "managed_gradient_accumulation", lambda: True)():
             applied = getattr(self.engine, "was_step_applied", lambda: True)()
             if record:
                 self._guarded(self._after_step, record, applied)
             self._applied += bool(applied)
-            self._step, self._micros, self._calls = self._step + 1, [], []
+            self._step, self._micros, self._calls, self._held = self._step + 1, [], [], 0
         return result
+
+    def _recorded(self) -> dict[str, Any] | None:
+        """What is recorded before an update: on all ranks or on none, since reading masters is a collective."""
+        found: Any = ()
+        for record in (self._strides, self._before_step):
+            found = self._guarded(record, *found)
+            if self._most(found is None or self._failed):
+                self._failed = True
+                return None
+        return found
 
     def _strides(self) -> tuple[int, int] | None:
         """Strides of the masters before the update, and of all else, that are kept; None: the step is not recorded."""
-        parts = [micro["batch"] for micro in self._micros]
-        parts += [call["inputs"] for micro in self._micros for call in micro["calls"]]
-        given = sum(value.nbytes for part in parts for value in part.values())
         masters = 4 * sum(_shape(each).numel() for each in self._trained.values())
         left, found = max(0, self._bytes_left - _bytes(self._frozen) // self._frozen_stride), None
         steps = sum(step >= self._step for step in self.steps)
         for whole, share in itertools.product((True, False), range(steps, 0, -1)):
-            room = left // share - given - whole * masters
+            room = left // share - self._held - whole * masters
             stride = max(1, -(-(_SHARES + (not whole)) * masters // max(1, room)))
             if found is None and room > 0 and stride <= (64 if whole else 4096):
                 found = 1 if whole else stride, stride
-        needed = f"max_bytes={int(1.2 * (given + masters))} for each step would keep all masters"
+        needed = f"max_bytes={int(1.2 * (self._held + masters))} for each step would keep all masters"
         why = "" if found else f"{left} bytes are left; {needed}"
         why = "max_seconds is used up" if self._seconds_left < 0 else why
-        if self._most(bool(why) or self._failed):  # the same on all ranks, since reading masters is a collective
-            if why and not self._failed:
-                self._fail(f"nothing is recorded from step {self._step} on: {why}")
-            self._failed = True
+        if why:
+            self._fail(f"nothing is recorded from step {self._step} on: {why}")
             return None
         if found and found[0] > 1 and self.rank == 0 and self._step == self.steps[0]:
-            warnings.warn(f"mantissa_probe: masters are kept in part; {needed}", stacklevel=3)
+            _warn(f"masters are kept in part; {needed}")
+        largest = max(_shape(each).numel() for each in self.model.parameters())
+        torch.empty(2 * largest + 2**26, device=self.engine.device)  # or it has no room, and others would wait for it
         return found
 
     def _guarded(self, record: Any, *given: Any) -> Any:
@@ -262,8 +300,8 @@ class Probe:
             self._seconds_left -= time.monotonic() - started
 
     def _fail(self, why: str) -> None:
-        self._failed = True
-        warnings.warn(f"mantissa_probe, rank {self.rank}: {why}", stacklevel=2)
+        self._failed, self._micros, self._calls, self.batch = True, [], [], None
+        _warn(f"rank {self.rank}: {why}")
         with contextlib.suppress(OSError):
             (self.folder / f"ended.rank{self.rank}.txt").write_text(why, encoding="utf-8")  # for the audit
 
@@ -302,14 +340,20 @@ class Probe:
         steps = next((float(each["step"]) for each in counted if "step" in each), None)
         found |= {"applied_before": self._applied, "optimizer_step": steps, "inner": self._inner}
         found |= {"norm": None if norm is None else float(norm), "micros": self._micros}
+        if self._failed:
+            return
         self._write(f"step-{self._step:06d}.rank{self.rank}.pt", lambda path: torch.save(found, path))
         self._frozen = {}
 
     def _keep(self, kept: dict[str, torch.Tensor], name: str, value: torch.Tensor, stride: int) -> None:
         """Keep every `stride`-th value, on rank 0: gathered values are the same on all ranks."""
-        if self.rank == 0:
+        if self.rank or self._failed:
+            return
+        try:
             part = value.detach().reshape(-1)[::stride] if stride > 1 else value.detach()
             kept[name] = part.to("cpu", copy=True)
+        except Exception as error:  # of memory: the other ranks wait for this one to gather the next
+            self._fail(f"recording ended in step {self._step}: {type(error).__name__}: {error}")
 
     def _states(self, when: str, of_masters: int, stride: int) -> dict[str, dict[str, torch.Tensor]]:
         """Masters, and moments if every rank's optimizer has both for all parameters that it steps."""
@@ -372,6 +416,7 @@ class Probe:
         found |= {"model": type(self.model).__name__, "padding_idx": getattr(embedding, "padding_idx", None)}
         found["model_config"] = getattr(getattr(self.model, "config", None), "to_dict", lambda: None)()
         found["dropout"] = any(getattr(each, "p", 0) for each in drops)
+        found["product_bits"] = _product_bits(engine.device)
         found["parameters"] = {
             name: [list(_shape(each)), name in self._trained, self._places.get(id(each), (0,))[0]]
             for name, each in self.model.named_parameters()
@@ -395,8 +440,23 @@ class Probe:
             written.unlink(missing_ok=True)  # a full disk is needed by others
 
 
-def _copies(given: dict[str, Any]) -> dict[str, torch.Tensor]:
-    return {key: value.detach().cpu().clone() for key, value in given.items() if isinstance(value, torch.Tensor)}
+def _warn(why: str) -> None:
+    with contextlib.suppress(Warning):  # scripts may make them errors
+        warnings.warn(f"mantissa_probe: {why}", stacklevel=4)
+
+
+def _is_compiled(module: Any) -> bool:
+    wrapped = hasattr(module, "_orig_mod") or hasattr(module.forward, "_torchdynamo_orig_callable")
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _product_bits(device: torch.device) -> int:
+    """Bits of mantissa of an FP32 number that its product with 1 keeps: 10 by TF32. No setting of torch's tells all."""
+    bits = torch.arange(512, device=device) % 23 + 1
+    numbers = (1 + 0.5**bits).expand(512, 512)
+    with torch.autocast(device.type, enabled=False):
+        lost = (numbers @ torch.eye(512, device=device))[0] != numbers[0]
+    return int(bits[lost].min()) - 1 if bool(lost.any()) else 23
 
 
 def _shape(parameter: Any) -> torch.Size:

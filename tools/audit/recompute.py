@@ -10,8 +10,8 @@ run config and prepared data: for another trainer's step only the model's inputs
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import json_text
 from config.errors import UserError, one_line
@@ -34,6 +35,7 @@ _OF_STEP = "training step rank stride start_stride frozen_stride scale applied a
 _OF_STEP += " micros norm fp32 before after"
 IGNORED = -100
 _NO_INPUT = ("labels", "use_cache", "return_dict", "output_hidden_states", "num_items_in_batch")
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 _OF_RUNTIME = ("dtype", "torch_dtype", "_attn_implementation", "attn_implementation")
 """Keys of a model's config that are not passed to a plain model."""
 
@@ -93,7 +95,7 @@ def read(folder: Path) -> Recorded:
     whole, odd = (sorted(number for number in seen if (seen[number] == wanted) is same) for same in (True, False))
     ended = [" ".join(path.read_text(encoding="utf-8").split()) for path in sorted(folder.glob("ended.rank*.txt"))]
     if not whole or any(seen[number] - wanted or number < max(whole) for number in odd):
-        if ended and not odd:
+        if ended and not whole:
             raise UserError(f"{folder}: the probe said: {ended[0]}")
         where = "no step was recorded"
         if odd:
@@ -149,7 +151,8 @@ class Micros:
 
     Losses are sums over what counts, and gradients, by parameter, those of the sums. exact: in FP32 from the rounded
     weights for a 16-bit run, in FP64 for an FP32 run. plain: in the run's own dtype. reported: the loss passed to
-    backward, as the engine divides it. places: rank and number of each.
+    backward, as the engine divides it. places: rank and number of each. router_times: how often the routers' loss
+    counts beside the mean, 0 if it does not.
     """
 
     places: list[tuple[int, int]]
@@ -159,6 +162,7 @@ class Micros:
     reported: torch.Tensor
     exact: Tensors
     plain: Tensors
+    router_times: float
 
     def fit(self, reduced: Tensors, weights: torch.Tensor, tolerance: float) -> Fit:
         """reduced: unscaled, FP64. weights: those that a correct reduction gives the micro-batches' gradients."""
@@ -215,16 +219,33 @@ def _cross_entropy(recorded: Recorded) -> Objective:
         for call, labels in _labelled(micro, facts):
             found = _called(model, recorded, call["inputs"], call["routers"])
             total, counted = total + _nats(found, labels, smoothing).sum(), _count(labels)
-            if "labels" in call["inputs"]:
-                given = float(call["inputs"].get("num_items_in_batch", counted))
-                if "SFT" in facts.get("class", ""):
-                    every = [_count(each) for other in step.micros.values() for _, each in _labelled(other, facts)]
-                    given = sum(every) / len(every)
-                total = total + given * _router_loss(model, recorded, found)
+            total = total + _router_labels(step, call, labels, facts) * _router_loss(model, recorded, found)
             count += counted
         return total, count
 
     return loss
+
+
+def _router_labels(step: Step, call: dict[str, Any], labels: torch.Tensor, trainer: dict[str, Any]) -> float:
+    """The labels by which the step's loss multiplies the mean that a call's routers add."""
+    if "labels" not in call["inputs"]:
+        return 0.0
+    if "SFT" in trainer.get("class", ""):
+        every = [_count(each) for other in step.micros.values() for _, each in _labelled(other, trainer)]
+        return sum(every) / len(every)
+    return float(call["inputs"].get("num_items_in_batch", _count(labels)))
+
+
+def _router_times(recorded: Recorded, step: Step) -> float:
+    """How often the routers' loss counts beside the mean over a step's labels; 0 if it is not asked for."""
+    facts, config = recorded.facts["trainer"], recorded.facts["model_config"] or {}
+    if "DPO" in facts.get("class", "") or not config.get("router_aux_loss_coef", 1.0):
+        return 0.0
+    calls = [pair for micro in step.micros.values() for pair in _labelled(micro, facts)]
+    if not any(call["routers"] or config.get("output_router_logits") for call, _ in calls):
+        return 0.0
+    counted = sum(_router_labels(step, call, labels, facts) for call, labels in calls)
+    return counted / sum(_count(labels) for _, labels in calls)
 
 
 def _labelled(micro: dict[str, Any], trainer: dict[str, Any]) -> list[tuple[dict[str, Any], torch.Tensor]]:
@@ -414,13 +435,38 @@ class Oracle:
         buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         with in_dtype({model: compute}, buffers, computed=wide):
             places, counts, exact_loss, exact = _passes(model, step, objective)
-        with in_dtype({model: compute}, {}), torch.autocast("cpu", dtype=inside, enabled=inside is not None):
+        under, bits = (
+            torch.autocast("cpu", dtype=inside, enabled=inside is not None),
+            recorded.facts.get("product_bits", 23),
+        )
+        with in_dtype({model: compute}, {}), under, _Rounded(bits) if bits < 23 else nullcontext():
             *_, plain_loss, plain = _passes(model, step, objective)
         if not all(bool(rows.isfinite().all()) for rows in (*exact.values(), *plain.values())):
             raise NotRecomputed("those of plain torch are not finite")
         micros = [step.micros[place] for place in places]
         losses = torch.tensor([micro["loss"] / micro["divided_by"] for micro in micros], dtype=torch.float64)
-        return Micros(places, counts, exact_loss, plain_loss, losses / recorded.facts["world"], exact, plain)
+        reported, times = losses / recorded.facts["world"], _router_times(recorded, step)
+        return Micros(places, counts, exact_loss, plain_loss, reported, exact, plain, times)
+
+
+class _Rounded(TorchDispatchMode):
+    """Rounds the factors of matrix products in FP32 to so many bits of mantissa: TF32 keeps 10 of 23."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self._lost = 23 - bits
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket in _PRODUCTS:
+            args = (*args[:-2], *map(self._rounded, args[-2:]))
+        return func(*args, **kwargs or {})
+
+    def _rounded(self, factor: torch.Tensor) -> torch.Tensor:
+        if factor.dtype != torch.float32:
+            return factor
+        return ((factor.view(torch.int32) + (1 << self._lost - 1)) & (-1 << self._lost)).view(torch.float32)
 
 
 def _set_weights(model: Any, recorded: Recorded, weights: Tensors, dtype: torch.dtype = torch.float32) -> None:

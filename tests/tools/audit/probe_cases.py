@@ -6,6 +6,9 @@ not look.
 
 from __future__ import annotations
 
+import copy
+import gc
+import os
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +17,13 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch._dynamo.utils import counters
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lab import audit
 from lab.audit import bare
+from tools.audit import mantissa_probe
 from tools.audit.mantissa_probe import Probe
 
 ADAMW: Any = torch.optim.AdamW
@@ -374,6 +380,240 @@ def own_cross_entropy(work: Any) -> None:
         return found
 
     work.probe = probe
+
+
+class Truncated(TorchDispatchMode):
+    """Matrix products whose factors lose the last 13 bits of their mantissa, as on tensor cores by TF32."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            cut = [(each.view(torch.int32) & -(1 << 13)).view(torch.float32) for each in args[-2:]]
+            args = (*args[:-2], *cut)
+        return func(*args, **kwargs or {})
+
+
+def tf32(work: Any) -> None:
+    """No mistake: products are those of TF32."""
+    Truncated().__enter__()
+
+
+def tf32_without_a_micro_batch(work: Any) -> None:
+    """The second micro-batch of each step has no gradient, and products are those of TF32."""
+    tf32(work)
+    dropped_micro_batch(work)
+
+
+def _prepared(work: Any, before: Any, after: Any = lambda engine: None) -> None:
+    """Call `before(engine)` and `after(engine)` around the making of the probe, if there is one."""
+    inner = work.probe
+
+    def probe(engine: Any, **given: Any) -> Any:
+        before(engine)
+        found = inner(engine, **given)
+        after(engine)
+        return found
+
+    work.probe = probe
+
+
+def _compile(engine: Any) -> None:
+    """Without `fullgraph`, since hooks of DeepSpeed 0.19.8 break the graph."""
+    engine.compile(backend="eager")
+
+
+def _count_graphs(work: Any) -> None:
+    """Keep the number of graphs that were compiled until each update."""
+
+    def count(engine: Any, number: int) -> None:
+        with Path(f"{work.folder}.graphs.{work.rank}").open("a", encoding="utf-8") as file:
+            file.write(f"{counters['stats']['unique_graphs']}\n")
+
+    _after_step(count)
+
+
+def compiled(work: Any) -> None:
+    """No mistake: the engine is compiled before the probe is made."""
+    _count_graphs(work)
+    _prepared(work, _compile)
+
+
+def compiled_later(work: Any) -> None:
+    """No mistake: the engine is compiled after the probe is made."""
+    _count_graphs(work)
+    _prepared(work, lambda engine: None, _compile)
+
+
+def compiled_model(work: Any) -> None:
+    """No mistake: the model is wrapped by torch.compile."""
+    _count_graphs(work)
+    inner = work.model
+    work.model = lambda: torch.compile(inner(), backend="eager", fullgraph=True)
+
+
+def compiled_layers(work: Any) -> None:
+    """No mistake: each layer is compiled."""
+    _count_graphs(work)
+
+    def change(engine: Any) -> None:
+        for layer in engine.module.model.layers:
+            layer.compile(backend="eager", fullgraph=True)
+
+    _prepared(work, change)
+
+
+def compiled_by_the_trainer(work: Any) -> None:
+    """No mistake: the Trainer compiles the model."""
+    _count_graphs(work)
+    inner = audit._arguments
+    more = {"torch_compile": True, "torch_compile_backend": "eager"}
+    audit._arguments = lambda work: inner(work) | more
+
+
+def without_deepspeed(work: Any) -> None:
+    """No mistake: the Trainer does not use DeepSpeed."""
+    _print_warnings()
+    inner = audit._arguments
+
+    def arguments(work: Any) -> dict[str, Any]:
+        found = inner(work)
+        del os.environ["ACCELERATE_USE_DEEPSPEED"], found["deepspeed"], found["accelerator_config"]
+        return found
+
+    audit._arguments = arguments
+
+
+def copied_model(work: Any) -> None:
+    """No mistake: the loop copies the model after each step, as for an average of weights."""
+    _after_step(lambda engine, number: copy.deepcopy(engine.module))
+
+
+def held_batches(work: Any) -> None:
+    """No mistake: it is kept whether the probe holds a batch while the Trainer computes a loss."""
+    from transformers import Trainer
+
+    inner = Trainer.compute_loss
+
+    def compute_loss(self: Any, *given: Any, **named: Any) -> Any:
+        [probe] = [each for each in gc.get_objects() if isinstance(each, Probe)]
+        with Path(f"{work.folder}.held.{work.rank}").open("a", encoding="utf-8") as file:
+            file.write("-+"[probe.batch is not None])
+        return inner(self, *given, **named)
+
+    compute_loss.__qualname__ = inner.__qualname__
+    setattr(Trainer, "compute_loss", compute_loss)  # noqa: B010
+
+
+def retried_passes(work: Any) -> None:
+    """No mistake: the first forward pass runs out of memory, as does the first backward pass, and both are repeated."""
+    inner, failed = work.probe, set[str]()
+
+    def failing(name: str, call: Any) -> Any:
+        def once(*given: Any, **named: Any) -> Any:
+            if name not in failed:
+                failed.add(name)
+                raise torch.OutOfMemoryError
+            return call(*given, **named)
+
+        return once
+
+    def retrying(call: Any) -> Any:
+        def twice(*given: Any, **named: Any) -> Any:
+            try:
+                return call(*given, **named)
+            except torch.OutOfMemoryError:
+                return call(*given, **named)
+
+        return twice
+
+    def probe(engine: Any) -> Any:
+        engine.forward, engine.backward = failing("forward", engine.forward), failing("backward", engine.backward)
+        found, forward, backward = inner(engine), engine.forward, engine.backward
+        last: list[Any] = []
+
+        def again(**batch: Any) -> Any:
+            last[:] = [batch]
+            return retrying(forward)(**batch)
+
+        def back(loss: Any) -> Any:
+            try:
+                return backward(loss)
+            except torch.OutOfMemoryError:
+                return backward(forward(**last[0]).loss)
+
+        engine.forward, engine.backward = again, back
+        return found
+
+    work.probe = probe
+
+
+def _fails(work: Any, name: str, rank: int) -> None:
+    """A method of the probe raises on one rank in the second step."""
+    inner = getattr(Probe, name)
+
+    def method(self: Any, *given: Any) -> Any:
+        if self.rank == rank and self._step == 2:
+            raise torch.OutOfMemoryError(name)
+        return inner(self, *given)
+
+    setattr(Probe, name, method)
+    warnings.simplefilter("error", UserWarning)
+
+
+def fails_forward(work: Any) -> None:
+    """The probe fails in a forward pass of rank 1, and its warnings are errors."""
+    _fails(work, "_before_forward", 1)
+
+
+def fails_backward(work: Any) -> None:
+    """The probe fails in a backward pass of rank 0."""
+    _fails(work, "_before_backward", 0)
+
+
+def fails_before_step(work: Any) -> None:
+    """The probe of rank 1 finds no room for what it would read."""
+    _fails(work, "_strides", 1)
+
+
+def fails_to_keep(work: Any) -> None:
+    """Rank 0 has no memory for what it keeps of the second step, while rank 1 waits for it."""
+    kept = Probe._keep
+
+    def keep(self: Any, held: Any, name: str, value: Any, stride: int) -> None:
+        kept(self, held, name, None if self._step == 2 and "1.mlp" in name else value, stride)
+
+    setattr(Probe, "_keep", keep)  # noqa: B010
+
+
+def fails_after_step(work: Any) -> None:
+    """Rank 0 has no memory for what it keeps after the second update."""
+    kept, states = Probe._keep, Probe._states
+
+    def keep(self: Any, held: Any, name: str, value: Any, stride: int) -> None:
+        kept(self, held, name, None if self._step == 2 and self._after else value, stride)
+
+    def of(self: Any, when: str, *strides: int) -> Any:
+        self._after = when == "after"
+        return states(self, when, *strides)
+
+    setattr(Probe, "_keep", keep)  # noqa: B010
+    setattr(Probe, "_states", of)  # noqa: B010
+
+
+def _print_warnings() -> None:
+    """Write warnings to the log, from which pytest keeps them."""
+    warnings.showwarning = lambda message, *given, **named: os.write(2, f"{message}\n".encode())
+
+
+def other_steps(work: Any) -> None:
+    """Ranks are given seeds of their own."""
+    _print_warnings()
+    work.probe = lambda engine, **given: Probe(engine, work.folder, seed=work.rank, **given)
+
+
+def never_stepped(work: Any) -> None:
+    """No mistake: the loop's inputs have more bytes than the probe may hold, as where `step` is never called."""
+    mantissa_probe._INPUTS = 3000
+    _limited(work, 3000)
 
 
 def own_loss(work: Any) -> None:

@@ -262,11 +262,14 @@ def test_experts_are_recomputed_in_fp64(tmp_path: Path) -> None:
     assert not report["findings"] and not report["not_checked"]
 
 
-def test_the_loss_of_routers_is_recomputed(tmp_path: Path) -> None:
-    """Rows of unequal length, for the Trainer adds it to a loss that is divided by the labels of the step."""
+@pytest.mark.parametrize(("loop", "more"), [("hf", ["--unequal"]), ("bare", [])])
+def test_the_loss_of_routers_counts_once(loop: str, more: list[str], tmp_path: Path) -> None:
+    """The Trainer adds it to each micro-batch's part of the step's mean, so that it counts four times."""
     model = _mixtral(tmp_path, output_router_logits=True, router_aux_loss_coef=0.1)
-    report = audited(tmp_path, "hf", 1, "fp32", "--steps", "2", "--unequal", "--model", model)
-    assert not report["findings"] and not report["not_checked"]
+    report = audited(tmp_path, loop, 1, "fp32", "--steps", "2", *more, "--model", model)
+    found = [(each["id"], each["measured"]) for each in report["findings"]]
+    assert found == [("routers-in-each-micro-batch", "4 times router_aux_loss_coef")] * (loop == "hf")
+    assert not report["not_checked"]
 
 
 def test_smoothed_labels_are_recomputed(tmp_path: Path) -> None:
@@ -469,3 +472,83 @@ def test_frozen_parameters_are_kept_once_and_within_max_bytes(plant: str, tmp_pa
     assert [bool(each) for each in kept] == [True, False, False]
     assert plant == "frozen_matrices" or _size(tmp_path / "bare-2-fp32") < 300_000
     assert not report["findings"] and all("gradient_error" in row for row in report["steps"]), report["not_checked"]
+
+
+def test_products_of_tf32_are_not_called_wrong_and_lost_gradients_are(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 1, "fp32", "--steps", "2", plant="tf32")
+    assert not report["findings"] and not report["not_checked"]
+    assert report["steps"][0]["gradient_error"] > 1e-4
+    folder = tmp_path / "bare-1-fp32"
+    _change(folder / "probe.json", lambda held: held.update(product_bits=23))  # as if they were of FP32
+    assert [each["id"] for each in audit_folder(folder, None, None).told] == ["other-gradient"]
+    report = audited(tmp_path, "bare", 2, "fp32", "--steps", "2", plant="tf32_without_a_micro_batch")
+    assert [each["says"] for each in report["findings"]] == ["the gradient of micro-batch 2 is lost"]
+
+
+@pytest.mark.parametrize(
+    ("loop", "plant", "graphs"),
+    [
+        ("bare", "compiled", 1),
+        ("bare", "compiled_later", 1),
+        ("bare", "compiled_model", 1),
+        ("bare", "compiled_layers", 2),
+        ("hf", "compiled_by_the_trainer", 1),
+    ],
+)
+def test_a_model_is_compiled_once_in_as_few_graphs_as_without_a_probe(loop, plant, graphs, tmp_path) -> None:
+    report = audited(tmp_path, loop, 1, "fp32", plant=plant)
+    counted = (tmp_path / f"{loop}-1-fp32.graphs.0").read_text().split()
+    assert counted == [str(graphs)] * 4
+    assert not report["findings"] and all("gradient_error" in row for row in report["steps"])
+    assert report["not_checked"] == {"dtypes that modules return": "the model was compiled"}
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("fails_forward", "ended in step 2: OutOfMemoryError: _before_forward"),
+        ("fails_backward", "ended in step 2: OutOfMemoryError: _before_backward"),
+        ("fails_before_step", "ended in step 2: OutOfMemoryError: _strides"),
+        ("fails_to_keep", "ended in step 2: AttributeError"),
+        ("fails_after_step", "ended in step 2: AttributeError"),
+    ],
+)
+def test_a_probe_that_fails_on_one_rank_ends_no_training(plant: str, said: str, probed: Path, tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 2, "bf16", "--weights-to", str(tmp_path / "weights"), plant=plant)
+    assert are_equal(tmp_path / "weights", probed / "weights")
+    assert [row["step"] for row in report["steps"]] == [1] and said in report["not_checked"]["later steps"]
+
+
+def test_ranks_with_other_steps_do_not_wait_for_each_other(tmp_path: Path, capsys) -> None:
+    given = ["--trainer", "bare", "--stage", "1", "--dtype", "fp32", "--out", str(tmp_path)]
+    assert main([*given, "--plant", f"{PLANTS}:other_steps", "--weights-to", str(tmp_path / "weights")])
+    said = (tmp_path / "bare-1-fp32.log").read_text()
+    assert "nothing is recorded: ranks were given other steps" in said and (tmp_path / "weights").exists()
+
+
+def test_inputs_of_a_loop_that_never_steps_are_not_kept_for_ever(tmp_path: Path, capsys) -> None:
+    given = ["--trainer", "bare", "--stage", "1", "--dtype", "fp32", "--steps", "2", "--out", str(tmp_path)]
+    assert main([*given, "--plant", f"{PLANTS}:never_stepped"]) == CONFIG_ERROR
+    assert "the probe said: recording ended in step 1: MemoryError: its inputs have more" in capsys.readouterr().err
+
+
+def test_passes_that_are_repeated_are_recorded_once(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 1, "fp32", plant="retried_passes")
+    assert not report["findings"] and not report["not_checked"]
+
+
+def test_a_copy_of_the_model_has_nothing_of_the_probe(tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 1, "fp32", plant="copied_model")
+    assert not report["findings"] and len(report["steps"]) == 3
+
+
+def test_a_batch_is_held_in_chosen_steps_alone(tmp_path: Path) -> None:
+    audited(tmp_path, "hf", 1, "fp32", plant="held_batches")
+    assert (tmp_path / "hf-1-fp32.held.0").read_text() == "++++--++"
+
+
+def test_a_trainer_without_deepspeed_trains_on(tmp_path: Path, capsys) -> None:
+    given = ["--trainer", "hf", "--dtype", "fp32", "--stage", "0", "--out", str(tmp_path)]
+    assert main([*given, "--weights-to", str(tmp_path / "weights"), "--plant", f"{PLANTS}:without_deepspeed"])
+    assert (tmp_path / "weights").exists() and "has no probe.json" in capsys.readouterr().err
+    assert "the probe is for DeepSpeed, and this is a Distributed" in (tmp_path / "hf-0-fp32.log").read_text()
