@@ -253,7 +253,7 @@ def _facts(document: dict[str, Any], decided: dict[str, Any], versions: dict[str
     default = {None: None, True: 1.0, False: 0.0}[holds(">=0.19.3", versions["deepspeed"])]
     clipping = values.get("gradient_clipping", default)
     return {
-        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference"), False),
+        **dict.fromkeys(("use_cpu", "tiled_mlp", "precomputed_reference", "router_loss"), False),
         # the Trainer's default, huggingface/transformers#39395
         "tokens_across_devices": holds(">=4.54.0", versions["transformers"]) is not False,
         "sequence_ranks": written.get("sequence_parallel_size", 1),
@@ -311,7 +311,8 @@ def read_model(model: str) -> dict[str, Any]:
     config = json_text.read_object(path, "model's config")
     inner = config.get("text_config") or config
     drops = any(value for key, value in inner.items() if "drop" in key and isinstance(value, int | float))
-    return {"model_type": inner.get("model_type"), "dropout": drops}
+    asked = bool(inner.get("output_router_logits"))
+    return {"model_type": inner.get("model_type"), "dropout": drops, "router_loss": asked}
 
 
 def read_trainer_file(path: Path) -> TrainerFile:

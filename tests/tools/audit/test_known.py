@@ -112,6 +112,7 @@ HITS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dpo-reference-rounded": ({"+precomputed_reference": True}, FP32),
     "accelerate-scheduler-steps-per-process": ({"+trainer": "accelerate", "+ranks": 2}, {"+ranks": 1}),
     "labels-counted-before-the-shift": (HF | {"transformers": "4.53.3"}, {"transformers": "4.45.2"}),
+    "hf-routers-loss-in-each-micro-batch": (HF | {"+router_loss": True}, ONCE),
     "tokens-not-averaged-across-devices": (HF | {"transformers": "4.53.3"}, {"transformers": "4.54.0"}),
     "sums-in-16-bits": ({"data_types.grad_accum_dtype": None}, {"data_types.grad_accum_dtype": "fp32"}),
     "many-sums-in-16-bits": (
