@@ -255,7 +255,7 @@ class Probe:
         return result
 
     def _recorded(self) -> dict[str, Any] | None:
-        """What is recorded before an update: on all ranks or on none, since reading masters is a collective."""
+        """Record the state before an update, on all ranks or on none, since reading masters is a collective."""
         found: Any = ()
         for record in (self._strides, self._before_step):
             found = self._guarded(record, *found)

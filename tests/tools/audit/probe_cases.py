@@ -487,6 +487,48 @@ def copied_model(work: Any) -> None:
     _after_step(lambda engine, number: copy.deepcopy(engine.module))
 
 
+def busy_trainer(work: Any) -> None:
+    """No mistake: the Trainer recomputes activations, evaluates after each step, and generates before its passes."""
+    from transformers import Trainer
+
+    inner, step, init = audit._arguments, Trainer.training_step, Trainer.__init__
+    more = {"gradient_checkpointing": True, "eval_strategy": "steps", "eval_steps": 1}
+    audit._arguments = lambda work: inner(work) | more
+
+    def training_step(self: Any, model: Any, inputs: Any, *given: Any) -> Any:
+        with torch.inference_mode():
+            model(**{key: value.clone() for key, value in inputs.items()})
+        with torch.no_grad():
+            self.model.generate(inputs["input_ids"][:, :4], max_new_tokens=2, do_sample=False)
+        return step(self, model, inputs, *given)
+
+    def made(self: Any, *given: Any, **named: Any) -> None:
+        init(self, *given, **named, eval_dataset=work.rows()[:8])
+
+    setattr(Trainer, "training_step", training_step)  # noqa: B010
+    setattr(Trainer, "__init__", made)  # noqa: B010
+
+
+def two_engines(work: Any) -> None:
+    """No mistake: an engine with a probe of its own is trained in turns with the loop's."""
+    import deepspeed
+
+    def start(engine: Any) -> None:
+        model = work.model()
+        other, *_ = deepspeed.initialize(model=model, optimizer=work.optimizer(model), config=work.json())
+        Probe(other, f"{work.folder}.other", [1, 2])
+        forward = engine.forward
+
+        def both(**batch: Any) -> Any:
+            other.backward(other(**batch).loss)
+            other.step()
+            return forward(**batch)
+
+        engine.forward = both
+
+    _prepared(work, start)
+
+
 def held_batches(work: Any) -> None:
     """No mistake: it is kept whether the probe holds a batch while the Trainer computes a loss."""
     from transformers import Trainer

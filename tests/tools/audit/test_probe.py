@@ -542,6 +542,18 @@ def test_a_copy_of_the_model_has_nothing_of_the_probe(tmp_path: Path) -> None:
     assert not report["findings"] and len(report["steps"]) == 3
 
 
+@pytest.mark.parametrize(("loop", "plant"), [("hf", "busy_trainer"), ("bare", "two_engines")])
+def test_other_passes_and_engines_are_not_mixed_up_with_the_recorded(loop: str, plant: str, tmp_path: Path) -> None:
+    audited(tmp_path, loop, 1, "fp32", "--weights-to", str(tmp_path / "probed"), plant=plant)
+    for folder in (tmp_path / f"{loop}-1-fp32", *tmp_path.glob("*.other")):
+        report = audit_folder(folder, None, None).report
+        assert not report["findings"] and all("gradient_error" in row for row in report["steps"])
+        assert report["not_checked"].keys() <= {"the step of the learning rate"}
+    given = ["--trainer", loop, "--stage", "1", "--dtype", "fp32", "--out", str(tmp_path), "--without-probe"]
+    main([*given, "--plant", f"{PLANTS}:{plant}", "--weights-to", str(tmp_path / "plain")])
+    assert are_equal(tmp_path / "probed", tmp_path / "plain")
+
+
 def test_a_batch_is_held_in_chosen_steps_alone(tmp_path: Path) -> None:
     audited(tmp_path, "hf", 1, "fp32", plant="held_batches")
     assert (tmp_path / "hf-1-fp32.held.0").read_text() == "++++--++"
