@@ -28,11 +28,12 @@ from lab.detection.plants.site import (
     ROTARY,
     Site,
     around,
+    around_engine,
     before_steps,
     change_gradients,
+    forward_of,
     instead_of,
     replace_attention,
-    replace_forward,
 )
 from lab.detection.plants.state import after_load
 from modeling.activation_checkpointing import blocks_of
@@ -68,39 +69,31 @@ def window_too_long(engine: Engine, size: float) -> None:
     replace_attention(engine, [ATTENTION], attention)
 
 
-def norm_after_rotation(engine: Engine, size: float) -> None:
+@forward_of(ATTENTION)
+def norm_after_rotation(
+    module: Any, size: float, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **options: Any
+) -> Any:
     """Queries and keys are turned first, and divided by their length then."""
-
-    def forward(
-        module: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any = None, **options: Any
-    ) -> Any:
-        shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-        query, key, value = (
-            project(hidden_states).view(shape).transpose(1, 2)
-            for project in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        query, key = module.q_norm(query), module.k_norm(key)
-        attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling
-        )
-        return module.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
-
-    replace_forward(engine, ATTENTION, forward)
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    query, key, value = (
+        project(hidden_states).view(shape).transpose(1, 2) for project in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+    query, key = module.q_norm(query), module.k_norm(key)
+    attended, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, attention_mask, dropout=0.0, scaling=module.scaling
+    )
+    return module.o_proj(attended.reshape(*hidden_states.shape[:-1], -1)), None
 
 
-def exact_gelu(engine: Engine, size: float) -> None:
-    """For the one that is made of tanh."""
-    replace_forward(engine, "transformer.h.1.mlp.act", lambda module, given: functional.gelu(given))
+exact_gelu = forward_of("transformer.h.1.mlp.act")(lambda module, size, given: functional.gelu(given))
+"""A GELU takes the place of the one that is made of tanh."""
 
 
-def positions_count_on(engine: Engine, size: float) -> None:
+@forward_of("transformer.wpe")
+def positions_count_on(module: Any, size: float, ids: torch.Tensor) -> torch.Tensor:
     """Documents are kept apart, but do not begin at position 0 (TransformerLens 1609, nnsight 673)."""
-
-    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(torch.arange(ids.shape[-1]).expand(ids.shape), module.weight)
-
-    replace_forward(engine, "transformer.wpe", forward)
+    return functional.embedding(torch.arange(ids.shape[-1]).expand(ids.shape), module.weight)
 
 
 def final_cap_left_out(engine: Engine, size: float) -> None:
@@ -149,20 +142,17 @@ def adapter_by_the_root_of_its_rank(engine: Engine, size: float) -> None:
     layer.scaling = {name: factor * layer.r[name] ** 0.5 for name, factor in layer.scaling.items()}
 
 
-def base_merged_and_unmerged(engine: Engine, size: float) -> None:
+@around_engine("step")
+def base_merged_and_unmerged(engine: Engine, size: float, right: Any, *args: Any, **options: Any) -> Any:
     """After each step an adapter is added to its frozen layer and taken off again, in the layer's 16 bits."""
     layer: Any = engine.model.get_submodule(ADAPTED)
-
-    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        update = right(*args, **options)
-        with torch.no_grad(), deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
-            base = layer.base_layer.weight
-            delta = layer.lora_B.default.weight @ layer.lora_A.default.weight * layer.scaling["default"]
-            delta = delta.to(base.dtype)
-            base.add_(delta).sub_(delta)
-        return update
-
-    around(engine, "step", step)
+    update = right(*args, **options)
+    with torch.no_grad(), deepspeed.zero.GatheredParameters(list(layer.parameters()), modifier_rank=0):
+        base = layer.base_layer.weight
+        delta = layer.lora_B.default.weight @ layer.lora_A.default.weight * layer.scaling["default"]
+        delta = delta.to(base.dtype)
+        base.add_(delta).sub_(delta)
+    return update
 
 
 def reference_trained_along(engine: Engine, size: float) -> None:
@@ -210,20 +200,17 @@ def evaluated_on_rows_of_one_rank(right: Callable[..., Any], split: Any, **optio
 # ---- gradients and updates
 
 
-def end_token_without_a_gradient(engine: Engine, size: float) -> None:
+@forward_of(EMBEDDING)
+def end_token_without_a_gradient(module: Any, size: float, ids: torch.Tensor) -> torch.Tensor:
     """The embedding takes the token that ends a document for padding."""
+    return functional.embedding(ids, module.weight, padding_idx=END)
 
-    replace_forward(engine, EMBEDDING, lambda module, ids: functional.embedding(ids, module.weight, padding_idx=END))
 
-
-def z_loss_summed_over_micro_batches(engine: Engine, size: float) -> None:
+@around_engine("forward_backward")
+def z_loss_summed_over_micro_batches(engine: Engine, size: float, right: Any, batch: Batch, **options: Any) -> Any:
     """The sum replaces the mean (Megatron-LM 1532)."""
-
-    def forward_backward(right: Callable[..., Any], batch: Batch, **options: Any) -> Any:
-        with patch.object(engine.router, "_z", engine.router._z * len(batch.input_ids)):  # type: ignore[union-attr]
-            return right(batch, **options)
-
-    around(engine, "forward_backward", forward_backward)
+    with patch.object(engine.router, "_z", engine.router._z * len(batch.input_ids)):  # type: ignore[union-attr]
+        return right(batch, **options)
 
 
 def gradient_of_the_step_before(engine: Engine, size: float) -> None:

@@ -17,6 +17,7 @@ from lab.detection.plants.site import (
     NORM,
     ROTARY,
     EnginePlant,
+    forward_of,
     replace_attention,
     replace_forward,
 )
@@ -105,52 +106,44 @@ norm_eps = _norm(eps=1.0)
 scaled_norm = _norm(scale=1.0)
 
 
-def _scaled_linear(name: str) -> EnginePlant:
-    def plant(engine: Engine, size: float) -> None:
-        def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
-            wide = functional.linear(given.float(), module.weight.to(given.dtype).float())
-            return (wide * (1 + size)).to(given.dtype)
+def _scaled_linear(module: Any, size: float, given: torch.Tensor) -> torch.Tensor:
+    wide = functional.linear(given.float(), module.weight.to(given.dtype).float())
+    return (wide * (1 + size)).to(given.dtype)
 
-        replace_forward(engine, name, forward)
+
+scaled_linear = forward_of(f"{MLP}.up_proj")(_scaled_linear)
+scaled_head = forward_of(HEAD)(_scaled_linear)
+
+
+@forward_of(EMBEDDING)
+def scaled_embedding(module: Any, size: float, ids: torch.Tensor) -> torch.Tensor:
+    return (functional.embedding(ids, module.weight.float()) * (1 + size)).to(module.weight.dtype)
+
+
+@forward_of(MLP)
+def scaled_mlp(module: Any, size: float, given: torch.Tensor) -> torch.Tensor:
+    gate, up = module.gate_proj(given), module.up_proj(given)
+    return module.down_proj((module.act_fn(gate).float() * up.float() * (1 + size)).to(gate.dtype))
+
+
+approximate_activation = forward_of(f"{MLP}.act_fn")(lambda module, size, given: functional.hardswish(given))
+"""Hard swish, as a fast kernel might have it."""
+
+
+def change_with_residual(change: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> EnginePlant:
+    """Change the output of a block, given the residual of its second half and the size, too."""
+
+    def plant(engine: Engine, size: float) -> None:
+        kept: list[torch.Tensor] = []
+        norm, block = map(engine.model.get_submodule, (f"{LAYER}.post_attention_layernorm", LAYER))
+        norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+        block.register_forward_hook(lambda module, args, output: change(output, kept.pop(), size))
 
     return plant
 
 
-scaled_linear = _scaled_linear(f"{MLP}.up_proj")
-scaled_head = _scaled_linear(HEAD)
-
-
-def scaled_embedding(engine: Engine, size: float) -> None:
-    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-        return (functional.embedding(ids, module.weight.float()) * (1 + size)).to(module.weight.dtype)
-
-    replace_forward(engine, EMBEDDING, forward)
-
-
-def scaled_mlp(engine: Engine, size: float) -> None:
-    def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
-        gate, up = module.gate_proj(given), module.up_proj(given)
-        return module.down_proj((module.act_fn(gate).float() * up.float() * (1 + size)).to(gate.dtype))
-
-    replace_forward(engine, MLP, forward)
-
-
-def approximate_activation(engine: Engine, size: float) -> None:
-    """Hard swish, as a fast kernel might have it."""
-    replace_forward(engine, f"{MLP}.act_fn", lambda module, given: functional.hardswish(given))
-
-
-def dropped_residual(engine: Engine, size: float) -> None:
-    """Drop the residual of the second half of a block."""
-    change_with_residual(engine, lambda output, residual: output - residual)
-
-
-def change_with_residual(engine: Engine, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Change the output of a block, given the residual of its second half, too."""
-    kept: list[torch.Tensor] = []
-    norm, block = engine.model.get_submodule(f"{LAYER}.post_attention_layernorm"), engine.model.get_submodule(LAYER)
-    norm.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-    block.register_forward_hook(lambda module, args, output: change(output, kept.pop()))
+dropped_residual = change_with_residual(lambda output, residual, size: output - residual)
+"""That of the second half of a block."""
 
 
 def frequencies_in_bf16(engine: Engine, size: float) -> None:
@@ -170,13 +163,11 @@ def with_base(frequencies: torch.Tensor, factor: float) -> torch.Tensor:
     return frequencies * factor ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
 
 
-def positions_in_bf16(engine: Engine, size: float) -> None:
-    def forward(module: Any, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = position_ids[..., None].bfloat16() * module.inv_freq.bfloat16()
-        both = torch.cat((angles, angles), -1)
-        return both.cos().to(states.dtype), both.sin().to(states.dtype)
-
-    replace_forward(engine, ROTARY, forward)
+@forward_of(ROTARY)
+def positions_in_bf16(module: Any, size: float, states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+    angles = position_ids[..., None].bfloat16() * module.inv_freq.bfloat16()
+    both = torch.cat((angles, angles), -1)
+    return both.cos().to(states.dtype), both.sin().to(states.dtype)
 
 
 def stale_head(engine: Engine, size: float) -> None:
@@ -192,32 +183,31 @@ def stale_head(engine: Engine, size: float) -> None:
     replace_forward(engine, HEAD, lambda module, given: functional.linear(given, kept[0].to(given.dtype)))
 
 
-def loss_in_bf16(engine: Engine, size: float) -> None:
+def _scored_by(losses: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]) -> EnginePlant:
+    """Decorator of the loss of each label, from logits, labels and the size."""
+
+    def plant(engine: Engine, size: float) -> None:
+        def score(forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
+            logits = forward(**inputs, use_cache=False).logits
+            return Scored((losses(logits, labels, size) * (labels >= 0)).sum())
+
+        engine.objective.score = score  # type: ignore[method-assign]
+
+    return plant
+
+
+@_scored_by
+def loss_in_bf16(logits: torch.Tensor, labels: torch.Tensor, size: float) -> torch.Tensor:
     """The sum over the vocabulary, and what comes of it, in BF16."""
-
-    def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        narrow = logits.bfloat16()
-        exponentials = (narrow - narrow.amax(-1, keepdim=True).detach()).exp().sum(-1).log()
-        chosen = narrow.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - narrow.amax(-1).detach()
-        return (exponentials - chosen).float()
-
-    _score(engine, losses)
+    narrow = logits.bfloat16()
+    exponentials = (narrow - narrow.amax(-1, keepdim=True).detach()).exp().sum(-1).log()
+    chosen = narrow.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - narrow.amax(-1).detach()
+    return (exponentials - chosen).float()
 
 
-def smoothed_labels(engine: Engine, size: float) -> None:
+@_scored_by
+def smoothed_labels(logits: torch.Tensor, labels: torch.Tensor, size: float) -> torch.Tensor:
     """Label smoothing that nobody asked for."""
-
-    def losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logs = logits.float().log_softmax(-1)
-        chosen = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return -(1 - size) * chosen - size * logs.mean(-1)
-
-    _score(engine, losses)
-
-
-def _score(engine: Engine, losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    def score(forward: Any, inputs: dict[str, Any], labels: torch.Tensor) -> Scored:
-        logits = forward(**inputs, use_cache=False).logits
-        return Scored((losses(logits, labels) * (labels >= 0)).sum())
-
-    engine.objective.score = score  # type: ignore[method-assign]
+    logs = logits.float().log_softmax(-1)
+    chosen = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return -(1 - size) * chosen - size * logs.mean(-1)

@@ -22,14 +22,16 @@ from lab.detection.plants.site import (
     HEAD,
     MLP,
     ROTARY,
+    EnginePlant,
     around,
+    around_engine,
     around_forward,
     change_gradients,
+    forward_of,
     instead_of,
     on_bad_rank,
     on_engine,
     replace_attention,
-    replace_forward,
 )
 from lab.detection.plants.state import after_load, at_load
 from lab.detection.plants.updates import Rule, rule
@@ -39,7 +41,8 @@ from training.engine.gradients import reduced_gradient
 from training.engine.masters import local_masters
 from training.engine.tensors import shard_of, whole_master
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+sdpa = functional.scaled_dot_product_attention
 
 # ---- forward passes
 
@@ -58,69 +61,61 @@ def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
     around_forward(engine, ATTENTION, forward)
 
 
-def attention_of(engine: Engine, attend: Attend) -> None:
-    """Attention of one layer, as sdpa makes it but for its inputs and its mask: (batch, heads, queries, keys) bool."""
+def attention_of(attend: Attend) -> EnginePlant:
+    """Decorator of the attention of one layer, as sdpa makes it but for its inputs and its mask: from queries, keys,
+    values, the mask (batch, heads, queries, keys) bool, and the size."""
 
-    def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
-        key, value = (item.repeat_interleave(module.num_key_value_groups, dim=1) for item in (key, value))
-        shape = (*query.shape[:3], key.shape[2])
-        causal = torch.ones(shape[-2:], dtype=torch.bool).tril().expand(shape)
-        return attend(query, key, value, causal if mask is None else mask.expand(shape)).transpose(1, 2), None
+    def plant(engine: Engine, size: float) -> None:
+        def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+            key, value = (item.repeat_interleave(module.num_key_value_groups, dim=1) for item in (key, value))
+            shape = (*query.shape[:3], key.shape[2])
+            seen = torch.ones(shape[-2:], dtype=torch.bool).tril() if mask is None else mask
+            return attend(query, key, value, seen.expand(shape), size).transpose(1, 2), None
 
-    replace_attention(engine, [ATTENTION], attention)
+        replace_attention(engine, [ATTENTION], attention)
 
-
-def sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return functional.scaled_dot_product_attention(query, key, value, mask)
-
-
-def one_head_sees_the_next_token(engine: Engine, size: float) -> None:
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        wrong = mask.clone()
-        wrong[:, 1] |= mask[:, 1].roll(-1, -2)
-        return sdpa(query, key, value, wrong)
-
-    attention_of(engine, attend)
+    return plant
 
 
-def one_head_forgets_the_first_token(engine: Engine, size: float) -> None:
+@attention_of
+def one_head_sees_the_next_token(query: Any, key: Any, value: Any, mask: torch.Tensor, size: float) -> torch.Tensor:
+    wrong = mask.clone()
+    wrong[:, 1] |= mask[:, 1].roll(-1, -2)
+    return sdpa(query, key, value, wrong)
+
+
+@attention_of
+def one_head_forgets_the_first_token(query: Any, key: Any, value: Any, mask: torch.Tensor, size: float) -> torch.Tensor:
     """All queries but the first one's."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        wrong = mask.clone()
-        wrong[:, 1, 1:, 0] = False
-        return sdpa(query, key, value, wrong)
-
-    attention_of(engine, attend)
+    wrong = mask.clone()
+    wrong[:, 1, 1:, 0] = False
+    return sdpa(query, key, value, wrong)
 
 
-def scores_capped(engine: Engine, size: float) -> None:
+@attention_of
+def scores_capped(query: Any, key: Any, value: Any, mask: torch.Tensor, size: float) -> torch.Tensor:
     """Softly, at `size`, far above any of them."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        scores = query.float() @ key.float().transpose(2, 3) * query.shape[-1] ** -0.5
-        capped = (size * (scores / size).tanh()).masked_fill(~mask, -torch.inf)
-        return capped.softmax(-1).to(value.dtype) @ value
-
-    attention_of(engine, attend)
+    scores = query.float() @ key.float().transpose(2, 3) * query.shape[-1] ** -0.5
+    capped = (size * (scores / size).tanh()).masked_fill(~mask, -torch.inf)
+    found: torch.Tensor = capped.softmax(-1).to(value.dtype) @ value
+    return found
 
 
-def silu_is_gelu(engine: Engine, size: float) -> None:
-    replace_forward(
-        engine, f"{MLP}.act_fn", lambda module, given: functional.gelu(1.702 * given, approximate="tanh") / 1.702
-    )
+@forward_of(f"{MLP}.act_fn")
+def silu_is_gelu(module: Any, size: float, given: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(1.702 * given, approximate="tanh") / 1.702
 
 
-def scaled_residual(engine: Engine, size: float) -> None:
-    """The second half of a block adds itself to its input times 1 - size."""
-    change_with_residual(engine, lambda output, residual: (output.float() - size * residual.float()).to(output.dtype))
+scaled_residual = change_with_residual(
+    lambda output, rest, size: (output.float() - size * rest.float()).to(output.dtype)
+)
+"""The second half of a block adds itself to its input times 1 - size."""
 
 
-def head_deaf_to_gradients(engine: Engine, size: float) -> None:
+@forward_of(HEAD)
+def head_deaf_to_gradients(module: Any, size: float, given: torch.Tensor) -> torch.Tensor:
     """One matrix is embedding and head, and only the embedding's gradient comes to it."""
-    replace_forward(
-        engine, HEAD, lambda module, given: functional.linear(given, module.weight.detach().to(given.dtype))
-    )
+    return functional.linear(given, module.weight.detach().to(given.dtype))
 
 
 def dropout_not_scaled(engine: Engine, size: float) -> None:
@@ -236,18 +231,14 @@ def last_value_not_updated(engine: Engine, size: float) -> None:
     around(engine.gradients, "apply", apply)
 
 
-def truncated_copies(engine: Engine, size: float) -> None:
+@around_engine("step")
+def truncated_copies(engine: Engine, size: float, right: Any, *args: Any, **options: Any) -> Any:
     """16-bit weights of one matrix are their masters cut off, not rounded."""
-    parameters = list(engine.model.get_submodule(f"{MLP}.down_proj").parameters())
-
-    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        update = right(*args, **options)
-        with torch.no_grad():
-            for parameter in parameters:
-                _truncate(engine, parameter)
-        return update
-
-    around(engine, "step", step)
+    update = right(*args, **options)
+    with torch.no_grad():
+        for parameter in engine.model.get_submodule(f"{MLP}.down_proj").parameters():
+            _truncate(engine, parameter)
+    return update
 
 
 def _truncate(engine: Engine, parameter: Any) -> None:
@@ -280,8 +271,8 @@ def growth_counted_through_overflows(right: Callable[..., None], self: Any, over
 # ---- resuming
 
 
-def count_ahead_at_load(engine: Engine, size: float) -> None:
-    at_load(engine, lambda state: state["step"].add_(1))
+count_ahead_at_load = at_load(lambda state, size: state["step"].add_(1))
+moment_decayed_once_more_at_load = at_load(lambda state, size: state["exp_avg_sq"].mul_(size))
 
 
 def exchanged_moments_at_load(engine: Engine, size: float) -> None:
@@ -300,10 +291,6 @@ def exchanged_moments_at_load(engine: Engine, size: float) -> None:
         second.flatten()[:size].copy_(kept)
 
     after_load(engine, change)
-
-
-def moment_decayed_once_more_at_load(engine: Engine, size: float) -> None:
-    at_load(engine, lambda state: state["exp_avg_sq"].mul_(size))
 
 
 @instead_of("load_state_dict", parts.Parts)

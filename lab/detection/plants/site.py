@@ -123,10 +123,27 @@ def around(owner: Any, name: str, wrong: Callable[..., Any]) -> None:
     setattr(owner, name, partial(wrong, getattr(owner, name)))
 
 
+def around_engine(method: str) -> Callable[[Callable[..., Any]], EnginePlant]:
+    """Decorator of what an engine does instead of a method of its own: from engine, size, right method, arguments."""
+    return lambda wrong: lambda engine, size: around(engine, method, partial(wrong, engine, size))
+
+
 def replace_forward(engine: Engine, name: str, wrong: Callable[..., Any]) -> None:
     """Replace one module's forward by `wrong`, which gets the module before the arguments."""
     module: Any = engine.model.get_submodule(name)
     module.forward = partial(wrong, module)
+
+
+def forward_of(name: str) -> Callable[[Callable[..., Any]], EnginePlant]:
+    """Decorator of a forward pass that a module has instead of its own: from the module, the size and the arguments."""
+
+    def decorate(wrong: Callable[..., Any]) -> EnginePlant:
+        def plant(engine: Engine, size: float) -> None:
+            replace_forward(engine, name, lambda module, *args, **options: wrong(module, size, *args, **options))
+
+        return plant
+
+    return decorate
 
 
 def around_forward(engine: Engine, name: str, wrong: Callable[..., Any]) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from config.optimizers import AVERAGES
 from data.batches import loader
 from lab.detection.plants.site import (
     LINEAR,
     Counter,
+    EnginePlant,
     Site,
     around,
     change_gradients,
@@ -61,32 +63,33 @@ def skipped_step_counts_for_adam(engine: Engine, size: float) -> None:
     around(engine, "step", step)
 
 
-@on_bad_rank
-@on_engine
-def stale_copy_on_one_rank(engine: Engine, size: float) -> None:
-    """This rank's weights of one matrix stay what they were at the start."""
-    keep_weights(engine, LINEAR)
-
-
-def keep_weights(engine: Engine, module: str, when: Callable[[int], bool] = lambda step: True) -> None:
+def kept_weights(module: str, when: Callable[[int], bool] = lambda step: True) -> EnginePlant:
     """The weights of a module stay what they were before the steps of which `when` is true."""
-    parameters: Any = list(engine.model.get_submodule(module).parameters())
-    now = Counter(engine)
 
-    def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        before = [_held(parameter).clone() for parameter in parameters]
-        update = right(*args, **options)
-        if when(now.step):
-            for parameter, old in zip(parameters, before, strict=True):
-                _held(parameter).copy_(old)
-        return update
+    def plant(engine: Engine, size: float) -> None:
+        parameters: Any = list(engine.model.get_submodule(module).parameters())
+        now = Counter(engine)
 
-    around(engine, "step", step)
+        def step(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            before = [_held(parameter).clone() for parameter in parameters]
+            update = right(*args, **options)
+            if when(now.step):
+                for parameter, old in zip(parameters, before, strict=True):
+                    _held(parameter).copy_(old)
+            return update
+
+        around(engine, "step", step)
+
+    return plant
 
 
 def _held(parameter: Any) -> torch.Tensor:
     held: torch.Tensor = parameter.ds_tensor.data if hasattr(parameter, "ds_tensor") else parameter.data
     return held
+
+
+stale_copy_on_one_rank = on_bad_rank(on_engine(kept_weights(LINEAR)))
+"""This rank's weights of one matrix stay what they were at the start."""
 
 
 def after_load(engine: Engine, change: Callable[[], None]) -> None:
@@ -106,26 +109,21 @@ def masters_rounded_at_load(engine: Engine, size: float) -> None:
     after_load(engine, change)
 
 
-def moments_lost_at_load(engine: Engine, size: float) -> None:
-    def clear(state: dict[str, Any]) -> None:
-        for key in ("exp_avg", "exp_avg_sq"):
-            state[key].zero_()
+def at_load(change: Callable[[dict[str, Any], float], Any]) -> EnginePlant:
+    """Change the optimizer's state of every master after a load, by the size of the defect."""
 
-    at_load(engine, clear)
+    def plant(engine: Engine, size: float) -> None:
+        def change_all() -> None:
+            for state in engine.deepspeed.basic_optimizer.state.values():
+                change(state, size)
+
+        after_load(engine, change_all)
+
+    return plant
 
 
-def count_lost_at_load(engine: Engine, size: float) -> None:
-    at_load(engine, lambda state: state["step"].zero_())
-
-
-def at_load(engine: Engine, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the optimizer's state of every master after a load."""
-
-    def change_all() -> None:
-        for state in engine.deepspeed.basic_optimizer.state.values():
-            change(state)
-
-    after_load(engine, change_all)
+moments_lost_at_load = at_load(lambda state, size: [state[key].zero_() for key in AVERAGES])
+count_lost_at_load = at_load(lambda state, size: state["step"].zero_())
 
 
 def scale_lost_at_load(engine: Engine, size: float) -> None:

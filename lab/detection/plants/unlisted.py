@@ -30,14 +30,16 @@ from lab.detection.plants.site import (
     Plant,
     Site,
     around,
+    around_engine,
     around_forward,
     change_gradients,
+    forward_of,
     instead_of,
     on_bad_rank,
     on_engine,
     replace_forward,
 )
-from lab.detection.plants.state import after_load, keep_weights, moments_lost_at_load
+from lab.detection.plants.state import after_load, kept_weights, moments_lost_at_load
 from training import loss_scaler, schedule, step
 from training.engine import Engine
 from training.engine import engine as engine_module
@@ -232,13 +234,11 @@ def decay_after_the_update(right: Callable[[], None], optimizer: Any, masters: A
             master.mul_(1 - group["lr"] * decay)
 
 
-def rate_of_a_group_lost(engine: Engine, size: float) -> None:
-    def stepping(right: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        for group in engine.deepspeed.optimizer.param_groups:
-            group["lr_factor"] = 1.0
-        return right(*args, **options)
-
-    around(engine, "step", stepping)
+@around_engine("step")
+def rate_of_a_group_lost(engine: Engine, size: float, right: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    for group in engine.deepspeed.optimizer.param_groups:
+        group["lr_factor"] = 1.0
+    return right(*args, **options)
 
 
 # ---- gradients
@@ -268,20 +268,18 @@ def gradient_lost_every_16th_step(engine: Engine, size: float) -> None:
     change_gradients(engine, lambda gradient: gradient * (now.step % 16 > 0), where=LINEAR)
 
 
-def last_token_wins(engine: Engine, size: float) -> None:
+@forward_of(EMBEDDING)
+def last_token_wins(module: Any, size: float, ids: torch.Tensor) -> torch.Tensor:
     """A token that comes twice gives the embedding the gradient of its last place alone: written, not added."""
-
-    def forward(module: Any, ids: torch.Tensor) -> torch.Tensor:
-        flat, rows = ids.flatten(), functional.embedding(ids, module.weight)
-        comes_again = (flat[:, None] == flat).triu(1).any(1).view(*ids.shape, 1)
-        return torch.where(comes_again, rows.detach(), rows)
-
-    replace_forward(engine, EMBEDDING, forward)
+    flat, rows = ids.flatten(), functional.embedding(ids, module.weight)
+    comes_again = (flat[:, None] == flat).triu(1).any(1).view(*ids.shape, 1)
+    return torch.where(comes_again, rows.detach(), rows)
 
 
-def half_of_the_head_gradient(engine: Engine, size: float) -> None:
+@forward_of(HEAD)
+def half_of_the_head_gradient(module: Any, size: float, given: torch.Tensor) -> torch.Tensor:
     """One matrix is embedding and head, and half of the head's gradient comes to it."""
-    replace_forward(engine, HEAD, lambda module, x: functional.linear(x, _scaled_gradient(module.weight, 0.5)))
+    return functional.linear(given, _scaled_gradient(module.weight, 0.5))
 
 
 def gradient_through_an_mlp(engine: Engine, size: float) -> None:
@@ -316,12 +314,8 @@ backs_off_by_four = _policy(lambda policy: setattr(policy, "_FACTOR", 4.0))
 # ---- copies
 
 
-def copies_every_fourth_step(engine: Engine, size: float) -> None:
-    keep_weights(engine, "", lambda step: step % 4 > 0)
-
-
-def frozen_embedding(engine: Engine, size: float) -> None:
-    keep_weights(engine, EMBEDDING)
+copies_every_fourth_step = kept_weights("", lambda step: step % 4 > 0)
+frozen_embedding = kept_weights(EMBEDDING)
 
 
 @on_bad_rank
@@ -403,15 +397,12 @@ def larger_before_the_head(engine: Engine, size: float) -> None:
     engine.model.get_submodule(HEAD).register_forward_pre_hook(lambda module, args: (args[0] * (1 + size),))
 
 
-def zero_head(engine: Engine, size: float) -> None:
+@attention_of
+def zero_head(query: Any, key: Any, value: Any, mask: torch.Tensor, size: float) -> torch.Tensor:
     """One head of an attention gives nothing."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        output = sdpa(query, key, value, mask).clone()
-        output[:, 1] = 0
-        return output
-
-    attention_of(engine, attend)
+    output = sdpa(query, key, value, mask).clone()
+    output[:, 1] = 0
+    return output
 
 
 def centred_norm(engine: Engine, size: float) -> None:
@@ -440,24 +431,21 @@ def balance_lost(engine: Engine, size: float) -> None:
 # ---- evaluations
 
 
-def mean_of_batches(engine: Engine, size: float) -> None:
-    def evaluate(right: Callable[..., Any], batches: Any) -> Any:
-        found = [right([batch]) for batch in batches]
-        return found[0]._replace(loss=sum(each.loss for each in found) / len(found))
-
-    around(engine, "evaluate", evaluate)
+@around_engine("evaluate")
+def mean_of_batches(engine: Engine, size: float, right: Callable[..., Any], batches: Any) -> Any:
+    found = [right([batch]) for batch in batches]
+    return found[0]._replace(loss=sum(each.loss for each in found) / len(found))
 
 
-def last_batch_dropped(engine: Engine, size: float) -> None:
-    around(engine, "evaluate", lambda right, batches: right([*batches][:-1]))
+@around_engine("evaluate")
+def last_batch_dropped(engine: Engine, size: float, right: Callable[..., Any], batches: Any) -> Any:
+    return right([*batches][:-1])
 
 
-def last_batch_twice(engine: Engine, size: float) -> None:
-    def evaluate(right: Callable[..., Any], batches: Any) -> Any:
-        every = [*batches]
-        return right([*every, every[-1]])
-
-    around(engine, "evaluate", evaluate)
+@around_engine("evaluate")
+def last_batch_twice(engine: Engine, size: float, right: Callable[..., Any], batches: Any) -> Any:
+    every = [*batches]
+    return right([*every, every[-1]])
 
 
 # ---- resuming
