@@ -11,12 +11,11 @@ import train
 from data.batches import masking
 from data.batches.loader import Batch
 from data.corpora.mixture import Mixture
-from lab.detection.plants import elsewhere, gradients, shared, state
-from lab.detection.plants.site import Plant, Site, around, instead_of, on_engine, planted
+from lab.detection.plants import elsewhere, gradients, shared, state, unlisted
+from lab.detection.plants.site import Plant, Site, around, around_engine, instead_of, on_engine, planted
 from modeling import parameter_groups
 from modeling.objectives.divergence import Distillation
 from modeling.objectives.preference import Preference
-from training import session
 from training.engine import Engine, build
 from training.engine.flat_optimizer import Pieces
 from training.engine.health import Evaluation
@@ -81,18 +80,15 @@ def wrong_temperature(right: Any, self: Any, *, temperature: float, **options: A
     right(self, temperature=1.01 * temperature, **options)
 
 
-def evaluated_in_training(engine: Engine, size: float) -> None:
+@around_engine("evaluate")
+def evaluated_in_training(engine: Engine, size: float, right: Any, batches: Any) -> Evaluation:
     """Values are dropped while the model is evaluated."""
     deepspeed: Any = engine.deepspeed
-
-    def evaluate(right: Any, batches: Any) -> Evaluation:
-        deepspeed.eval = lambda: deepspeed.train()
-        try:
-            return right(batches)
-        finally:
-            del deepspeed.eval
-
-    around(engine, "evaluate", evaluate)
+    deepspeed.eval = lambda: deepspeed.train()
+    try:
+        return right(batches)
+    finally:
+        del deepspeed.eval
 
 
 def evaluated_stale(engine: Engine, size: float) -> None:
@@ -120,30 +116,21 @@ def evaluated_stale(engine: Engine, size: float) -> None:
     around(engine, "evaluate", evaluate)
 
 
-def evaluated_by_means(engine: Engine, size: float) -> None:
+@around_engine("evaluate")
+def evaluated_by_means(engine: Engine, size: float, right: Any, batches: Any) -> Evaluation:
     """The mean over batches of their means, not the mean over all labels."""
-
-    def evaluate(right: Any, batches: Any) -> Evaluation:
-        losses = [right([batch]).loss for batch in batches]
-        return Evaluation(sum(losses) / len(losses), None, {})
-
-    around(engine, "evaluate", evaluate)
-
-
-@instead_of("validation_batches", session)
-def evaluated_without_the_last(right: Any, *args: Any, **options: Any) -> Any:
-    """The last batch of an evaluation, which is padded where rows run out, is dropped."""
-    return list(right(*args, **options))[:-1]
+    losses = [right([batch]).loss for batch in batches]
+    return Evaluation(sum(losses) / len(losses), None, {})
 
 
 MISTAKES: dict[str, Plant] = {
     "mean_of_means": on_engine(gradients.mean_of_means),
     "same_draws": state.same_random_numbers_on_all_ranks,
     "rows_of_one_rank": elsewhere.evaluated_on_rows_of_one_rank,
-    **{
-        mistake.__name__: on_engine(mistake) for mistake in (evaluated_in_training, evaluated_stale, evaluated_by_means)
-    },
-    "evaluated_without_the_last": evaluated_without_the_last,
+    "evaluated_in_training": on_engine(evaluated_in_training),
+    "evaluated_stale": on_engine(evaluated_stale),
+    "evaluated_by_means": on_engine(evaluated_by_means),
+    "evaluated_without_the_last": on_engine(unlisted.last_batch_dropped),
     **{
         mistake.__name__: mistake
         for mistake in (
