@@ -29,7 +29,7 @@ def cache(tmp_path_factory) -> str:
     ("stage", "compute", "contestants", "tolerance"),
     [
         (2, "fp32", ALL, 1e-6),
-        (2, "bf16", "mantissa,bare,accelerate,trainer", 1e-6),
+        (2, "bf16", "mantissa,bare,accelerate,trainer", 1e-3),
         (3, "bf16", "mantissa,bare,trainer", 1e-3),
     ],
 )
@@ -39,6 +39,8 @@ def test_every_contestant_trains_the_same(stage, compute, contestants, tolerance
     for name, mine in found["contestants"].items():
         assert mine["loss_difference"] < tolerance, name
         assert mine["ratio"]["tokens_per_second"]["median"] > 0
+    if (stage, compute) == (2, "bf16"):  # the peers' masters start from rounded weights, and are equal to the last bit
+        assert len({mine["loss_difference"] for name, mine in found["contestants"].items() if name in PEERS}) == 1
     assert 0 < found["peak"]["flops"] < 1e14
 
 
@@ -47,8 +49,8 @@ def test_ranks_that_share_matrices_train_as_deepspeeds_autotp_does(stage, comput
     """Four ranks, two to a matrix: each pair of them has sequences of its own."""
     names, given = "mantissa,mantissa-off,bare,trainer,mantissa-manifest", ["--processes", str(ranks), cache]
     found = benchmarked(tmp_path, names, *given, "parallel.tensor=2", stage=stage, compute=compute)
-    assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare"]
-    assert found["passed_over"].keys() == {"trainer", "mantissa-manifest"}
+    assert list(found["contestants"]) == ["mantissa", "mantissa-off", "bare", "mantissa-manifest"]
+    assert found["passed_over"].keys() == {"trainer"}
     bare = found["contestants"]["bare"]
     assert bare["loss_difference"] < (1e-6 if compute == "fp32" else 1e-3)
     assert "2 to a matrix (parallel.tensor)" in (tmp_path / "benchmark.md").read_text()
