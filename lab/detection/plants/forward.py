@@ -143,7 +143,7 @@ def change_with_residual(change: Callable[[torch.Tensor, torch.Tensor, float], t
 
 
 dropped_residual = change_with_residual(lambda output, residual, size: output - residual)
-"""That of the second half of a block."""
+"""Residual of the second half of a block, dropped."""
 
 
 def frequencies_in_bf16(engine: Engine, size: float) -> None:

@@ -87,7 +87,7 @@ def take_steps(arguments: list[str], ranks: int, extras: list[str], bare: bool =
 
 
 def _take_extra(name: str, parts: Any, progress: Any) -> None:
-    """What a run does beside ordinary steps."""
+    """Take what a run does beside ordinary steps."""
     from training.attribution import attribute
     from training.engine.tensors import checksums_of, momentum_norm
     from training.loop import evaluate
