@@ -158,14 +158,15 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "path", "stage", "by"),
     [
-        ("second moment rounded to BF16", "bf16", 1, "update_rounding"),
+        ("second moment rounded to BF16", "bf16", 1, "corruption"),
+        ("Adam's count lost at a load", "bf16", 2, "update_rounding"),
         ("both: learning rate one step late", "manifest", 3, "oracle: learning rate"),
         ("bit of a weight flipped on one rank", "fp16", 2, "corruption"),
         ("mean of micro-batches' means", "fp16", 3, "weighting_error"),
         ("both: mean of micro-batches' means", "bf16", 1, "weighting_error"),
         ("loss of micro-batches summed in FP16", "manifest", 2, "loss_error"),
         ("both: decay on norms and embeddings", "bf16", 3, "update_error"),
-        ("moments lost at a load", "bf16", 2, "restored_share"),
+        ("moments lost at a load", "bf16", 2, "refused: UserError"),
         ("rotary base of one layer 1% too large", "bf16", 1, "unexplained"),
         ("dropout while evaluated", "bf16", 1, "evaluation_error"),
         ("both: evaluated on rows of one rank", "bf16", 2, "oracle: validation loss"),
