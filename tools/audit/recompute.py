@@ -435,10 +435,8 @@ class Oracle:
         buffers = {name: wide for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         with in_dtype({model: compute}, buffers, computed=wide):
             places, counts, exact_loss, exact = _passes(model, step, objective)
-        under, bits = (
-            torch.autocast("cpu", dtype=inside, enabled=inside is not None),
-            recorded.facts.get("product_bits", 23),
-        )
+        bits = recorded.facts.get("product_bits", 23)
+        under = torch.autocast("cpu", dtype=inside, enabled=inside is not None)
         with in_dtype({model: compute}, {}), under, _Rounded(bits) if bits < 23 else nullcontext():
             *_, plain_loss, plain = _passes(model, step, objective)
         if not all(bool(rows.isfinite().all()) for rows in (*exact.values(), *plain.values())):

@@ -172,7 +172,7 @@ def _render(tokenizer: Any, example: Example, messages: list[dict[str, Any]]) ->
 
 
 def _leading(tokenizer: Any) -> list[int]:
-    """Tokens that the tokenizer puts before a text."""
+    """Tokens that the tokenizer puts before a text, found apart from the preparation's `leading_tokens`."""
     whole, alone = (tokenizer("a", add_special_tokens=added).input_ids for added in (True, False))
     return list(whole[: whole.index(alone[0])]) if alone and alone[0] in whole else []
 

@@ -160,7 +160,7 @@ class RolloutBatches(Batches):
         found = replace(found, facts=facts, sources=self._sources)
         if self._publishes and self._folder is not None and world.is_main:
             path = files.path_of(self._folder, step)
-            with suppress(OSError):
+            with suppress(OSError):  # a disk that refuses this refuses the write, which says so
                 self._prune(self._folder, step)
             try:
                 files.write(path, found, sampler=self.sampler.identity)
