@@ -423,10 +423,11 @@ def _compile(engine: Any) -> None:
 
 def _count_graphs(work: Any) -> None:
     """Keep the number of graphs that were compiled until each update."""
+    before = counters["stats"]["unique_graphs"]  # the process may be forked from one that compiled
 
     def count(engine: Any, number: int) -> None:
         with Path(f"{work.folder}.graphs.{work.rank}").open("a", encoding="utf-8") as file:
-            file.write(f"{counters['stats']['unique_graphs']}\n")
+            file.write(f"{counters['stats']['unique_graphs'] - before}\n")
 
     _after_step(count)
 
