@@ -174,6 +174,7 @@ def test_norms_may_differ_by_the_rounding_of_other_devices() -> None:
     assert difference("the norm", [math.inf, 1.0], most=NORM_ROUNDING)
 
 
+@pytest.mark.slow
 def test_what_a_step_frees_is_kept_for_the_next_one_unless_the_user_tuned_glibc() -> None:
     code = (
         "import resource, torch; from training import distributed\n"

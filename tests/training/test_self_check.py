@@ -103,7 +103,7 @@ def under_a_manifest(folder: Path, head: str, default: str = "bf16", stage: int 
     [
         ("bf16", "bf16", 1, []),
         ("fp32", "bf16", 3, []),
-        ("fp16", "bf16", 2, ["model.loss=full", "model.loss_chunk_tokens=0"]),
+        slow("fp16", "bf16", 2, ["model.loss=full", "model.loss_chunk_tokens=0"]),
         slow("fp16", "fp16", 3, []),
         slow("bf16", "fp32", 1, ["model.loss=full", "model.loss_chunk_tokens=0"]),
         slow("fp32", "fp32", 2, []),
@@ -156,8 +156,8 @@ _LONG = (
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        *(("bart", _DECODER), ("blenderbot-small", _DECODER), ("pegasus", _DECODER), ("hrm_text", _TWICE)),
-        ("phi3", _LONG),
+        *(("bart", _DECODER), slow("blenderbot-small", _DECODER), slow("pegasus", _DECODER)),
+        *(("hrm_text", _TWICE), ("phi3", _LONG)),
     ],
 )
 def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: str, shape: str) -> None:
@@ -173,19 +173,19 @@ def test_nothing_is_said_of_sound_models_of_other_kinds(pair, folder, family: st
     [
         ("one norm times 1.01", cast("bf16", 2), NORM, "its output"),
         ("gradient of one matrix dropped on one rank", cast("fp16", 1), f"{LINEAR}.weight", "reduced gradient"),
-        ("decay on norms and embeddings", cast("bf16", 3), NORM, "optimizer's rule"),
+        slow("decay on norms and embeddings", cast("bf16", 3), NORM, "optimizer's rule"),
         ("16-bit copy stale on one rank", cast("bf16", 2), f"{LINEAR}.weight", "rounded"),
         ("last micro-batch dropped", cast("fp32", 0), "loss", "mean cross-entropy"),
-        ("gradient of one norm 20% too large", cast("bf16", 3), f"{NORM}.weight", "reduced gradient"),
+        slow("gradient of one norm 20% too large", cast("bf16", 3), f"{NORM}.weight", "reduced gradient"),
         ("both: first token of rows lost", cast("fp16", 2), "inputs of sample", "its samples"),
-        ("scale of one attention 1% too large", cast("fp32", 0), f"{ATTENTION}.scaling", "the config makes"),
+        slow("scale of one attention 1% too large", cast("fp32", 0), f"{ATTENTION}.scaling", "the config makes"),
         ("1% lost between two blocks", cast("bf16", 1), LAYER, "hands to it"),
         ("both: decay on norms and embeddings", cast("bf16", 3), NORM, "the config makes"),
         ("rotary base of one layer 1% too large", cast("bf16", 2), ATTENTION, "computes something else"),
-        pytest.param("attention of one layer times 1.01", cast("fp16", 3), ATTENTION, "", marks=pytest.mark.slow),
-        pytest.param("gradient of one matrix summed over ranks", cast("bf16", 3), LINEAR, "", marks=pytest.mark.slow),
-        pytest.param("learning rate times 1.05", cast("fp32", 2), "", "optimizer's rule", marks=pytest.mark.slow),
-        pytest.param("no bias correction", cast("bf16", 1), "", "optimizer's rule", marks=pytest.mark.slow),
+        slow("attention of one layer times 1.01", cast("fp16", 3), ATTENTION, ""),
+        slow("gradient of one matrix summed over ranks", cast("bf16", 3), LINEAR, ""),
+        slow("learning rate times 1.05", cast("fp32", 2), "", "optimizer's rule"),
+        slow("no bias correction", cast("bf16", 1), "", "optimizer's rule"),
     ],
 )
 def test_a_defect_is_found_in_the_first_step_and_named(pair, folder, defect, overrides, named, says) -> None:

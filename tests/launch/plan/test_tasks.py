@@ -373,6 +373,7 @@ def test_answers_that_are_sampled_at_once_need_a_cache() -> None:
     assert served.moment != "the sampling of answers" and served.device["sampler"] == 2 * shape.parameters
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("stage", "given"),
     [

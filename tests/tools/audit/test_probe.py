@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
 from lab.audit import SHAPE, main
+from tests.support.marks import slow
 from tools.audit import mantissa_probe
 from tools.audit.command import main as command
 from tools.audit.judge import audit_folder
@@ -489,9 +490,9 @@ def test_products_of_tf32_are_not_called_wrong_and_lost_gradients_are(tmp_path: 
     ("loop", "plant", "graphs"),
     [
         ("bare", "compiled", 1),
-        ("bare", "compiled_later", 1),
-        ("bare", "compiled_model", 1),
-        ("bare", "compiled_layers", 2),
+        slow("bare", "compiled_later", 1),
+        slow("bare", "compiled_model", 1),
+        slow("bare", "compiled_layers", 2),
         ("hf", "compiled_by_the_trainer", 1),
     ],
 )

@@ -283,6 +283,7 @@ def examples(folder: Path, checkpoint: Path, out: Path, kind: str) -> list[tuple
     return found
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["sequence", "token", "mlm", "seq2seq"])
 def test_the_gap_is_that_of_plain_transformers_at_each_label(folder, checkpoints, tmp_path, kind, capsys) -> None:
     out, checkpoint = tmp_path / "out", checkpoints(kind)

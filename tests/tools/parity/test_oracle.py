@@ -174,7 +174,7 @@ def test_a_start_that_is_not_that_of_transformers_alone_is_named(folder: Path) -
         assert (len(found) == 2 and found[0].startswith("config.rope_")) == (section is saved)
 
 
-@pytest.mark.parametrize("what", some_slow(RUNS, "lora", "mixture", "apart", "manifest", "chats"))
+@pytest.mark.parametrize("what", some_slow(RUNS, "lora", "mixture", "manifest"))
 def test_so_are_runs_of_other_configs(folder: Path, what: str) -> None:
     found = judged(folder, f"other-{what.replace(' ', '-')}", *MORE, *RUNS[what])
     assert found.holds and found.steps == 4, found.lines()

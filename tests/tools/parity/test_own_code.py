@@ -14,6 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from modeling.objectives.label_prediction import LabelPrediction
 from modeling.objectives.objective import Scored
 from tests.modeling.test_quantised_base import eight_bits, four_bits
+from tests.support.marks import slow
 from tests.tools.parity.test_signature import (
     ATTENTION,
     LAYER,
@@ -131,7 +132,7 @@ def looked_at(objective: Chunked, run: Any) -> None:
         objective.head.detect_logit_transform(lambda: run(torch.zeros(1, 2, dtype=torch.int64), use_cache=False))
 
 
-@pytest.mark.parametrize(("chunked", "compute"), [(False, "bf16"), (False, "fp16"), (True, "bf16")])
+@pytest.mark.parametrize(("chunked", "compute"), [(False, "bf16"), slow(False, "fp16"), (True, "bf16")])
 def test_a_cap_that_the_loss_leaves_out_is_named(chunked: bool, compute: str) -> None:
     """It changes the small logits of a small model by less than 16 bits round them."""
     wrong, right = (Chunked(), Chunked()) if chunked else (Uncapped(), LabelPrediction())

@@ -118,7 +118,7 @@ def test_half_precision_agrees_and_every_module_is_measured(pair, stage, compute
         assert not steps[0]["signature"]["not_measured"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("stage", "compute", "given"), [(2, "bf16", []), (3, "fp16", []), (1, "fp32", manifest("bf16"))]
 )
@@ -336,6 +336,7 @@ def test_every_label_counts_the_same_or_the_weighting_is_named(pair, stage, comp
         assert max(found["weighting_error"].values()) < BOUNDS.weighting_error < 10 * found["loss_error"]
 
 
+@pytest.mark.slow
 def test_sums_and_weights_are_compared_once_the_loss_scale_has_come_down(pair):
     """Gradients that overflow have none to compare, and a check without any would pass."""
     for steps in pair.run(
@@ -431,6 +432,7 @@ def test_sound_alternatives_are_measured_again_where_gradients_are_further_off(p
             assert ("gradient_excess" in failed(judged(steps))) == damped
 
 
+@pytest.mark.slow
 def test_a_kernel_without_fp32_is_compared_with_plain_attention_and_its_modules_are_measured(solo):
     [(attention, step)] = solo.run(step_cases.with_flex_attention)
     assert attention == "sdpa"
@@ -498,7 +500,7 @@ def test_what_a_layer_does_otherwise_is_found_and_named(pair, wrong):
         assert check.measured > 1.5
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize("defect", [defect.format(norm="model.norm", linear=LINEAR) for defect, _ in PLANTED])
 def test_a_planted_defect_is_found_beside_fp8(pair, defect):
     """The defects of the table, at bounds that FP8's own error has widened."""
@@ -571,7 +573,7 @@ def test_a_manifest_is_the_plan(pair, tmp_path, stage):
         assert steps[0]["signature"]["not_measured"] == {} and "model.layers.1.self_attn" in steps[0]["order"]
 
 
-@pytest.mark.one_in(11)
+@pytest.mark.one_in(22)
 @pytest.mark.parametrize(("stage", "compute"), [(2, "bf16"), (3, "fp16"), (2, "manifest")])
 @pytest.mark.parametrize(("defect", "check"), PLANTS, ids=KINDS)
 def test_a_planted_defect_of_shared_matrices_is_found_and_named(pair, tmp_path, stage, compute, defect, check):

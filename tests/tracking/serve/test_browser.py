@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import some_slow
 from tests.support.runs.compare_runs import CONFIG, RunWriter, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.servers.serving import served
@@ -50,7 +51,7 @@ def picture(page, tmp_path, name):
     assert page.picture(folder / f"{name}.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", some_slow(SIZES, "light", "phone"))
 def test_the_overview_and_a_run_are_drawn(page, client, tmp_path, size):
     width, height, dark = SIZES[size]
     page.size(width, height, dark=dark)

@@ -196,7 +196,7 @@ def test_a_buffer_that_is_not_in_the_dtype_of_the_models_code_stops_the_run(pair
         assert error == "buffer model.rotary_emb.inv_freq is in bfloat16, the model's own code has it in float32"
 
 
-@pytest.mark.parametrize(("ranks", "compute"), [("pair", "bf16"), ("four", "fp32"), slow("four", "fp16")])
+@pytest.mark.parametrize(("ranks", "compute"), [("pair", "bf16"), slow("four", "fp32"), slow("four", "fp16")])
 def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(request, tmp_path, ranks, compute):
     """zero_hpz_partition_size: the copies are gathered from while they are new, and made again after a rollback."""
     group = request.getfixturevalue(ranks)

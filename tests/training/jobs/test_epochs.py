@@ -121,6 +121,7 @@ def test_tools_that_plan_with_steps_learn_them_from_the_data(tmp_path: Path, cap
     assert "run.epochs = 4: the number of steps is known once the data are prepared; give" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_each_pair_comes_once_an_epoch_over_a_resume_on_fewer_ranks(tmp_path: Path) -> None:
     """There are 43 pairs in batches of 8: the job stops after step 6, in which the first epoch ends."""
     write_base(tmp_path / "base")

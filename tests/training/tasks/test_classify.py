@@ -31,7 +31,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("kind", "family", "further"), CELLS)
 def test_one_and_two_ranks_equal_plain_torch(pair, solo, encoders, kind, family, further) -> None:
     options = {"kind": kind, "overrides": (f"model.name_or_path={encoders}/{family}", *further)}

@@ -127,7 +127,7 @@ def test_a_bug_of_every_rank_is_nobody_elses_fault(ranks):
     assert all("Traceback" in log and "RuntimeError: Connection of layers is wrong" in log for log in logs)
 
 
-@pytest.mark.parametrize("scenario", ["rank_0_late", "rank_1_late", "rank_0_gone"])
+@pytest.mark.parametrize("scenario", [slow("rank_0_late"), "rank_1_late", "rank_0_gone"])
 def test_a_mistake_that_every_rank_meets_is_printed_by_one(ranks, scenario):
     """However late the other one meets it, and though no launcher has ended that one by then."""
     codes, logs, _ = ranks.run(scenario, longer=60.0)
@@ -140,7 +140,7 @@ def test_a_mistake_that_every_rank_meets_is_printed_by_one(ranks, scenario):
     ("elsewhere", "timeout", "state", "waits"),
     [
         (False, 6, "has been stopped by a signal for ", "1 s; rank 0 waits for it"),
-        (True, 10, "has been silent for ", "1 s, stopped or too busy to run Python; rank 0 waits for it"),
+        slow(True, 10, "has been silent for ", "1 s, stopped or too busy to run Python; rank 0 waits for it"),
     ],
 )
 def test_a_rank_that_stands_still_is_spoken_of_and_named_at_the_time_out(ranks, elsewhere, timeout, state, waits):

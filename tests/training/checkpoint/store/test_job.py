@@ -79,6 +79,7 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
 
 
+@pytest.mark.slow
 def test_what_was_not_uploaded_is_uploaded_by_the_next_start(store: S3Server, tmp_path: Path) -> None:
     """A job that is preempted while the store is away may be started again; one that ends says that it is unsaved."""
     store.direct.create_bucket(Bucket="late")
