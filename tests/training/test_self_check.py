@@ -558,3 +558,15 @@ def test_the_step_that_is_compared_whole_is_drawn_from_each_so_many() -> None:
     assert [(step - 1) // 8 for step in drawn] == list(range(1, 101))
     assert {(step - 1) % 8 for step in drawn} == set(range(8))
     assert check.due(1, first=1) and check.due(101, first=101) and check.due(103, first=101)
+
+
+def test_an_early_step_is_compared_without_what_is_recomputed(pair: ProcessGroup, folder: Path) -> None:
+    """Steps 1 and 3 are compared whole, step 24 is not."""
+    given = ["guard.self_check_every=500", "run.steps=24", "schedule.warmup_steps=1"]
+    checks = of(events_of(pair, folder, [*cast("bf16", 2), *given]), "self_check")
+    assert [event["step"] for event in checks] == [1, 3, 24]
+    counts = ({name: check["compared"] for name, check in event["checks"].items()} for event in checks)
+    first, third, last = counts
+    assert first.keys() - {"prepared"} == third.keys() == last.keys() | {"modules", "code", "backward", "between"}
+    assert last["gradients"] > 10 and (third["loss"], last["loss"]) == (4, 1)
+    assert not {"modules", "code", "backward", "between"} & last.keys()

@@ -45,8 +45,11 @@ from training.engine.rng import generators
 from training.engine.tensors import local_gradient, own_shards, trainable_parameters
 
 SIGNAL = "self_check"
-_EARLY = (3, 24, 240)
-"""Steps of a session compared besides its first: among them a multiple of each of 2 to 6, and of 8."""
+_EARLY = (1, 3, 240)
+"""Steps of a session that are compared whole."""
+_CHEAP = 24
+"""Step of a session that is compared without what is recomputed, half of the cost: a multiple of 2, 3, 4, 6 and 8, for
+what is wrong in every so many steps."""
 _AHEAD = 8  # number of leading tokens whose logits later tokens must not change
 _VALUES = 32  # number of values of each parameter whose update is compared
 _EVALUATED = 2  # number of batches of an evaluation that are evaluated again
@@ -89,7 +92,7 @@ class SelfCheck:
         self._engine, self._resolved, self._shape, self._corpus = engine, resolved, shape, corpus
         self._evaluations = 0
         self._every, self._gradients = resolved.config.guard.self_check_every, resolved.config.guard.gradient_checks
-        self._whole = False
+        self._whole = self._recomputes = False
         self._turn = 0
         self._passes: Passes | None = None
         self._updates: UpdateCheck | None = None
@@ -117,7 +120,9 @@ class SelfCheck:
             start = (step - 1) // self._every * self._every
             drawn = random.Random(f"{self._resolved.config.run.seed} {start}").randrange(self._every)
             own = step - first + 1
-            self._whole = self._after or own == 1 or (own in _EARLY and own < self._every) or step == start + 1 + drawn
+            early = own == 1 or (own in _EARLY and own < self._every)
+            self._recomputes = self._after or early or step == start + 1 + drawn
+            self._whole = self._recomputes or own == _CHEAP < self._every
             self._after = False
         return self._whole or bool(self._gradients and step % self._gradients == 0)
 
@@ -131,7 +136,7 @@ class SelfCheck:
         self._rows, self._skipped = [], {}
         self._samples = self._compare_samples(batch, position) + self._look_ahead() + self._prepared()
         self._passes = Passes(
-            self._engine, self._resolved, batch, turn=self._turn, whole=self._whole, history=self._history
+            self._engine, self._resolved, batch, turn=self._turn, whole=self._recomputes, history=self._history
         )
         return self._passes.watching()
 
