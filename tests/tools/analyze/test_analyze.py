@@ -474,7 +474,9 @@ def test_no_proposal_is_worse_than_a_uniform_dtype(solo, folder, tmp_path, famil
     peak = max(result["stored"]["activations"].values(), key=lambda peak: peak["value"])
     checked, uniform = result["validation"], result["uniform"]
     if value > 1.0:
-        assert peak["value"] == pytest.approx(value, rel=0.01) and peak["token"] == BEGIN and peak["position"] == 0
+        assert peak["value"] == pytest.approx(value, rel=0.01) and peak["token"] == BEGIN
+        first = result["stored"]["activations"][EMBEDDINGS[family].removesuffix(".weight")]
+        assert (first["token"], first["position"]) == (BEGIN, 0)  # blocks may add a little to another turn's
         assert uniform != "fp16"
     assert (checked["uniform fp16"]["error"] == math.inf) == (value > 65504)
     assert (checked["uniform fp16"]["finite"] < 1) == (value > 65504)

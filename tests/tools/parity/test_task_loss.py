@@ -45,7 +45,7 @@ CASES: dict[str, tuple[str, tuple[str, ...], dict[str, str]]] = {
         },
     ),
     "cached": ("distill", ("distill={top_k: 4, temperature: 2.0}",), {"_temperature": "distill.temperature 2.00"}),
-    "noise": ("sft", ("sft.neftune_alpha=5",), {"_noise._alpha": "sft.neftune_alpha 5.005 where 5 is asked"}),
+    "noise": ("sft", ("sft.neftune_alpha=5",), {"_noise._alpha": "sft.neftune_alpha 5.00"}),
     "rows": ("sft", ("sft.loss=row", "data.packing=best_fit", _FP32), {}),
     "numbers": ("classify, regression", (), {}),
     "classes": ("classify", (), {}),
