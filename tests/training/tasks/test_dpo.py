@@ -20,7 +20,8 @@ def require_equal(found: dict[str, Any], exact: dict[str, Any]) -> None:
     for mine, theirs in zip(found["steps"], exact["steps"], strict=True):
         estimates = {name: value for name, value in mine["metrics"].items() if name.startswith("kl_")}
         assert len(estimates) in (2, 4)
-        assert estimates == pytest.approx({name: theirs[name] for name in estimates}, rel=2e-4, abs=1e-7)
+        # a log-probability of 8 is rounded by 5e-7
+        assert estimates == pytest.approx({name: theirs[name] for name in estimates}, rel=2e-4, abs=5e-7)
 
 
 def test_one_and_two_ranks_equal_plain_torch(pair: ProcessGroup, solo: ProcessGroup, folder: Path) -> None:
@@ -84,8 +85,9 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: str) -> None:
     given = [f"preference.{key}={value}" for key, value in LOSSES[name].items()]
+    given.append("optimizer.eps=1e-6")  # at 1e-8 a step is the sign of gradients that are roundings
     [found] = solo.run(cases.steps, folder=folder, overrides=tuple(given))
-    exact = cases.oracle(folder, found, preference=LOSSES[name])
+    exact = cases.oracle(folder, found, preference=LOSSES[name], eps=1e-6)
     require_equal(found, exact)
 
 
