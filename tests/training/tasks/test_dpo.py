@@ -85,9 +85,10 @@ LOSSES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_loss_equals_plain_torch(solo: ProcessGroup, folder: Path, name: str) -> None:
     given = [f"preference.{key}={value}" for key, value in LOSSES[name].items()]
-    given.append("optimizer.eps=1e-6")  # at 1e-8 a step is the sign of gradients that are roundings
-    [found] = solo.run(cases.steps, folder=folder, overrides=tuple(given))
-    exact = cases.oracle(folder, found, preference=LOSSES[name], eps=1e-6)
+    # with the SFT term many gradients are small, and at 1e-8 a step would be the sign of their roundings
+    eps = 1e-6 if "sft_weight" in LOSSES[name] else 1e-8
+    [found] = solo.run(cases.steps, folder=folder, overrides=(*given, f"optimizer.eps={eps}"))
+    exact = cases.oracle(folder, found, preference=LOSSES[name], eps=eps)
     require_equal(found, exact)
 
 
