@@ -4,11 +4,13 @@ import atexit
 import hashlib
 import importlib
 import logging
+import os
 import random
 import threading
 from collections.abc import Sequence
 from typing import Any
 
+import requests
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -36,7 +38,8 @@ class Export:
         self._unanswered = False
         self.ids = Ids()
         url = endpoint.rstrip("/").removesuffix(_PATH) + _PATH
-        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=url))
+        own_session = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_TRACES_CREDENTIAL_PROVIDER" not in os.environ
+        self.exporter = CountingExporter(OTLPSpanExporter(endpoint=url, session=_Session() if own_session else None))
         self.provider = TracerProvider(resource=Resource.create(facts), id_generator=self.ids, shutdown_on_exit=False)
         self.provider.add_span_processor(BatchSpanProcessor(self.exporter))
         atexit.register(self.close)  # a run that raises sends its last spans, too, once its end is recorded
@@ -60,6 +63,15 @@ class Export:
         if ending.is_alive():
             self._unanswered = True
             self.exporter.give_up()
+
+
+class _Session(requests.Session):
+    """A session that reads no bodies: only the status matters, and a body without end would fill the memory."""
+
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        answer = super().send(request, **{**options, "stream": True})
+        answer.close()
+        return answer
 
 
 class CountingExporter(SpanExporter):

@@ -1,12 +1,13 @@
 """Spans of real steps on real processes, taken by a collector that parses OTLP, and by some that take none."""
 
+import contextlib
 import gzip
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.jobs.launches import command, finish
 from tests.support.servers import threads
 from tests.training.tracing import tracing_cases
 from training.progress import Progress
+from training.tracing.otlp import Export
 from training.tracing.spans import Tracing
 
 
@@ -49,7 +51,7 @@ class Collector:
         return sorted(found, key=lambda span: span["start"])
 
 
-@contextmanager
+@contextlib.contextmanager
 def collector(status: int = 200, seconds: float = 0.0) -> Iterator[Collector]:
     """A collector on a free port of the loopback interface. status: of its answers; it takes spans with 200 only.
     seconds: that an answer takes.
@@ -193,3 +195,27 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():
     program = "import sys, training.tracing.spans; print([name for name in sys.modules if 'opentelemetry' in name])"
     found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_body_without_end_is_not_read() -> None:
+    """The batch was taken, as the status says; what follows would fill the memory."""
+    sent = []
+
+    def answer(server: socket.socket) -> None:
+        client, _ = server.accept()
+        client.recv(1 << 20)
+        with contextlib.suppress(OSError), client:
+            client.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+            while len(sent) < 64:
+                client.sendall(b"100000\r\n" + b"x" * (1 << 20) + b"\r\n")
+                sent.append(1 << 20)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer, args=(server,))
+        thread.start()
+        export = Export(f"http://127.0.0.1:{server.getsockname()[1]}", {})
+        with export.provider.get_tracer("test").start_as_current_span("step"):
+            pass
+        export.close()
+        thread.join()
+    assert export.trouble() is None and sum(sent) < 16 << 20
