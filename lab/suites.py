@@ -82,7 +82,7 @@ def read(text: str, code: int) -> Result:
     passed, skipped = (
         sum(map(int, re.findall(rf"(\d+) {name}\b", "\n".join(summaries)))) for name in ("passed", "skipped")
     )
-    failures = re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failures = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
     if not summaries and code == 0:
         return Result(passed=1)
     if code and not failures:

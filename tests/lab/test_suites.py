@@ -11,7 +11,7 @@ from lab.suites import SUITES, Result
 from tests.support.refusals import refused
 
 FAILED = """
-FAILED tests/a.py::test_b[1] - AssertionError
+FAILED tests/a.py::test_b[one of two] - AssertionError
 ERROR tests/c.py - ImportError
 = 1 failed, 1913 passed, 14 skipped, 46 warnings, 1 error in 545.45s (0:09:05) =
 """
@@ -20,7 +20,7 @@ ERROR tests/c.py - ImportError
 @pytest.mark.parametrize(
     ("text", "code", "result"),
     [
-        (FAILED, 1, Result(1913, 2, 14, failures=["tests/a.py::test_b[1]", "tests/c.py"])),
+        (FAILED, 1, Result(1913, 2, 14, failures=["tests/a.py::test_b[one of two]", "tests/c.py"])),
         ("= 62 passed, 3 deselected in 9.1s =", 0, Result(62)),
         ("3 passed in 0.1s", 0, Result(3)),
         ("= 5 passed, 2 skipped in 1.0s =\npython -m pytest\n= 3 passed, 1 skipped in 2.0s =", 0, Result(8, 0, 3)),
