@@ -229,8 +229,8 @@ def test_a_canary_without_parity_starts_nothing(tmp_path):
 def test_a_canary_ends_with_its_budget_or_on_request_and_leaves_no_job(tmp_path):
     finish(job(tmp_path, "canary.device_hours=0.0005"), exit_code=3, seconds=PATIENCE)
     process = start(job(tmp_path, "canary.steps=4000", "run.steps=4001"))
-    twin = tmp_path / "runs/it-canary/gate/runs/fp32-seed-0/events.jsonl"
-    wait_until(lambda: twin.exists() and '"step":' in twin.read_text(encoding="utf-8"), seconds=PATIENCE)
+    first = tmp_path / "runs/it-canary/gate/runs/candidate-seed-0/events.jsonl"
+    wait_until(lambda: first.exists() and '"step":' in first.read_text(encoding="utf-8"), seconds=PATIENCE)
     process.send_signal(signal.SIGTERM)
     output_of(process, exit_code=75, seconds=120)
     told, journal = story(tmp_path)
