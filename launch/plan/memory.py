@@ -114,7 +114,7 @@ def peak_memory(shape: Shape, layout: Layout, *, process: float = 0.0) -> Memory
         begins = {"activations": forward, "buckets": buffer, "gathered parameters": whole_now.first}
         on_the_way = {"activations": kept + forward, "buckets": buffer, "gathered parameters": whole_now.forward}
         moments |= {"the first layers": at_first | begins, "the forward pass": at_first | on_the_way}
-    # ZeRO-1 makes its buffer in every backward pass, and frees it after the last one
+    # ZeRO-1 makes its buffer in a step's first backward pass, and frees it after the last one
     kept_buffer = buffer if layout.stage == 3 else before if layout.stage == 1 and layout.accumulation > 1 else 0.0
     scored = {"activations": kept, "logits": loss, "buckets": kept_buffer}
     backward = {"activations": kept + working, "buckets": before, "gradients in flight": in_flight}

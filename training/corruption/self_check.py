@@ -48,8 +48,8 @@ SIGNAL = "self_check"
 _EARLY = (1, 3, 240)
 """Steps of a session that are compared whole."""
 _CHEAP = 24
-"""Step of a session that is compared without what is recomputed, half of the cost: a multiple of 2, 3, 4, 6 and 8, for
-what is wrong in every so many steps."""
+"""Step of a session that is compared without recomputing modules and logits, which cost most; a multiple of 2, 3, 4, 6
+and 8, since some errors come in every so many steps."""
 _AHEAD = 8  # number of leading tokens whose logits later tokens must not change
 _VALUES = 32  # number of values of each parameter whose update is compared
 _EVALUATED = 2  # number of batches of an evaluation that are evaluated again
