@@ -1,14 +1,15 @@
 """Called by launch/slurm/train.sbatch before and after a run: is the config right, and should Slurm requeue the job?
 
-    python -m launch.slurm.restart begin --restarts 0 -- --config FILE [key=value ...]
+    python -m launch.slurm.restart begin --restarts 0 --first FILE -- --config FILE [key=value ...]
     python -m launch.slurm.restart end --mark 12:3400 --code 75 -- --config FILE [key=value ...]
 
-`begin` prints where the run's events end now, and on a restart of a run that has saved, `run.resume=auto`. `end` prints
+`begin` prints where the run's events end now, and on a restart of a job that has saved, `run.resume=auto`. `end` prints
 the run's exit code, `requeue` or `end`, and why.
 """
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from config.cli import DONE, PREEMPTED, Arguments, entry_point
 from config.machine.processes import describe_exit
@@ -33,22 +34,33 @@ def requeue_decision(session: Session, code: int, max_minutes: float | None = No
     return code, True, f"the job {how} after it saved step {session.saved}"
 
 
+def _session_since(run: Run, mark: str) -> Session:
+    inode, size = map(int, mark.split(":"))
+    return run.session_since((inode, size))
+
+
 @entry_point()
 def main(arguments: Sequence[str]) -> int:
     parser = Arguments("python -m launch.slurm.restart", __doc__)
     parser.add_argument("question", choices=("begin", "end"))
     parser.add_argument("--restarts", type=int, default=0, help="how often Slurm has requeued the job")
+    parser.add_argument("--first", type=Path, help="file that keeps the mark of the job's first start")
     parser.add_argument("--mark", default="0:0", help="what `begin` printed first")
     parser.add_argument("--code", type=int, default=0, help="srun's exit code")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
     run = Run.of_command(["train.py", *arguments[split + 1 :]])
     if options.question == "begin":
-        saved = any((run.events.parent / "checkpoints").glob("step-*/manifest.json"))
-        print(":".join(map(str, run.events_end())), *(["run.resume=auto"] if options.restarts and saved else []))
+        mark = ":".join(map(str, run.events_end()))
+        if not options.restarts:
+            options.first.write_text(mark, encoding="utf-8")
+        # Not whether there are checkpoints: they may be an earlier run's, which run.resume=never or PATH does not
+        # continue, or lie in checkpoint.dir.
+        first = options.first.read_text(encoding="utf-8") if options.first.exists() else parser.get_default("mark")
+        saved = options.restarts > 0 and _session_since(run, first).saved >= 0
+        print(mark, *(["run.resume=auto"] if saved else []))
         return 0
-    inode, size = map(int, options.mark.split(":"))
-    session = run.session_since((inode, size))
+    session = _session_since(run, options.mark)
     code, again, why = requeue_decision(session, options.code, run.config.run.max_minutes)
     print(code, "requeue" if again else "end", why)
     return 0

@@ -162,32 +162,36 @@ def test_time_that_is_up_is_not_requeued_when_another_rank_noticed_first():
     assert [requeue_decision(session, 75, minutes)[1] for minutes in (60, 90, None)] == [False, True, True]
 
 
-def test_a_restart_goes_on_once_there_is_a_checkpoint(tmp_path, capsys):
+def test_a_restart_resumes_once_this_job_has_saved(tmp_path, capsys):
+    """What an earlier run of that folder saved does not count: with run.resume=never or PATH it would be continued."""
     words = ["--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}", "run.name=a"]
-    assert main(["begin", "--restarts", "1", *words]) == 0
-    assert capsys.readouterr().out == "0:0\n"
-    (tmp_path / "a/checkpoints/step-2").mkdir(parents=True)
-    (tmp_path / "a/checkpoints/step-2/manifest.json").write_text("{}")
+    saved = {"event": "checkpoint", "path": "a", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 9, "verified": True}
+
+    def begin(restarts: int, *more: str) -> str:
+        assert main(["begin", "--restarts", str(restarts), "--first", str(tmp_path / "first"), *words, *more]) == 0
+        return capsys.readouterr().out.strip()
+
+    def wrote(step: int) -> str:
+        with events.open("ab") as file:
+            file.write(encode({**saved, "step": step, "tokens": 4 * step, "time": float(step)}))
+        return f"{events.stat().st_ino}:{events.stat().st_size}"
+
+    assert begin(1) == begin(0) == "0:0"
     events = tmp_path / "a/events.jsonl"
-    ended = {"status": "diverged", "exit_code": 3}
-    events.write_bytes(encode({"event": "run_end", "step": 2, "tokens": 8, "time": 1.0, **ended}))
-    assert main(["begin", "--restarts", "0", *words]) == 0
-    mark = f"{events.stat().st_ino}:{events.stat().st_size}"
-    assert capsys.readouterr().out == f"{mark}\n"  # the first start is the user's to say
-    assert main(["begin", "--restarts", "1", *words]) == 0
-    assert capsys.readouterr().out == f"{mark} run.resume=auto\n"
-    assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
-    assert capsys.readouterr().out.startswith("69 end ")  # what is before the mark was an earlier start
-    saved = {"path": "a", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 9, "verified": True}
-    with events.open("ab") as file:
-        file.write(encode({"event": "checkpoint", "step": 4, "tokens": 16, "time": 2.0, **saved}))
-    assert main(["end", "--mark", mark, "--code", "69", *words]) == 0
+    events.parent.mkdir()
+    earlier = wrote(2)
+    assert begin(0) == begin(1) == earlier
+    assert main(["end", "--mark", earlier, "--code", "69", *words]) == 0
+    assert capsys.readouterr().out.startswith("69 end ")
+    mark = wrote(4)
+    assert begin(1) == f"{mark} run.resume=auto"
+    assert begin(2, f"run.resume={tmp_path}/b/checkpoints/step-1").endswith(" run.resume=auto")  # pruned since
+    assert main(["end", "--mark", earlier, "--code", "69", *words]) == 0
     assert capsys.readouterr().out.startswith("69 requeue ")
-    branched = [*words, f"run.resume={tmp_path}/b/checkpoints/step-1"]  # which has been pruned since
-    assert main(["begin", "--restarts", "1", *branched]) == 0
-    assert capsys.readouterr().out.endswith(" run.resume=auto\n")
-    assert main(["end", "--mark", mark, "--code", "69", *branched]) == 0
-    assert capsys.readouterr().out.startswith("69 requeue ")
+    events.rename(tmp_path / "renamed by run.resume=never")
+    assert begin(1) == "0:0"
+    mark = wrote(1)
+    assert begin(2) == f"{mark} run.resume=auto"
 
 
 def test_a_mistake_in_the_config_is_one_line(refusal):
