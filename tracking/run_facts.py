@@ -311,7 +311,7 @@ class Collector:
         self._events: dict[str, list[Event]] = {}
         self._warnings: list[Event] = []
         self._serial = self._began = 0  # number of events so far; step at which the session started
-        self._serials = array("q")  # event number of each step
+        self._reached = (0, 0)  # newest step, and the number of its event
         self._running = 0.0
         self._sessions: list[Session] = []
         self._broken: list[Broken] = []
@@ -357,8 +357,11 @@ class Collector:
             self._keep(self._warnings, event)
         if kind == "step":
             self._newest = event
+            if event["step"] <= self._reached[0]:
+                self._drop_steps(event["step"], also_newest=False)
             if self._keeps_columns:
                 self._add_step(event)
+            self._reached = (event["step"], self._serial)
         elif kind in _STATE:
             if kind == "scale":
                 self.scale_reasons[event["reason"]] += 1
@@ -371,7 +374,7 @@ class Collector:
                 self._keep(kept, event)
         else:
             if kind == "run_start":
-                self._began, self._open = event["step"], None
+                self._began, self._open, self._reached = event["step"], None, (event["step"], self._serial)
                 self._drop_steps(event["step"] + 1, also_newest=True)
             elif kind == "nonfinite":
                 self._explain(event)
@@ -396,8 +399,6 @@ class Collector:
         step = event["step"]
         if not 0 <= step < 1 << 63:
             raise ValueError(f"step {step}")
-        if self._step and step <= self._step[-1]:
-            self._drop_steps(step, also_newest=False)
         row: dict[str, Any] = {name: _number(event.get(name)) for name in _NUMBERS}
         metrics = {name: _number(value) for name, value in (event.get("metrics") or {}).items()}
         order = event.get("sample_ids_sha256")
@@ -411,7 +412,6 @@ class Collector:
             if name not in self._metrics:  # nan for all earlier steps
                 self._metrics[name] = array("d", [math.nan]) * (len(self._step) - 1)
             self._metrics[name].append(metrics.get(name, math.nan))
-        self._serials.append(self._serial)
         self._open = None
         finite = [math.isfinite(row[name]) or event.get(name) is None for name in ("loss", "grad_norm")]
         if not all(finite):
@@ -425,15 +425,13 @@ class Collector:
         """
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
-        newest = self._serials[-1] if self._serials else 0
-        columns: list[array[Any]] = [*self._columns.values(), *self._metrics.values(), self._serials]
-        for column in columns:
+        for column in (*self._columns.values(), *self._metrics.values()):
             del column[kept:]
         for kind, events in self._state.items():
             self._state[kind] = [
                 (serial, event)
                 for serial, event in events
-                if event["step"] < step + (not also_newest and serial > newest)
+                if event["step"] < step + (not also_newest and serial > self._reached[1])
             ]
 
     def facts(self, label: str, source: str, events: Path | None) -> RunFacts:

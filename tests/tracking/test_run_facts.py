@@ -16,7 +16,7 @@ from tracking.record import Record
 from tracking.report.command import main
 from tracking.report.page import results
 from tracking.run_dir import RunDir
-from tracking.run_facts import RunFacts, read_facts
+from tracking.run_facts import Collector, RunFacts, read_facts
 from tracking.summary import read_run
 
 
@@ -45,7 +45,7 @@ def _plainly(path: Path) -> tuple[int, int, int]:
 
 
 def _at_random(run: SessionWriter, draw: random.Random) -> None:
-    match draw.randrange(8):
+    match draw.randrange(9):
         case 0:
             run.overflow(reason=draw.choice(["overflow", "hysteresis", None]))
             if draw.random() < 0.5:
@@ -58,6 +58,9 @@ def _at_random(run: SessionWriter, draw: random.Random) -> None:
         case 3:
             run.steps(1)
             run.event("nonfinite", rank=1, module="m", tensor="parameter", kind="nan", count=1)
+        case 4:
+            run.evaluate(2.0)
+            run.step = max(0, run.step - draw.choice([0, 0, 2, 5]))  # a rollback
         case _:
             run.steps(draw.randrange(1, 4))
 
@@ -73,6 +76,14 @@ def test_steps_that_were_not_finite_are_counted_as_a_plain_reading_counts_them(t
     overflows, nonfinite = sum(attempt.handled for attempt in run.broken), len(run.nonfinite)
     assert (run.counts["step"], overflows, nonfinite) == _plainly(_events(tmp_path))
     assert overflows > 0 and nonfinite > 0
+    bounded = Collector(columns=False)
+    for event in read_events(_events(tmp_path)):
+        bounded.add(event)
+    few = bounded.facts("run", "", None).rare_events
+    for kind in ("eval", "scale"):
+        survived = run.rare_events.get(kind, [])
+        assert [event["step"] for event in survived] == sorted(event["step"] for event in survived)
+        assert all(event in survived for event in few.get(kind, [])), "a discarded attempt left something behind"
 
 
 def _restarted(folder: Path) -> RunFacts:
