@@ -164,12 +164,13 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         raise UserError(f"run.epochs = {resolved.config.run.epochs:g}: {problem}; give --tokens, or run.steps")
     layout = layout_of(resolved, world=options.gpus, on_cpu=device.is_cpu)
     shape = read_shape(resolved.config, layout)
-    mfu, source = options.mfu, "assumed"
+    mfu, fill, source = options.mfu, 1.0, "assumed"
     if options.measured is not None:
-        mfu, source = _measured_mfu(Path(options.measured), device)
+        mfu, fill = _measured(Path(options.measured), device)
+        source = f"measured in {options.measured}"
     usable = device.memory * (1 - options.reserve)
     process = PROCESS_BYTES if device.is_cpu else 0.0
-    reached = {"mfu": mfu, "efficiency": options.efficiency, "latency": options.latency_us * 1e-6}
+    reached = {"mfu": mfu, "fill": fill, "efficiency": options.efficiency, "latency": options.latency_us * 1e-6}
     planner = Planner(shape, usable, process, partial(speed, shape, device=device, **reached))
     configured = planner.option(layout)
     stages = planner.stages(layout)
@@ -205,8 +206,9 @@ def _device(options: argparse.Namespace) -> Device:
     return replace(device, **{name: value for name, value in given.items() if value})
 
 
-def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
-    """Share of the peak that a run reached, from its median speed without the first tenth of steps, and its source."""
+def _measured(folder: Path, device: Device) -> tuple[float, float]:
+    """Share of the peak that a run reached, from its median speed without the first tenth of steps, and the share of
+    its rows' places that held tokens, which padding keeps below 1."""
     from tracking.run_facts import median  # imports orjson, which is not needed to start
     from tracking.summary import read_run
 
@@ -214,7 +216,9 @@ def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
         run = read_run(folder)
     except UserError as error:
         raise UserError(f"command line: --measured {folder}: {error}") from error
-    rate = median(run.columns.tokens_per_second[max(1, len(run.columns) // 10) :])
+    rates, seconds = run.columns.tokens_per_second, run.columns.step_seconds
+    after = slice(max(1, len(rates) // 10), None)
+    rate = median(rates[after])
     if not rate > 0:
         raise UserError(f"command line: --measured {folder}: has no two steps to measure; let it run a little longer")
     resolved = read_command_line(["--config", str(folder / "config.yaml")], as_launched(run.world_size), started=True)
@@ -222,4 +226,5 @@ def _measured_mfu(folder: Path, device: Device) -> tuple[float, str]:
     found = mfu_of(rate, read_shape(resolved.config, layout), layout, device)
     if found > 1:
         raise UserError(f"command line: --measured {folder}: is faster than the peak of --device {device.name}")
-    return found, f"measured in {folder}"
+    places = layout.tokens * layout.accumulation * layout.zero_ranks
+    return found, min(1.0, median(rates[after] * seconds[after]) / places)

@@ -187,7 +187,7 @@ class Speed:
     compute_seconds: float
     communication_seconds: float
     step_seconds: float
-    tokens_per_step: int
+    tokens_per_step: float
 
     @property
     def tokens_per_second(self) -> float:
@@ -208,14 +208,15 @@ def speed(
     mfu: float = DEFAULT_MFU,
     efficiency: float = 0.8,
     latency: float = LATENCY_SECONDS,
+    fill: float = 1.0,
 ) -> Speed:
     """Duration of one step.
 
     mfu: share of the peak reached by computed FLOPs, including recomputed ones. efficiency: share of the link bandwidth
     reached by collectives. Without overlap_comm, compute and communication add up; with it, the longer of the two
-    counts.
+    counts. fill: share of the places of a step's rows that hold tokens.
     """
-    tokens, moved = layout.tokens * layout.accumulation, traffic(shape, layout)
+    tokens, moved = layout.tokens * layout.accumulation * fill, traffic(shape, layout)
     compute = tokens * computed_flops(shape, layout) / (matmul_peak(layout, device) * mfu)
 
     def seconds(sent: float, collectives: float, *, ranks: int, across: int) -> float:

@@ -210,11 +210,14 @@ def test_a_mistake_is_one_line(refusal, arguments, problem) -> None:
     assert problem in refusal(plan.main, [*DEMO, *arguments])
 
 
-def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
-    """A run folder of one rank on a device of a known peak; the first steps are left out."""
+@pytest.mark.parametrize("fill", [1.0, 0.25])
+def test_a_measured_run_gives_its_speed(tmp_path, capsys, fill: float) -> None:
+    """A run folder of one rank on a device of a known peak; the first steps are left out. Padding takes no time."""
     shape, layout = plan_cases.planned([], world=1)
     rate = 0.25 * find_device("cpu").peak / (shape.flops_per_token(layout.sequence) * 4 / 3)
-    steps = [("step", step_fields(1, tokens_per_second=speed)) for speed in (1.0, *[rate] * 5)]
+    seconds = fill * layout.tokens * layout.accumulation / rate
+    fields = [step_fields(1, tokens_per_second=speed, step_seconds=seconds) for speed in (1.0, *[rate] * 5)]
+    steps = [("step", values) for values in fields]
     events = [
         {"event": kind, "step": step, "time": 1.0, **fields}
         for step, (kind, fields) in enumerate([("run_start", start_fields(world_size=1)), *steps])
@@ -223,6 +226,9 @@ def test_a_measured_run_gives_its_speed(tmp_path, capsys) -> None:
     (tmp_path / "config.yaml").write_text((RECIPES / "demo.yaml").read_text())
     found = planned(capsys, *DEMO, "--device", "cpu", "--measured", str(tmp_path))
     assert math.isclose(found["mfu"]["measured"], 0.25, rel_tol=1e-6)
+    assert math.isclose(found["configured"]["step_seconds"], seconds, rel_tol=1e-6)
+    hours = layout.config.run.steps * seconds / 3600
+    assert math.isclose(found["configured"]["hours"], hours, rel_tol=1e-6)
 
 
 _TOKENS = {"4k": 2**12, "32k": 2**15, "128k": 2**17, "512k": 2**19}
