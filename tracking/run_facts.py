@@ -1,4 +1,4 @@
-"""One run as columns: reads `events.jsonl` in one pass and keeps 113 bytes per step, plus 8 per metric of the task.
+"""One run as columns: reads `events.jsonl` in one pass and keeps 105 bytes per step, plus 8 per metric of the task.
 
 Per-step numbers are arrays, so that two runs of a million steps can be compared exactly; rare events (scale changes,
 evaluations, checkpoints, incidents) are kept whole. After a resume or rollback the last attempt at a step counts, as in
@@ -6,6 +6,7 @@ evaluations, checkpoints, incidents) are kept whole. After a resume or rollback 
 """
 
 import math
+import re
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from config.cli import BROKEN
 from config.errors import UserError
 from tracking.crash import CRASHED
 from tracking.events import Event, describe_event, fault_in
@@ -33,6 +35,7 @@ _STATE = ("scale", "eval", "checkpoint")  # dropped with the attempt that record
 _STEP, _TELEMETRY = beginnings("step", "telemetry")
 _RESCALED = ("overflow", "hysteresis")  # reasons of scale events caused by an overflow
 _PASSED_OVER = "passed over checkpoint"  # prefix of the note about a checkpoint that a resuming session skipped
+_NONE_LOADS = re.compile("; no checkpoint can be loaded: (?!there is none$)")  # in the reason of a rollback's ABORT
 WIDE = frozenset({"fp32", "fp64"})
 """Dtypes that are not low precision."""
 _HASH_DIGITS = 15  # hex digits of sample_ids_sha256 to keep: 60 bits fit a signed 64-bit integer
@@ -87,6 +90,8 @@ class Session:
     skipped_checkpoints: int = 0
     """Number of checkpoints it skipped because they were damaged or belonged to another run."""
     rollbacks: int = 0
+    failed_rollbacks: int = 0
+    """Number of rollbacks that found checkpoints and could load none of them."""
     end: Event | None = None
     aborted: str | None = None
     """Reason of its first ABORT incident."""
@@ -97,12 +102,19 @@ class Session:
         match event["event"]:
             case "run_end":
                 self.end = event
-            case "incident" if event["verdict"] == "ABORT" and self.aborted is None:
-                self.aborted = event["reason"]
+            case "incident" if event["verdict"] == "ABORT":
+                self.aborted = self.aborted or event["reason"]
+                self.failed_rollbacks += _NONE_LOADS.search(event["reason"]) is not None
             case "incident":
                 self.rollbacks += event["verdict"] == "ROLLBACK" and event.get("rolled_back_to") is not None
             case "note":
                 self.skipped_checkpoints += event["text"].startswith(_PASSED_OVER)
+
+    @property
+    def stopped_on_numerics(self) -> str | None:
+        """Why the guard stopped it; None if it did not, or if a machine that computes wrongly was the reason."""
+        at_fault = self.end is not None and self.end["exit_code"] == BROKEN
+        return None if at_fault else self.aborted
 
     @property
     def crashed(self) -> bool:
@@ -195,8 +207,9 @@ class RunFacts:
     def restores(self) -> tuple[int, int]:
         """(successful, due) restores: sessions with a checkpoint to resume from, and rollbacks."""
         rollbacks = sum(session.rollbacks for session in self.sessions)
+        failed = sum(session.failed_rollbacks for session in self.sessions)
         due = [session.restored for session in self.sessions if session.restored is not None]
-        return rollbacks + sum(due), rollbacks + len(due)
+        return rollbacks + sum(due), rollbacks + failed + len(due)
 
     @property
     def nonfinite(self) -> list[Broken]:

@@ -96,6 +96,8 @@ def _restarted(folder: Path) -> RunFacts:
     with session(folder, time=3e9, step=4, resumed_from="step-4") as run:
         run.incident("ROLLBACK", rolled_back_to="step-4")
         run.incident("ROLLBACK")
+        run.incident("ABORT", reason="the loss is nan; no checkpoint can be loaded: step-4 is damaged")
+        run.incident("ABORT", reason="the loss is nan; no checkpoint can be loaded: there is none")
         run.end("preempted", 75)
     with session(folder, time=4e9) as run:
         run.incident("ABORT")
@@ -110,11 +112,11 @@ def _restarted(folder: Path) -> RunFacts:
 def test_sessions_and_restores(tmp_path: Path) -> None:
     run = _restarted(tmp_path)
     assert [item.restored for item in run.sessions] == [None, None, True, False, False]
-    assert run.restores == (1 + 1, 1 + 3), "one rollback, and one of three sessions"
+    assert run.restores == (1 + 1, 2 + 3), "one rollback of two, and one of three sessions"
     assert [item.end and item.end["status"] for item in run.sessions] == [None, None, "preempted", "aborted", None]
     assert run.end is None and run.sessions[3].aborted == "the loss is nan"
     assert [item.began for item in run.sessions] == [1e9, 2e9, 3e9, 4e9, 5e9]
-    assert [item.last for item in run.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 1.5, 4e9 + 1.5, 5e9]
+    assert [item.last for item in run.sessions] == [1e9 + 1, 2e9 + 2.5, 3e9 + 2.5, 4e9 + 1.5, 5e9]
 
 
 def test_drift_is_the_largest_and_nan_stays(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def service_levels(
 def _count(levels: Sequence[Level], run: RunFacts, ended: float) -> list[str]:
     """Count a run in every level; returns a line for each kind of failure."""
     good, (restored, due) = run.verdict.word in GOOD_ENDINGS, run.restores
-    aborted = next((session.aborted for session in run.sessions if session.aborted is not None), None)
+    aborted = next(filter(None, (session.stopped_on_numerics for session in run.sessions)), None)
     stopped = any(session.end is not None and session.end["exit_code"] == DIVERGED for session in run.sessions)
     diverged = run.verdict.word == "diverged" or aborted is not None or stopped
     counted = {

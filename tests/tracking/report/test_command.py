@@ -172,28 +172,28 @@ def test_the_newest_events_are_sentences(tmp_path: Path) -> None:
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC).timestamp()
 DAY = 86400.0
-KINDS = ("done", "preempted", "aborted", "diverged", "rescued", "crashed", "running")
+KINDS = ("done", "preempted", "aborted", "diverged", "broken", "rescued", "replaced", "crashed", "running")
 
 
 def _make(folder: Path, kind: str, ended: float) -> None:
     """A run that came to that end at `ended`."""
-    code = {"done": 0, "preempted": 75, "aborted": 74, "diverged": 3, "rescued": 0}
-    if kind == "rescued":
+    code = {"done": 0, "preempted": 75, "aborted": 74, "diverged": 3, "broken": 71}
+    if kind in ("rescued", "replaced"):
         with session(folder, time=ended - 100) as run:
             run.steps(1)
             run.save()
             run.incident("ABORT")
-            run.end("aborted", 3)
+            run.end("aborted", 3 if kind == "rescued" else 71)
         with session(folder, time=ended, seconds=0.0, step=1, resumed_from="step-1") as run:
             run.end("done")
         return
     time = NOW - 60 if kind == "running" else ended
     with session(folder, time=time, seconds=0.0) as run:
         run.steps(1)
-        if kind == "diverged":
+        if kind in ("diverged", "broken"):
             run.incident("ABORT")
         if kind in code:
-            run.end("aborted" if code[kind] in (3, 74) else kind, code[kind])
+            run.end("aborted" if code[kind] in (3, 71, 74) else kind, code[kind])
 
 
 def _levels(folders: list[Path], **options: float) -> dict[str, Level]:
@@ -211,17 +211,18 @@ def test_many_runs_are_counted_by_level_and_week(tmp_path: Path, seed: int) -> N
         if kind != "running":
             year, week, _ = datetime.fromtimestamp(ended, UTC).isocalendar()
             jobs["count"] += 1
-            jobs["good"] += kind in ("done", "preempted", "rescued")
-            weeks[f"{year}-W{week:02d}"]["good"] += kind in ("done", "preempted", "rescued")
+            good = kind in ("done", "preempted", "rescued", "replaced")
+            jobs["good"] += good
+            weeks[f"{year}-W{week:02d}"]["good"] += good
             weeks[f"{year}-W{week:02d}"]["count"] += 1
             numerics[kind] += 1
-            failures += [ended] * (kind not in ("done", "preempted"))
+            failures += [ended] * (kind not in ("done", "preempted", "replaced"))
     found = service_levels(run_folders([str(tmp_path / "*")]), objectives=OBJECTIVES, now=NOW)
     job, divergence, restore = found.levels
     assert (job.total.good, job.total.count, found.ended) == (jobs["good"], jobs["count"], jobs["count"])
     assert found.running == 80 - jobs["count"]
     assert divergence.total.bad == numerics["diverged"] + numerics["rescued"]
-    assert (restore.total.good, restore.total.count) == (numerics["rescued"], numerics["rescued"])
+    assert restore.total.good == restore.total.count == numerics["rescued"] + numerics["replaced"]
     assert {week: (tally.good, tally.count) for week, tally in job.weeks.items()} == {
         week: (count["good"], count["count"]) for week, count in weeks.items()
     }
