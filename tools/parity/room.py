@@ -39,10 +39,11 @@ def estimates(chosen: Plan) -> Iterator[str]:
     fewer = "give the model fewer layers" + (f", or start fewer than --processes {ranks}" if ranks > 1 else "")
     if not on_cpu:
         found = gpus(chosen.gpus)
-        if found["error"]:
-            yield f"memory was not estimated: {found['error']}"
+        given = [[row[f"memory.{key}"] for key in ("total", "used")] for row in found["list"]]
+        if not given or not all(number.isdecimal() for row in given for number in row):  # such as "[N/A]"
+            yield f"memory was not estimated: {found['error'] or 'nvidia-smi gives none of a GPU'}"
             return
-        cards = [[float(row[f"memory.{key}"]) * 2**20 for key in ("total", "used")] for row in found["list"]]
+        cards = [[float(number) * 2**20 for number in row] for row in given]
         known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"
 
     def of_job(what: str, least: float, about: float) -> str:

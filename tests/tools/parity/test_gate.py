@@ -382,7 +382,7 @@ def test_what_is_needed_is_said_and_what_does_not_fit_now_is_a_warning(tmp_path:
 BILLION = str(REPOSITORY / "config/recipes/benchmark_1b.yaml")
 
 
-def with_cards(folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, *mebibytes: int) -> None:
+def with_cards(folder: Path, monkeypatch: pytest.MonkeyPatch, visible: str, *mebibytes: int | str) -> None:
     """A machine with GPUs of these sizes as nvidia-smi lists them, some of them visible."""
     sizes = " ".join(f"{index}) echo card, 575, {size}, 0, 34, 0, Not Active;;" for index, size in enumerate(mebibytes))
     program = folder / "nvidia-smi"
@@ -413,3 +413,9 @@ def test_other_cards_of_a_machine_are_not_asked(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(UserError, match=r"at least \d+\.\d GB, and a GPU has 8\.6; give the model fewer layers"):
         list(estimates(plan(BILLION, given, folder=tmp_path, steps=20)))
+
+
+def test_cards_without_a_figure_of_their_memory_are_not_estimated(tmp_path: Path, monkeypatch) -> None:
+    """Where CPU and GPU share their memory, nvidia-smi prints "[N/A]"."""
+    with_cards(tmp_path, monkeypatch, "0", "[N/A]")
+    assert list(estimates(of(tmp_path))) == ["memory was not estimated: nvidia-smi gives none of a GPU"]
