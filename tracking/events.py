@@ -125,6 +125,12 @@ def computes_in(start: Event) -> list[str]:
     return sorted(set((start.get("regions") or {}).values())) or [str(start.get("compute") or "")]
 
 
+def restored_step(incident: Event) -> int:
+    """Step of the checkpoint to which an incident rolled back; that of the incident if it does not name one."""
+    number = str(incident.get("rolled_back_to")).rpartition("step-")[2]
+    return int(number) if number.isdecimal() else int(incident["step"])
+
+
 def describe_event(event: Event) -> str:
     """One event in one line of printable text, without its step."""
     return line(_describe(event))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tracking.compare.differences import Difference, side_by_side
 from tracking.compare.divergence import COMPARED, Divergence, events_near
-from tracking.events import Event, describe_event
+from tracking.events import Event, describe_event, restored_step
 from tracking.numbers import number, percent
 from tracking.run_facts import RunFacts, median
 
@@ -67,17 +67,11 @@ def _order(divergence: Divergence, step: int, found: Sequence[Difference]) -> st
     reasons = _settings(found, _ORDER_KEYS)
     for run in (divergence.baseline, divergence.run):
         rollbacks = [event for event in run.rare_events.get("incident", ()) if event["verdict"] == "ROLLBACK"]
-        if any(_restored_step(event) < step <= event["step"] + 1 for event in rollbacks):
+        if any(restored_step(event) < step <= event["step"] + 1 for event in rollbacks):
             reasons.insert(0, f"{run.label} rolled back and skipped batches")
     why = "; ".join(filter(None, [*reasons, _shift(divergence, step)])) or "no recorded setting explains it"
     weights = ", and so do the initial weights" if step == 1 and any(item.key == "run.seed" for item in found) else ""
     return f"the data order differs from step {step}{weights}: {why}"
-
-
-def _restored_step(incident: Event) -> int:
-    """Step of the checkpoint to which an incident rolled back; that of the incident if it does not name one."""
-    number = str(incident.get("rolled_back_to")).rpartition("step-")[2]
-    return int(number) if number.isdecimal() else int(incident["step"])
 
 
 def _shift(divergence: Divergence, step: int) -> str:
@@ -116,7 +110,7 @@ def _incident(divergence: Divergence, step: int, found: Sequence[Difference]) ->
             case "CUT_LR":
                 return f"step {at}: the learning rate was cut in {run.label} only ({reason})"
             case "ROLLBACK":
-                return f"step {at}: {run.label} rolled back to step {_restored_step(event)} ({reason})"
+                return f"step {at}: {run.label} rolled back to step {restored_step(event)} ({reason})"
     return ""
 
 

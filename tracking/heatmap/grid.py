@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tracking.events import Event
+from tracking.events import Event, restored_step
 from tracking.heatmap.modules import Fold, folded_name
 from tracking.heatmap.panels import DTYPES, PANELS, RANGES
 from tracking.jsonl import Follower
@@ -194,6 +194,9 @@ class HeatCollector:
             self._nonfinite.append((step, event["module"], float(event["count"])))
         elif kind == "incident" and event.get("promoted_to"):
             self._keep_change(step, dict.fromkeys(event["modules"], str(event["promoted_to"])))
+        elif kind == "incident" and event.get("rolled_back_to"):  # the checkpoint's dtypes apply again
+            back = restored_step(event)
+            self._changes = [(at, change) for at, change in self._changes if at <= back]
         elif kind == "note" and event.get("demoted"):
             self._keep_change(step, event["demoted"])
 

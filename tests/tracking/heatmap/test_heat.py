@@ -22,6 +22,7 @@ from tracking.heatmap.blocks import draw_blocks
 from tracking.heatmap.grid import HeatCollector, merged, read_heat
 from tracking.heatmap.modules import folded_name, in_words, leaves
 from tracking.heatmap.page import difference_data, differences_of, panel_data
+from tracking.heatmap.panels import DTYPES
 from tracking.heatmap.picture import draw_heat
 from tracking.heatmap.still import still_of_run, still_sentence
 from tracking.heatmap.trend import trend
@@ -91,6 +92,19 @@ def test_what_was_not_finite_and_what_changed_its_dtype_is_where_it_happened():
     lines = sentences(heat)
     assert lines["nonfinite"] == "first in layer 1 down_proj, at step 25; 7 in all, most in layer 1 down_proj."
     assert "changed: layer 1 down_proj, to fp32 by step 30" in lines["dtype"]
+
+
+def test_a_rollback_takes_back_the_promotions_since_its_checkpoint():
+    first, second = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    incident = {"event": "incident", "time": 1.0, "tokens": 0}
+    early, late = (
+        incident | {"step": step, "promoted_to": "fp32", "modules": [name]} for step, name in ((5, first), (25, second))
+    )
+    back = incident | {"step": 35, "modules": [], "rolled_back_to": "runs/a/checkpoints/step-20"}
+    events = [start(regions=dict.fromkeys((first, second), "fp16")), early, measured(20), late, measured(30)]
+    dtypes = [collected(found).panels["dtype"][:, -1].tolist() for found in (events, [*events, back, measured(30)])]
+    fp32, fp16 = DTYPES.index("fp32"), DTYPES.index("fp16")
+    assert dtypes == [[fp32, fp32], [fp32, fp16]]
 
 
 def test_a_module_known_only_from_a_finding_has_a_row():
