@@ -146,6 +146,7 @@ class Evidence:
         loss = math.nan if event.get("loss") is None else float(event["loss"])
         if self._pending or self._steps:
             self._cut(step)
+        self._cause = None  # that of an earlier attempt at this step
         self.attempts += 1
         self.applied += applied
         self.skipped_since = None if applied else self.skipped_since or step

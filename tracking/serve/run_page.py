@@ -20,7 +20,7 @@ from config.schema import Config
 from tracking.compare.curves import plain_list
 from tracking.compare.differences import flat, format_value
 from tracking.compare.html import run_data
-from tracking.events import computes_in, describe_event
+from tracking.events import Event, computes_in, describe_event
 from tracking.figures import FIGURES, followed
 from tracking.heatmap.grid import Heat
 from tracking.heatmap.modules import FOLDS, Fold
@@ -146,12 +146,17 @@ def curves(run: RunFacts) -> dict[str, Any]:
 
 
 def incidents(run: RunFacts) -> list[dict[str, Any]]:
-    """Everything that a verdict counts as a warning, newest first; incidents with the step's non-finite tensors."""
-    found, causes = [], defaultdict[int, list[str]](list)
+    """Everything that a verdict counts as a warning, newest first; incidents with the attempt's non-finite tensors."""
+    found, causes = [], defaultdict[int, list[Event]](list)
     for event in run.rare_events.get("nonfinite", []):
-        causes[event["step"]].append(describe_event(event))
+        causes[event["step"]].append(event)
+    # Only after one of these can a step be attempted again.
+    repeats = [event["time"] for event in run.rare_events.get("run_start", [])]
+    repeats += [event["time"] for event in run.warnings if event.get("rolled_back_to")]
     for event in sorted(run.warnings, key=lambda event: (-event["step"], -event["time"]))[:_MOST_INCIDENTS]:
         incident = event["event"] == "incident"
+        began = max((time for time in repeats if time < event["time"]), default=0.0)
+        own = [cause for cause in causes[event["step"]] if began < cause["time"] <= event["time"]]
         what, _, reason = (event["text"] if event["event"] == "note" else describe_event(event)).partition(": ")
         found.append(
             {
@@ -159,7 +164,7 @@ def incidents(run: RunFacts) -> list[dict[str, Any]]:
                 "tone": "" if incident else "warned",
                 "what": f"{what}:" if reason else what,
                 "reason": reason,
-                "causes": causes[event["step"]][:5] if incident else [],
+                "causes": [describe_event(cause) for cause in own[:5]] if incident else [],
                 "replay": event.get("replay") or "",
             }
         )

@@ -22,6 +22,7 @@ from tests.support.page import Page
 from tests.support.runs.compare_runs import CONFIG, ENVIRONMENT, RunWriter, merged, start_fields, write_run
 from tests.support.runs.heat_runs import growing, write_heat_run
 from tests.support.runs.hostile import HOSTILE, OBEYED, SECRETS
+from tests.support.runs.report_runs import session
 from tests.support.servers.serving import served
 from tests.tracking.test_verdict import folder_of
 from tracking import jsonl, live
@@ -122,6 +123,24 @@ def test_the_page_lists_all_that_is_counted_as_a_warning(tmp_path):
     run = read_run(write_run(tmp_path, "warned", after=after).path)
     assert [found["what"] for found in incidents(run)] == ["run again:", "validation loss nan"]
     assert run.verdict.warnings == 2 and all(math.isfinite(loss) for loss in run.evaluations[3])
+
+
+def test_an_incident_has_the_causes_of_its_own_attempt(tmp_path):
+    """A step that was not finite, then rolled back and attempted again with a finite loss that jumped."""
+    with session(tmp_path / "a") as run:
+        run.steps(15)
+        run.steps(1, loss=math.nan, applied=False)
+        run.event("nonfinite", rank=0, module="layers.1.mlp", tensor="activation", kind="nan", count=3)
+        run.incident("ROLLBACK", rolled_back_to="step-10", position=30)
+        run.step = 10
+        run.steps(5)
+        run.steps(1, loss=40.0, applied=False)
+        run.incident("ABORT", reason="the loss 40 jumped")
+        run.end("aborted", 3)
+    run = read_run(tmp_path / "a")
+    causes = {found["what"]: found["causes"] for found in incidents(run)}
+    assert causes == {"ROLLBACK:": ["3 nan in the activation of layers.1.mlp on rank 0"], "ABORT:": []}
+    assert run.evidence.refused["reason"] == "the loss 40 jumped"
 
 
 def test_heat_maps_are_folded_and_unfolded_on_request(client):
