@@ -117,8 +117,9 @@ class Lineage:
         save. Raises OSError."""
         manifest, found = read_manifest(path), read_record(self._folder)
         own = path.resolve().parent == self._folder.resolve()
-        order = order_in(manifest) if own else (0, -1)
-        run = run_in(manifest) if own else None
+        run = run_in(manifest)
+        same = own or bool(found and run and run[0] == found.id)  # also a copy elsewhere
+        order, run = (order_in(manifest), run) if same else ((0, -1), None)
         self._run = found or (Record(*run) if run else self._run)
         others = [*(_order(step_of(path), manifest_in(path)) for path in by_step(self._folder)), *in_store]
         ahead = [other for other in others if other > order and not self._run.left(other)]

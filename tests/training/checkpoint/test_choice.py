@@ -217,6 +217,15 @@ def test_a_checkpoint_that_the_run_abandoned_takes_no_place_of_its_own(pair, sav
         assert keep.to_delete(saved, saved / "step-3") == [saved / "step-2"]
 
 
+def test_a_run_that_goes_back_to_a_copy_of_its_own_checkpoint_abandons_only_what_came_after(pair, saved, tmp_path):
+    copy = shutil.copytree(saved / "step-1", tmp_path / "elsewhere" / "step-1")
+    for _ in range(2):  # a scheduler repeats the command
+        assert found(pair, saved, str(copy))[0] == "step-1"
+    assert found(pair, saved)[0] == "step-1"
+    reseal(saved / "step-3", went_back=1)
+    assert Retention(1, every=1).to_delete(saved, saved / "step-3") == [saved / "step-2"]
+
+
 def test_a_checkpoint_under_another_name_is_passed_over(pair, saved):
     (saved / "step-3").rename(saved / "step-40")
     name, lines = found(pair, saved)
