@@ -23,6 +23,8 @@ def requeue_decision(session: Session, code: int, max_minutes: float | None = No
     it is 1 for every failure, so the run's own run_end event takes precedence.
     """
     code = session.exit_code or code
+    if session.exit_code == DONE != code:  # a rank that died at teardown: there is nothing left to train
+        return code, False, f"done, then ended with exit code {code}"
     if code == DONE or code in FINAL:
         return code, False, f"{FINAL.get(code, 'done')} (exit code {code})"
     if code == PREEMPTED:

@@ -138,6 +138,7 @@ def test_sweep_runs_its_trial_and_passes_its_exit_code_on(tmp_path):
     ("session", "code", "expected", "again", "said"),
     [
         (Session(furthest=6, saved=6, exit_code=0), 0, 0, False, "done"),
+        (Session(furthest=6, saved=6, exit_code=0), 1, 1, False, "done, then ended with exit code 1"),
         (Session(), 2, 2, False, "wrong"),
         (Session(furthest=6, saved=6, exit_code=3), 3, 3, False, "numerics"),
         (Session(furthest=6, saved=6, exit_code=3), 1, 3, False, "numerics"),
