@@ -134,6 +134,10 @@ class RunMonitor:
         step = self._newest(last=last)
         pinned = None if step is None else self._pin(step)
         if step is None or pinned is None:
+            if step is not None and last:  # not deleted by the run, which has ended: trying again would go on forever
+                self._unchecked.add(step)
+                text = f"step {step} could not be compared with FP32: it cannot be copied to {self._plan.folder}/checks"
+                self._journal.add("check", step, text, held=None, device_hours=0.0)
             return None
         folder = pinned.parent.parent
         out, output = folder / f"step-{step}.json", folder / f"step-{step}.log"
@@ -146,16 +150,17 @@ class RunMonitor:
         return Check(step, pinned, job, out, output, time.monotonic())
 
     def _pin(self, step: int) -> Path | None:
-        """Link a checkpoint into the canary's folder, where the run cannot delete it; None if the run just did."""
+        """Link a checkpoint into the canary's folder, where the run cannot delete it; None if it just did,
+        or the disk is full."""
         source, folder = self._plan.run_folder, self._plan.folder / "checks"
         target = folder / "checkpoints" / f"step-{step}"
         shutil.rmtree(target, ignore_errors=True)
         try:
             shutil.copytree(source / "checkpoints" / target.name, target, copy_function=_link)
+            shutil.copy2(source / "config.yaml", folder / "config.yaml")
         except (shutil.Error, OSError):
             shutil.rmtree(target, ignore_errors=True)
             return None
-        shutil.copy2(source / "config.yaml", folder / "config.yaml")
         return target
 
     def _finish_check(self, check: Check) -> Breach | None:

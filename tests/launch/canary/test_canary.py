@@ -1,9 +1,13 @@
 """A run tried on its first steps beside FP32, started from there, watched, and put back where it turns bad."""
 
+import errno
 import json
 import shlex
 import signal
+import subprocess
 import sys
+from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,6 +15,7 @@ from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from config.launcher import as_launched
 from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
+from launch.canary import monitor
 from launch.canary.command import main
 from launch.canary.gate import shares
 from launch.canary.monitor import Breach, RunMonitor
@@ -137,6 +142,25 @@ def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
         assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
+
+
+def test_a_last_checkpoint_that_cannot_be_copied_is_not_checked(tmp_path, monkeypatch):
+    """The run has filled the disk: nothing that the canary waits for will happen."""
+    plan = plan_of(tmp_path)
+    journal = Journal.read(plan.folder, "it")
+    journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint))
+    (plan.run_folder / "checkpoints/step-9").mkdir(parents=True)
+    (plan.run_folder / "checkpoints/step-9/manifest.json").touch()
+    monkeypatch.setattr(monitor.shutil, "copytree", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    popen = subprocess.Popen
+    ends = [sys.executable, "-c", "raise SystemExit(74)"]
+    monkeypatch.setattr(monitor.subprocess, "Popen", lambda *_, **__: popen(ends))
+    ended = list[object]()
+    session = Thread(target=lambda: ended.append(RunMonitor(plan, journal)._session([], "auto")), daemon=True)
+    session.start()
+    session.join(60)
+    assert ended == [(74, None)]
+    assert "step 9 could not be compared with FP32: it cannot be copied" in journal.events[-1]["text"]
 
 
 def test_a_journal_outlives_a_line_that_was_cut_off(tmp_path):
