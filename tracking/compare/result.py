@@ -46,9 +46,12 @@ class Comparison:
 
     @property
     def within_tolerance(self) -> bool:
-        """Whether every run stays within the tolerance of the baseline, over the steps both have."""
-        found = (pair.divergence for pair in self.pairs)
-        return all(item.beyond_tolerance is None and item.first_step is not None for item in found)
+        """Whether every run stays within the tolerance of the baseline, over the steps both have, and none but the
+        baseline ended badly."""
+        found = [pair.divergence for pair in self.pairs]
+        alike = all(item.beyond_tolerance is None and item.first_step is not None for item in found)
+        bad = [run.verdict.tone == "bad" for run in self.runs]
+        return alike and (bad[0] or not any(bad))
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON; non-finite floats are kept."""

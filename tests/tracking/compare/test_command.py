@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.refusals import refused
 from tests.support.runs.compare_runs import CONFIG, SCALE, TOKENS_PER_STEP, RunWriter, write_run
+from tests.support.runs.report_runs import session
 from tracking.compare.command import main
 from tracking.compare.divergence import Tolerance, find_divergence
 from tracking.compare.html import page
@@ -327,6 +328,12 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], re
     )
     assert main([base, same, "--tolerance", "0"]) == 0 and main([base, other, "--tolerance", "0.01"]) == 3
     assert main([base, other, "--tolerance", "0.01", "--absolute", "3"]) == 0
+    with session(tmp_path / "crashed") as run:
+        run.steps(3)
+        run.end("crashed", 1)
+    crashed = str(tmp_path / "crashed")
+    gated = [main([*pair, "--tolerance", "9"]) for pair in ([base, crashed], [crashed, base])]
+    assert gated == [3, 0], "few steps are alike, but it crashed"
     capsys.readouterr()
     assert main([base, other, "--json", "--price", "2"]) == 0
     printed = json.loads(capsys.readouterr().out)
