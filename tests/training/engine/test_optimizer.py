@@ -12,6 +12,7 @@ from config.optimizers import COUNT, OPTIMIZERS, settings_of
 from config.schema import OptimizerSection
 from tests.support.marks import slow
 from tests.training.engine import optimizer_cases
+from training.corruption.updates import excess
 from training.engine.flat_optimizer import Pieces, WholeParameterOptimizer
 from training.engine.optimizer import IMPLEMENTATIONS, build_optimizer
 from training.engine.optimizers import muon
@@ -29,12 +30,13 @@ def test_every_choice_of_the_config_has_a_row_and_a_file() -> None:
         assert spec.momentum is None or spec.momentum in spec.states
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name: Any) -> None:
-    """torch's own in FP32 against the file's `update` in FP64, on a matrix that decays and a bias that does not."""
+@pytest.mark.parametrize(("name", "momentum"), [*((name, None) for name in OPTIMIZERS), ("sgd", 0.0)])
+def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name: Any, momentum: float | None) -> None:
+    """torch's own in FP32 against the file's `update` and `after` in FP64, on a matrix that decays and a bias that does
+    not. Schedules may end at a rate of zero, at which averages still move; without momentum SGD keeps no state."""
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(7, 5)
-    section, spec = OptimizerSection(name=name, weight_decay=0.3, eps=1e-4), OPTIMIZERS[name]
+    section, spec = OptimizerSection(name=name, weight_decay=0.3, eps=1e-4, momentum=momentum), OPTIMIZERS[name]
     optimizer = build_optimizer(model, section, offload=False, device=torch.device("cpu"))
     assert not any(optimizer.state.values())  # nothing before the first update
     if isinstance(optimizer, WholeParameterOptimizer):
@@ -43,23 +45,25 @@ def test_an_optimizer_keeps_what_its_row_says_and_updates_as_its_file_says(name:
             optimizer.step()
         optimizer.state.clear()
         optimizer.attached = Pieces()
-    for step in range(1, 5):
-        expected = {}
+    for step, lr in enumerate((0.01, 0.02, 0.0, 0.04), start=1):
+        before = {}
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * step
+            group["lr"] = lr
             for parameter in group["params"]:
                 parameter.grad = torch.randn_like(parameter)
                 kept, settings = optimizer.state.get(parameter, {}), {"section": section, "step": step}
                 settings |= {key: group[key] for key in ("weight_decay", "lr", "matrix")}
                 held = [kept.get(key, torch.zeros_like(parameter)) for key in spec.states_of(matrix=group["matrix"])]
-                given = UpdateInputs(parameter.detach(), parameter.grad, held, **settings)
-                expected[parameter] = parameter.detach().double() + IMPLEMENTATIONS[name].update(given)
+                before[parameter] = UpdateInputs(parameter.detach(), parameter.grad, held, **settings)
         optimizer.step()
-        of_matrices = {id(p): group["matrix"] for group in optimizer.param_groups for p in group["params"]}
-        for parameter, value in expected.items():
-            states = spec.states_of(matrix=of_matrices[id(parameter)])
-            assert torch.allclose(parameter.detach().double(), value, rtol=0, atol=3e-7)
-            state = optimizer.state[parameter]
+        for parameter, given in before.items():
+            states, found = spec.states_of(matrix=given.matrix), parameter.detach()
+            expected = given.master + IMPLEMENTATIONS[name].update(given)
+            assert torch.allclose(found.double(), expected, rtol=0, atol=3e-7)
+            state = {key: kept for key, kept in optimizer.state[parameter].items() if kept is not None}
+            after = [found, *(state.get(key, torch.zeros_like(found)) for key in states)]
+            assert given.matrix and spec.splits_matrices or bool((excess(given, after) <= 1).all())
+            states = () if momentum == 0 else states
             assert set(state) - {COUNT} == set(states) and (COUNT in state) == spec.counts_updates
             for key in states:
                 assert state[key].dtype == torch.float32 and state[key].shape == parameter.shape

@@ -15,14 +15,18 @@ def build(groups: list[dict[str, Any]], options: dict[str, Any], *, offload_to_h
 
 def update(given: UpdateInputs) -> torch.Tensor:
     """v <- momentum v + (g + decay w); w <- w - lr v."""
-    (velocity,), momentum = given.states, settings_of(given.section)["momentum"]
-    return -given.lr * (momentum * velocity + given.gradient + given.weight_decay * given.master)
+    return -given.lr * _velocity(given)
 
 
 def after(given: UpdateInputs) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Master and velocity after the step, FP64, and how far a computation in FP32 may be from each."""
-    (velocity,) = given.states
-    moved, master = update(given), given.master + update(given)
+    (velocity,), moved, master = given.states, _velocity(given), given.master + update(given)
     parts = velocity.abs() + given.gradient.abs() + given.weight_decay * given.master.abs()
     slack = 2 * UNIT * (given.master.abs() + master.abs()) + 8 * UNIT * given.lr * parts
-    return [master, -moved / given.lr if given.lr else velocity], [slack, 8 * UNIT * parts]
+    kept = moved if settings_of(given.section)["momentum"] else velocity  # without momentum torch keeps none
+    return [master, kept], [slack, 8 * UNIT * parts]
+
+
+def _velocity(given: UpdateInputs) -> torch.Tensor:
+    (velocity,), momentum = given.states, settings_of(given.section)["momentum"]
+    return momentum * velocity + given.gradient + given.weight_decay * given.master
