@@ -633,7 +633,7 @@ def _matches(item: _Place) -> bool:
 
 def _optimizer(config: Config) -> Iterator[Problem]:
     section = config.optimizer
-    if section.learning_rate == 0 and any(group.learning_rate for group in section.groups):
+    if section.learning_rate == 0 and any(group.learning_rate is not None for group in section.groups):
         yield "optimizer.groups", "gives a learning rate while optimizer.learning_rate = 0; set the latter"
 
 

@@ -39,6 +39,10 @@ REFUSED = [
     (["task=distill", "distill.teacher=a", "model.loss=chunked"], "model.loss = chunked … task = distill does not use"),
     ([*GRPO, "model.loss=chunked"], "model.loss = chunked … task = grpo does not use; set it to auto or full"),
     (["task=dpo", "model={loss: full, loss_chunk_tokens: 8}"], "model.loss_chunk_tokens = 8 … task = pretrain, sft"),
+    (
+        ["optimizer={learning_rate: 0, groups: [{match: '*', learning_rate: 0}]}"],
+        "optimizer.groups gives a learning rate while optimizer.learning_rate = 0; set the latter",
+    ),
     (["schedule.decay_fraction=0.1"], "schedule.decay_fraction = 0.1 is only read by schedule.name = wsd; remove it"),
     (["data={source: text, path: a.txt, split: test}"], "data.split = 'test' is only read by source = hub; remove it"),
     (["checkpoint.keep_best=2", "evaluate.every_steps=0"], "checkpoint.keep_best = 2 needs the losses of evaluations"),
