@@ -438,7 +438,8 @@ class Collector:
         """
         kept = int(np.searchsorted(np.frombuffer(self._step, np.int64), step)) if self._step else 0
         self.abandoned += len(self._step) - kept
-        for column in (*self._columns.values(), *self._metrics.values()):
+        columns: list[array[Any]] = [*self._columns.values(), *self._metrics.values()]
+        for column in columns:
             del column[kept:]
         for kind, events in self._state.items():
             self._state[kind] = [
