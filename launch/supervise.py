@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -25,6 +27,7 @@ from typing import Any, Self
 from config.cli import BROKEN, CONFIG_ERROR, DIVERGED, PREEMPTED, UNSAVED, Arguments, entry_point
 from config.command_line import parse
 from config.errors import UserError
+from config.json_text import object_in
 from config.load import load_config
 from config.machine.processes import describe_exit
 from config.schema import Config
@@ -50,7 +53,7 @@ class Session:
     furthest: int = -1
     """Highest step attempted; -1 if none."""
     saved: int = -1
-    """Step of its newest checkpoint; -1 if none."""
+    """Step of its newest checkpoint in the run folder or in `checkpoint.dir`; -1 if none."""
     exit_code: int | None = None
     """Exit code in the run_end event; None without such an event, or if it says that the run crashed."""
     reason: str = ""
@@ -98,7 +101,8 @@ class Run:
         return (file.st_ino, file.st_size)
 
     def session_since(self, position: tuple[int, int]) -> Session:
-        """Summary of the events written since `position`, as from `events_end`; run.resume=never starts a new file."""
+        """Summary of the events written since `position`, as from `events_end`, and of checkpoints published since;
+        run.resume=never starts a new file."""
         from tracking.jsonl import Follower  # imports orjson, which is not needed to start
 
         file = Follower(self.events)
@@ -115,6 +119,12 @@ class Run:
                     furthest = max(furthest, event["step"])
                 case "checkpoint":
                     saved = max(saved, event["step"])
+        # Published, but not yet read back or uploaded, or the upload failed: the next session does that.
+        for path in self.events.parent.glob("checkpoints/step-*/manifest.json") if times else ():
+            with suppress(KeyError, TypeError, ValueError):
+                manifest = object_in(path)
+                if datetime.fromisoformat(manifest["written"]).timestamp() >= times[0]:
+                    saved = max(saved, int(manifest["step"]))
         return Session(
             furthest=furthest,
             saved=saved,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,9 @@ from launch.hosts import Hosts, most_that_fit, selected
 from launch.supervise import Run, Session
 from tests.support.jobs import launches
 from tests.support.jobs.launches import BIN, output_of
+from tests.support.runs.compare_runs import start_fields
 from tests.support.runs.long_record import STEPS, peak_memory, write_long_record
+from tracking.jsonl import encode
 
 DIED = {"exit": 1, "steps": 3, "saved": 2}
 DONE = {"exit": 0, "steps": 6, "end": [0, ""]}
@@ -310,6 +313,22 @@ def test_the_events_of_a_long_run_are_not_held_to_restart_it(tmp_path):
         session = run.session_since((0, 0))
     assert session == Session(STEPS, STEPS - 1, 75, "max_minutes", float(STEPS))
     assert peak[0] < size / 4
+
+
+def test_a_checkpoint_that_awaits_its_upload_counts_as_saved(tmp_path):
+    """One of an earlier session, or fetched from the store, does not."""
+    run = Run(Config(run=RunSection(dir=str(tmp_path), name="it")))
+    run.events.parent.mkdir()
+    start = {"event": "run_start", "step": 0, "tokens": 0, "time": 1.7e9, **start_fields()}
+    run.events.write_bytes(encode(start))
+    for step, moment in ((2, 1.7e9 - 1), (4, 1.7e9 + 1)):
+        folder = run.events.parent / f"checkpoints/step-{step}"
+        folder.mkdir(parents=True)
+        assert run.session_since((0, 0)).saved == -1
+        written = datetime.fromtimestamp(moment, UTC).isoformat(timespec="milliseconds")
+        (folder / "manifest.json").write_text(json.dumps({"step": step, "written": written}))
+    assert run.session_since((0, 0)).saved == 4
+    assert run.session_since(run.events_end()).saved == -1
 
 
 def test_a_launcher_that_hangs_after_a_rank_was_lost_is_ended():
