@@ -144,20 +144,26 @@ class Chat:
         return Tokens(ids, trained)
 
     def _whole(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
-        """The text of a conversation. Raises BadRow if the template leaves out its tools or their calls."""
+        """The text of a conversation. Raises BadRow if the template leaves out its tools, their calls or a part of a
+        content that is a list, or writes the list as it is."""
         text = self._render(example, messages, generate=generate)
+        marked = [{**message, "content": _marked_parts(message["content"])} for message in messages]
+        if marked != messages and _PLACEHOLDER in self._render(example, marked, generate=generate):
+            raise BadRow(
+                "messages", f"have a content that is a list, which the chat template writes as it is; {_PARTS}"
+            )
         others = [("tools", replace(example, tools=None), messages)] if example.tools else []
         for index, message in enumerate(messages):
-            if message.get("tool_calls"):
-                silent = {key: value for key, value in message.items() if key != "tool_calls"}
+            for key, silent in _silenced(message):
                 changed = [*messages[:index], silent, *messages[index + 1 :]]
-                others.append((f"messages[{index}].tool_calls", example, changed))
+                others.append((f"messages[{index}].{key}", example, changed))
         for where, without, turns in others:
             rendered = None
             with suppress(BadRow):  # a template that refuses the rest reads them
                 rendered = self._render(without, turns, generate=generate)
             if rendered == text:
-                raise BadRow(where, "are left out by the chat template; set data.chat_template to one that has them")
+                advice = _PARTS if "content" in where else "set data.chat_template to one that has it"
+                raise BadRow(where, f"is left out by the chat template; {advice}")
         return text
 
     def _render(self, example: Example, messages: Messages, *, generate: bool = False) -> str:
@@ -272,9 +278,25 @@ class Chat:
                     raise BadRow(where, f"spells the control token {found[0]} and would become it; remove it")
 
 
+_PARTS = "write the content as one text, or set data.chat_template to one that reads parts"
 _PLACEHOLDER = "PLACEHOLDER4711"
 """Rendered in place of an answer to see where its content would begin."""
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def _marked_parts(content: Any) -> Any:
+    """A content whose parts, if it has some, have a key that no template reads."""
+    return [{**part, _PLACEHOLDER: ""} for part in content] if isinstance(content, list) else content
+
+
+def _silenced(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The message without what a template may leave out: its calls of tools, and each part of its content."""
+    if message.get("tool_calls"):
+        yield "tool_calls", {key: value for key, value in message.items() if key != "tool_calls"}
+    parts = message["content"] if isinstance(message["content"], list) else []
+    for at, part in enumerate(parts):
+        if str(part.get("text", part)).strip():  # white space may be trimmed away
+            yield f"content[{at}]", {**message, "content": parts[:at] + parts[at + 1 :]}
 
 
 def _texts(value: Any) -> Iterator[str]:

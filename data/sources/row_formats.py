@@ -236,7 +236,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
         parts = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
         if not isinstance(content, str) and not parts and not (content is None and message.get("tool_calls")):
             raise BadRow(f"{where}.content", f"is {json_kind(content)}, not text")
-        found.append(message if content is not None else {**message, "content": ""})
+        found.append(message if content else {**message, "content": ""})
     return found
 
 

@@ -300,8 +300,43 @@ def test_a_template_that_leaves_out_tools_is_refused(tools: list[Any] | None, na
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     example = Example(messages=[{"role": "user", "content": "Hi"}, call], tools=tools)
     for read in (chat.tokens, chat.prompt):
-        with pytest.raises(BadRow, match=f"{named}: are left out by the chat template; set data.chat_template"):
+        with pytest.raises(BadRow, match=f"{named}: is left out by the chat template; set data.chat_template"):
             read(example)
+
+
+_TURN = "{{ '<|im_start|>' + m['role'] + '\n' + CONTENT + '<|im_end|>\n' }}"
+_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+_OF_TEXTS = "{% set x = m['content'] if m['content'] is string else '' %}" + _TURN.replace("CONTENT", "x")
+_OF_PARTS = (
+    "{% set x = namespace(all='') %}{% for part in m['content'] %}{% if part['type'] == 'text' %}"
+    "{% set x.all = x.all + part['text'] | trim %}{% endif %}{% endfor %}" + _TURN.replace("CONTENT", "x.all")
+)
+READING_PARTS = [
+    (_OF_TEXTS, "is left out"),
+    (_TURN.replace("CONTENT", "m['content'] | trim"), "a list, which the chat template writes as it is"),
+    (_TURN.replace("CONTENT", "m['content'] | tojson"), "a list, which the chat template writes as it is"),
+    (_TURN.replace("CONTENT", "m['content'][0]['text']"), r"content\[2\]: is left out"),
+    (_OF_PARTS, ""),
+]
+
+
+@pytest.mark.parametrize(("turn", "problem"), READING_PARTS)
+def test_a_content_of_parts_is_what_the_template_reads_or_is_refused(turn: str, problem: str) -> None:
+    tokenizer, template = tokenizer_of(SHAPES["chatml"].special), "{% for m in messages %}" + turn + "{% endfor %}"
+    chat = Chat(tokenizer, template=template + _PROMPT, train_on="assistant")
+    parts = [{"type": "text", "text": text} for text in ("Hel", " ", "lo")]
+    row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}]}
+    example = read_example(row, "messages", "text")
+    if problem:
+        for read in (chat.tokens, chat.prompt):
+            with pytest.raises(BadRow, match=f"{problem}.*; write the content as one text, or set data.chat_template"):
+                read(example)
+        return
+    found = chat.tokens(example)
+    assert tokenizer.decode(found.ids[found.trained]) == "Hello<|im_end|>"
+    example = read_example({"messages": [{"role": "user", "content": [*parts, {"type": "image"}]}]}, "messages", "text")
+    with pytest.raises(BadRow, match=r"messages\[0\].content\[3\]: is left out"):
+        chat.prompt(example)
 
 
 @pytest.mark.parametrize("where", [r"messages\[0\].reasoning_content", r"messages\[0\].tool_calls", "tools"])
