@@ -26,7 +26,6 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.checkpoint.store.remote import Remote
-from training.checkpoint.store.store import Store
 from training.corruption.checks import Checks
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
@@ -38,7 +37,7 @@ from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
 from training.promotions import Promotions
-from training.session import Session, run_dir_of
+from training.session import Session, run_dir_of, store_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
 
@@ -165,12 +164,10 @@ def assemble(
 def open_checkpoints(
     resolved: Resolved, folder: Path, world: World, *, identity: dict[str, Any], save_world: World | None = None
 ) -> Checkpoints:
-    """The run's checkpoints as configured. Raises UserError for a missing key or an unusable store."""
+    """The run's checkpoints as configured. Raises UserError for a missing key."""
     section = resolved.config.checkpoint
     keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
-    if section.dir is not None:
-        store = Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
-        world.on_main(store.require_usable)
+    if (store := store_of(resolved)) is not None:
         remote, keep = Remote(store, keep), Retention(1)
     return Checkpoints(
         folder,

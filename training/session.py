@@ -32,6 +32,7 @@ from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import by_step
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
+from training.checkpoint.store.store import Store
 from training.distributed import World
 from training.engine import Engine, build_engine
 from training.engine.rng import seed_everything
@@ -277,6 +278,15 @@ def batch_shape(resolved: Resolved, corpus: Corpus) -> dict[str, Any]:
     }
 
 
+def store_of(resolved: Resolved) -> Store | None:
+    """The run's folder in `checkpoint.dir`, if configured. Raises UserError when no file system is installed for it, or
+    a secret is in its settings."""
+    section = resolved.config.checkpoint
+    if section.dir is None:
+        return None
+    return Store(f"{section.dir.rstrip('/')}/{resolved.config.run.name}", section.storage_options)
+
+
 def run_dir_of(resolved: Resolved) -> RunDir:
     run = resolved.config.run
     return RunDir(Path(run.dir).expanduser() / run.name)
@@ -284,12 +294,15 @@ def run_dir_of(resolved: Resolved) -> RunDir:
 
 @contextmanager
 def locked_run_dir(resolved: Resolved, world: World) -> Iterator[RunDir]:
-    """The run folder, created and locked by rank 0. A collective. Raises UserError on every rank."""
+    """The run folder, created and locked by rank 0. A collective. Raises UserError on every rank, also for a store that
+    cannot be used."""
     run = resolved.config.run
     root, error = Path(run.dir).expanduser(), None
     with ExitStack() as ends:
         if world.is_main:
             try:
+                if (store := store_of(resolved)) is not None:  # before an earlier run's folder is moved away
+                    store.require_usable(empty=run.resume == "never")
                 ends.enter_context(created_and_locked(root, run.name, fresh=run.resume == "never"))
             except Exception as problem:  # raised on every rank, so that none waits for rank 0
                 error = problem

@@ -88,14 +88,6 @@ class Remote:
 
         return _asked(world, read)
 
-    def require_empty(self, world: World) -> None:
-        """Raises UserError, on every rank, if there are checkpoints of another run: they would be mixed up."""
-        if steps := _asked(world, self.store.steps):
-            raise UserError(
-                f"checkpoint.dir = {self.store.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, "
-                "while run.resume = never; use another run.name or checkpoint.dir, or delete them"
-            )
-
     def _publish(self, folder: Path, step: int) -> None:
         self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
         record = read_record(folder.parent)

@@ -264,16 +264,22 @@ class Store(StoreFiles):
         for name in self.find(f"step-{step}"):
             self.remove(name)
 
-    def require_usable(self) -> None:
-        """Write, list and delete a small object, to find problems before training starts. Raises UserError."""
+    def require_usable(self, *, empty: bool = False) -> None:
+        """Write, list and delete a small object, to find problems before training starts. empty: there must be no
+        checkpoints, which would be mixed up with another run's. Raises UserError."""
         name = f".probe-{os.getpid()}-{random.getrandbits(32):08x}"
         probe = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
         try:
             probe.upload_text(name, "Mantissa was here\n")
-            probe.steps()
+            steps = probe.steps()
             probe.remove(name)
         except StoreError as error:
             raise UserError(f"checkpoint.dir = {error}") from error
+        if empty and steps:
+            raise UserError(
+                f"checkpoint.dir = {self.url}: holds checkpoints of an earlier run, up to step {steps[-1]}, while "
+                "run.resume = never; use another run.name or checkpoint.dir, or delete them"
+            )
 
     def _listing(self) -> dict[int, set[str]]:
         found: dict[int, set[str]] = {}

@@ -62,6 +62,7 @@ def test_a_run_goes_on_from_the_store_alone_as_if_nothing_had_been(store: S3Serv
     assert trace(tmp_path, "lost") == whole[4:]
     output += finish(command("python", tmp_path, "lost", *given, "run.resume=never"), exit_code=2)
     assert "holds checkpoints of an earlier run, up to step 6" in output.splitlines()[-1]
+    assert (run / "events.jsonl").is_file() and [path.name for path in run.parent.glob("lost.*")] == []
     assert "Traceback" not in output
     check_no_secret_is_written(tmp_path, output)
 
