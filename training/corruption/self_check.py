@@ -367,7 +367,8 @@ class SelfCheck:
     def _fresh(self) -> torch.nn.Module:
         config = self._resolved.config
         kind = model_class_of(config)
-        model = empty_model(config.model, copy.deepcopy(self._shape), model_class=kind)
+        model: Any = empty_model(config.model, copy.deepcopy(self._shape), model_class=kind)
+        model.drawn = getattr(self._engine.model, "drawn", [])  # which decides what an adapter trains whole
         return add_adapter(model, config.adapter, seed=config.run.seed, model_class=kind)
 
     def _draws(self, outcome: Outcome) -> list[Row]:

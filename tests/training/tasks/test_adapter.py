@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.jobs.launches import events
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.jobs.task_jobs import overrides_of
 from tests.support.models.plain_steps import require_equal
 from tests.support.models.small_run import manifest_of
 from tests.support.rows.chats import write_folder
+from tests.training.checkpoint.resume_cases import checkpoint_of, name_of
 from tests.training.tasks import sft_cases as cases
 from training.checkpoint.reader import PLAIN
 
@@ -66,6 +69,21 @@ def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path,
     assert {name.rpartition("q_proj.")[2] for name in own} == {"base_layer", "lora_A.default", "lora_B.default"}
     assert set(own.values()) == {"fp32"}
     assert regions["model.layers.0.self_attn.k_proj.lora_A.default"] == "bf16"
+
+
+SOUND = {
+    # the files of a masked language model have no pooler, of which the adapter trains a copy
+    "classify": ("classify, LoRA", []),
+}
+
+
+@pytest.mark.parametrize("what", SOUND)
+def test_nothing_is_said_of_a_sound_run(solo: ProcessGroup, every_task: Path, what: str) -> None:
+    name, further = SOUND[what]
+    run, given = f"sound-{name_of(what)}", [*overrides_of(every_task, name), *further, "guard.self_check_every=1"]
+    checkpoint_of(solo, every_task, run, given)
+    assert len(events(every_task, run, "precision")) == 1 and len(events(every_task, run, "self_check")) == 2
+    assert not events(every_task, run, "warning")
 
 
 ADAPTERS = {
