@@ -79,9 +79,12 @@ class Regions:
 
     @property
     def may_idle(self) -> frozenset[str]:
-        """Regions that may show no matmul in a healthy pass: norms, modules found by their parameters, experts."""
+        """Regions that may show no matmul in a healthy pass: norms, modules found by their parameters, experts, and
+        what `peft` trains a copy of, which computes while the adapter is off."""
         return frozenset(
-            name for name, kind in self._kinds.items() if kind in ("norm", "functional") or "expert" in name
+            name
+            for name, kind in self._kinds.items()
+            if kind in ("norm", "functional") or "expert" in name or "original_module" in name.split(".")
         )
 
     def uses(self, compute: str) -> bool:

@@ -71,9 +71,12 @@ def test_rules_of_a_manifest_reach_the_adapter(pair: ProcessGroup, folder: Path,
     assert regions["model.layers.0.self_attn.k_proj.lora_A.default"] == "bf16"
 
 
+_UNDER_A_MANIFEST = ["precision={compute: auto, manifest: config/manifests/bf16.json}"]
 SOUND = {
     # the files of a masked language model have no pooler, of which the adapter trains a copy
     "classify": ("classify, LoRA", []),
+    "classify, manifest": ("classify, LoRA", _UNDER_A_MANIFEST),
+    "head, manifest": ("sft, LoRA", ["adapter={kind: lora, r: 4, modules_to_save: [lm_head]}", *_UNDER_A_MANIFEST]),
 }
 
 
