@@ -231,6 +231,8 @@ class Passes:
         output."""
         if any(tensor._version != version for tensor, version in call.versions):
             raise ValueError("its inputs are changed in place")
+        if any(isinstance(item, nn.Module) for item in tree_leaves((call.args, call.kwargs))):  # as DoRA's magnitudes
+            raise ValueError("it is given modules, which compute in the run's dtypes")
         regions, attention = self._engine.regions, self._resolved.config.model.attention
         made, gradients = list[list[torch.Tensor]](), list[torch.Tensor]()
         planned = None if regions is None else DTYPES.get(regions.dtypes.get(name, ""))

@@ -77,6 +77,7 @@ SOUND = {
     "classify": ("classify, LoRA", []),
     "classify, manifest": ("classify, LoRA", _UNDER_A_MANIFEST),
     "head, manifest": ("sft, LoRA", ["adapter={kind: lora, r: 4, modules_to_save: [lm_head]}", *_UNDER_A_MANIFEST]),
+    "dora, manifest": ("sft, LoRA", ["adapter={kind: dora, r: 4}", *_UNDER_A_MANIFEST]),
 }
 
 
