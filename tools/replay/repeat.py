@@ -27,6 +27,7 @@ from training.parts import Parts
 from training.progress import Progress
 from training.session import session
 from training.step import train_step
+from training.telemetry import Telemetry
 
 _SUMS = ("loss", "grad_norm")
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr", "applied", "sample_ids_sha256")
@@ -101,8 +102,16 @@ def restored(
         state = checkpoints.load(found, opened.engine) if found else None
         if new_scale and state is not None:
             state = {**state, "scaler": None}
+        config, engine = resolved.config, opened.engine
+        judged = config.guard.warnings and config.telemetry.every_steps  # signals that the guard judges steps by
         parts, progress = assemble(
-            resolved, opened.engine, opened.batches, record=Record([collector]), checkpoints=checkpoints, state=state
+            resolved,
+            engine,
+            opened.batches,
+            record=Record([collector]),
+            checkpoints=checkpoints,
+            state=state,
+            telemetry=Telemetry(engine, probe=False) if judged else None,
         )
         log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         steps = [event for event in recorded.steps if event["step"] > progress.step]

@@ -169,6 +169,15 @@ def test_a_replay_goes_on_from_the_nearest_checkpoint_on_as_many_processes(finis
     assert "no such step; its events end at step 6" in replay(finished, "it", 60, exit_code=2)
 
 
+def test_a_replay_judges_by_the_warnings_of_telemetry_as_the_run_did(folder):
+    """From the seed, with the measurement that the guard answered, and from a checkpoint that knows of it."""
+    given = ["telemetry.every_steps=1", "warnings.attention_logit=0.0001", "guard.warnings=[attention_logit]"]
+    finish(command("python", folder, "warned", *given, "evaluate.every_steps=0"))
+    assert [event["applied"] for event in events(folder, "warned", "step")].count(False) >= 1
+    for step in (2, 4):
+        assert replay(folder, "warned", step).splitlines()[-1] == "reproduced"
+
+
 def test_a_replay_says_which_step_came_out_differently(folder, finished):
     copy = folder / "runs" / "doctored"
     shutil.copytree(finished / "runs" / "it", copy)
