@@ -321,21 +321,17 @@ class Telemetry:
         return agreement
 
     def _through_regions(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """FP32 gradients of the step's mean loss on the manifest path: the same modules with every region in FP32."""
+        """FP32 gradients of the step's mean loss on the manifest path: the same modules in FP32."""
         engine, regions = self._engine, self._engine.regions
         assert regions is not None
-        before = dict(regions.dtypes)
-        for name in before:
-            regions.set(name, "fp32")
-        engine.forward_backward(batch, step=0)
+        with regions.in_fp32():
+            engine.forward_backward(batch, step=0)
         gradients = {}
         for name, parameter in self._parameters.items():
             gradient = tensors.whole_gradient(engine, parameter)
             if gradient is not None:  # to the host one by one: all of them need not fit on the device
                 gradients[name] = gradient.cpu()
         engine.discard_gradients()
-        for name, compute in before.items():
-            regions.set(name, compute)
         return gradients
 
     def _through_masters(self, batch: Batch) -> dict[str, torch.Tensor]:

@@ -28,7 +28,8 @@ from training.telemetry import Telemetry
 def measured(
     world: World, *, stage: int, compute: str, probe: bool, folder: str = "", manifest: dict | None = None
 ) -> dict[str, Any]:
-    """One measured step, the masters with and without having measured, and plain torch's FP32 gradient norms."""
+    """One measured step, the masters with and without having measured, and the FP32 gradient norms of the probe and of
+    plain torch."""
     overrides = ["precision.loss_scale.initial=256"]
     if manifest is not None:
         overrides += manifest_of(folder, manifest)
@@ -44,6 +45,7 @@ def measured(
                 except UserError as error:
                     return {"refused": str(error)}
                 with telemetry.watching(batch):
+                    probed = dict(telemetry._reference)
                     outcome = engine.forward_backward(batch, step=1)
                 health = engine.health(outcome)
                 oracle = _oracle(engine)
@@ -68,6 +70,7 @@ def measured(
         "update_ratios": {module: (move / own) ** 0.5 for module, (move, own) in moves.items()},
         "oracle": oracle,
         "reference": _reference_norms(resolved, before),
+        "probed": {name.rpartition(".")[0]: float(gradient.norm()) for name, gradient in probed.items()},
     }
 
 

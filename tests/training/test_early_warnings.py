@@ -241,14 +241,15 @@ def test_the_probe_runs_recomputed_blocks_with_the_masters_too(pair):
 
 def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, tmp_path):
     rule = {"match": "*.layers.1.*", "compute": "bf16", "reason": "a test"}
-    manifest = {"default": "fp32", "rules": [rule]}
-    for stage in (0, 1, 2, 3):
+    for stage, default in ((0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (2, "bf16")):
+        manifest = {"default": default, "rules": [rule]}
         arguments = {"stage": stage, "compute": "fp32", "probe": True, "folder": str(tmp_path), "manifest": manifest}
         for result in pair.run(telemetry_cases.measured, **arguments):
             assert result["unchanged"]
             errors = {name: agreement["relative_error"] for name, agreement in result["telemetry"]["probe"].items()}
             assert errors["model.layers.1.mlp.up_proj.weight"] > 1e-3
             assert all(error < 5e-2 for error in errors.values())
+            assert result["probed"] == pytest.approx(result["reference"], rel=1e-5)
 
 
 def test_what_fp8_flushes_is_measured_and_changes_nothing(pair, tmp_path):
