@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 from safetensors import safe_open
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from config.schema import DataSection
@@ -24,6 +23,7 @@ from data.rows.packing import by_number
 from data.rows.row_preparation import BatchEncoder, EncodedRows, Preparation, Row, batches_of, source_of_texts
 from data.sources.labelled_rows import LabelledRow, read_labelled
 from data.sources.sources import Source
+from data.text.encode import encoder_of_text
 from data.text.preparation_progress import ProgressFile
 from data.text.prepare import prepared
 from data.text.tokenizer import make_encoder_tokenizer, tokenizer_identity
@@ -57,10 +57,7 @@ class LabelledEncoder(BatchEncoder):
     def __init__(self, tokenizer: PreTrainedTokenizerFast, data: DataSection) -> None:
         super().__init__(data)
         self.numbers = defaultdict[str, int](count().__next__)
-        self._encoder: Tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        self._encoder.no_padding()
-        self._encoder.no_truncation()
-        self._encoder.encode_special_tokens = True  # a text that spells [SEP] stays text
+        self._encoder = encoder_of_text(tokenizer.backend_tokenizer.to_str())
         if data.too_long != "drop":
             side = data.too_long.removeprefix("truncate_")
             self._encoder.enable_truncation(data.sequence_length, direction=side)

@@ -170,7 +170,7 @@ def make_packing_encoder(data: DataSection, tokenizer: str) -> Callable[[list[Fo
 
 def _work(data: DataSection, tokenizer_folder: Path) -> Work:
     """The work of tokenizing rows. data: with its format resolved."""
-    digest = hashlib.sha256(f"{_VERSION}.2 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
+    digest = hashlib.sha256(f"{_VERSION}.3 {tokenizers.__version__} {transformers.__version__} {data.format}".encode())
     for file in sorted(tokenizer_folder.iterdir()):
         digest.update(file.name.encode() + file.read_bytes())
     arguments = (data, str(tokenizer_folder))

@@ -25,6 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from config.errors import one_line
 from data.sources.row_formats import BadRow, Example, Messages
+from data.text.encode import encoder_of_text
 
 Spans = list[tuple[int, int]]
 """First character of each answer, and the position after its last, in order."""
@@ -56,6 +57,7 @@ class Chat:
         self._words = tuple(sorted(words, key=len, reverse=True))
         self._control = re.compile("|".join(map(re.escape, self._words))) if words else None
         self._encoder = _with_exact_offsets(tokenizer)
+        self._encoder_of_text = encoder_of_text(self._encoder.to_str())
         self._leading = leading_tokens(self._encoder)
 
     def renders(self, example: Example) -> bool:
@@ -232,8 +234,8 @@ class Chat:
         self, text: str, spans: Spans, *, control_tokens: bool, ends: list[int] | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
         """Ids of the text, and which of them belong to the spans. ends: end of each span's turn."""
-        self._encoder.encode_special_tokens = not control_tokens
-        encoding = self._encoder.encode(text, add_special_tokens=False)
+        encoder = self._encoder if control_tokens else self._encoder_of_text
+        encoding = encoder.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int64)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         trained = np.zeros(len(ids), dtype=bool)

@@ -85,8 +85,8 @@ class SourceAndTarget(Chat):
 
     def _text_ids(self, text: str, *, control_tokens: bool) -> np.ndarray:
         """Ids of a text with the special tokens that the tokenizer adds. control_tokens: the text may spell some."""
-        self._encoder.encode_special_tokens = not control_tokens
-        return np.array(self._encoder.encode(text).ids, dtype=np.int64)
+        encoder = self._encoder if control_tokens else self._encoder_of_text
+        return np.array(encoder.encode(text).ids, dtype=np.int64)
 
 
 def sides(ids: np.ndarray, trained: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ locks held in the parent, and it should start in a fraction of a second.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 PIECE_CHARACTERS = 1 << 18
 """[characters] Longer documents are encoded in pieces cut after a line end: the tokenizer needs hundreds of bytes of
 memory per token, and one file may be a whole corpus."""
+_IN_NO_TEXT = "\uffff\uffff"
+"""Beginning of names that no text spells: these code points are no characters."""
 
 
 def is_validation(document: str | bytes, fraction: float) -> bool:
@@ -24,6 +27,24 @@ def is_validation(document: str | bytes, fraction: float) -> bool:
     content = document.encode() if isinstance(document, str) else document
     digest = hashlib.blake2b(content, digest_size=8, person=b"split").digest()
     return int.from_bytes(digest, "little") < fraction * 2.0**64
+
+
+def encoder_of_text(tokenizer_json: str) -> Tokenizer:
+    """The tokenizer, without truncation and padding, for which text that spells a control token stays text."""
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    if isinstance(tokenizer.model, models.Unigram):  # control tokens are pieces, too, and found whatever is set below
+        document = json.loads(tokenizer_json)
+        vocabulary = document["model"]["vocab"]
+        for token in document["added_tokens"]:
+            if token["special"]:
+                token["content"] = f"{_IN_NO_TEXT}{token['id']}"
+                if token["id"] < len(vocabulary):
+                    vocabulary[token["id"]][0] = token["content"]
+        tokenizer = Tokenizer.from_str(json.dumps(document))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
 
 
 class DocumentEncoder:
@@ -41,11 +62,7 @@ class DocumentEncoder:
         """bytewise: the tokenizer is that of `bytes`, a table of bytes. begin: [ids] put before every document."""
         # Parallelism comes from the processes; threads in each of them would only compete for the cores.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        self._tokenizer = Tokenizer.from_str(tokenizer_json)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        # Text that spells a special token stays text: only the end of a document becomes an end-of-document token.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer = encoder_of_text(tokenizer_json)
         self._begin, self._end = np.array(begin, dtype=dtype), np.array([end_of_document], dtype=dtype)
         self._fraction = validation_fraction
         self._byte_ids = byte_ids().astype(dtype) if bytewise else None

@@ -61,7 +61,7 @@ SHARD_TOKENS = 1 << 26
 BATCH_CHARACTERS = 1 << 20
 """[characters] Text handed to a worker at a time; a longer document is a batch of its own."""
 _LONGEST_POLL_SECONDS = 5.0
-_RESULTS_VERSION = 2
+_RESULTS_VERSION = 3
 """Version of the format of kept results; those of other versions are not found."""
 MakeTokenizer = Callable[[str, Source, float], PreTrainedTokenizerFast]
 """Makes data.tokenizer's tokenizer from the source and data.validation_fraction."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import re
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -29,6 +30,7 @@ SCANNED_BYTES = 1 << 30
 """[bytes] The sample is drawn from this much text at the start of the source, so that drawing ends on any stream."""
 SMALLEST_BPE = 257
 """[tokens] 256 bytes and the end of a document."""
+_UNIGRAM = re.compile(rb'"type":\s*"Unigram"')
 _PROBE = "It's 12345 words, they'LL say:\n\n\tdef f(x):  return x + 1\r\n naïve — 你好 😀 998"
 """Text that splitting rules treat differently, but not by a space at the start, as Llama 2's old class does."""
 
@@ -38,13 +40,16 @@ def tokenizer_identity(spec: str) -> str:
     folder = Path(spec).expanduser()
     if is_made(spec) or not folder.is_dir():
         return spec
-    digest = hashlib.sha256()
+    digest, unigram = hashlib.sha256(), False
     slow = () if (folder / "tokenizer.json").is_file() else (".model", "vocab.txt")  # only then are they read
     for path in sorted(folder.iterdir()):
         named = "token" in path.name or path.name in {"vocab.json", "merges.txt"} or path.name.endswith(slow)
         if path.is_file() and named:
-            digest.update(path.name.encode() + b"\0" + hashlib.sha256(path.read_bytes()).digest())
-    return f"folder:{digest.hexdigest()}"
+            content = path.read_bytes()
+            digest.update(path.name.encode() + b"\0" + hashlib.sha256(content).digest())
+            unigram |= path.suffix == ".model" if slow else _UNIGRAM.search(content) is not None
+    # with these, text that spelt a control token became it in what was prepared before
+    return f"folder:{digest.hexdigest()}{':text' * unigram}"
 
 
 def make_tokenizer(spec: str, source: Source, validation_fraction: float) -> PreTrainedTokenizerFast:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from data.batches.loader import IGNORED_LABEL
 from data.corpora.labelled_shards import LabelledShards
+from tests.support.rows.chats import unigram
 from tests.support.rows.labelled import tokenizer, write_rows
 from tests.support.runs.showing import Show, error_of, shower
 
@@ -106,9 +108,16 @@ def test_a_word_is_labelled_at_its_first_token_and_a_long_row_is_cut(made: Path,
     assert prepared(made, tmp_path, [row, short], *options[::2]).counts["dropped"] == 1
 
 
-def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path) -> None:
-    corpus = prepared(made, tmp_path, [{"text": "a [SEP]", "label": 0}, {"text": "a", "label": 1}])
-    assert (corpus.train.labelled(0).tokens == tokenizer().sep_token_id).sum() == 1
+@pytest.mark.parametrize("kind", ["word pieces", "unigram"])
+def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path, kind: str) -> None:
+    own: PreTrainedTokenizerFast = tokenizer()
+    if kind == "unigram":
+        model, given = unigram(["[PAD]", "<unk>", "[CLS]", "[SEP]"]), own.special_tokens_map
+        model.post_processor = own.backend_tokenizer.post_processor
+        own = PreTrainedTokenizerFast(tokenizer_object=model, **given | {"unk_token": "<unk>"})
+    own.save_pretrained(tmp_path / "tokenizer")
+    corpus = prepared(tmp_path / "tokenizer", tmp_path, [{"text": "a [SEP]", "label": 0}, {"text": "a", "label": 1}])
+    assert (corpus.train.labelled(0).tokens == own.sep_token_id).sum() == 1
 
 
 def row(**fields: Any) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 from transformers.models.bart.modeling_bart import shift_tokens_right
 
 from config.load import load_config
@@ -21,6 +23,7 @@ from data.rows.prepare_rows import prepare_rows
 from data.show import main
 from data.sources.row_formats import alpaca_prompt
 from data.sources.seq2seq_rows import sides
+from tests.support.rows.chats import unigram
 from tests.support.rows.seq2seq import rows, tokenizer
 from tests.support.runs.showing import error_of
 
@@ -30,10 +33,14 @@ CHAT += "{% endif %}"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tokenizers of T5's and of BART's kind."""
+    """A folder with tokenizers of T5's and of BART's kind, and a Unigram."""
     folder = tmp_path_factory.mktemp("tokenizers")
     for family in ("t5", "bart"):
         tokenizer(family).save_pretrained(folder / family)
+    made = unigram(["<pad>", "</s>", "<unk>"])
+    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    fast.save_pretrained(folder / "unigram")
     (folder / "chat.jinja").write_text(CHAT)
     return folder
 
@@ -84,8 +91,10 @@ def test_every_form_is_what_transformers_makes_of_its_two_texts(made: Path, tmp_
         assert all(target[-1] == reference.eos_token_id for _, target in found)
 
 
-def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path) -> None:
-    [(source, target)] = sides_of(prepared(made, tmp_path, [{"prompt": "a </s>", "completion": "</s> b"}]))
+@pytest.mark.parametrize("family", ["t5", "unigram"])
+def test_a_text_that_spells_a_control_token_stays_text(made: Path, tmp_path: Path, family: str) -> None:
+    row = {"prompt": "a </s>", "completion": "</s> b"}
+    [(source, target)] = sides_of(prepared(made, tmp_path, [row], family=family))
     assert source.count(1) == target.count(1) == 1
 
 

@@ -33,6 +33,7 @@ from data.text.prepare import prepare
 from data.text.tokenizer import draw_sample, load_tokenizer, make_tokenizer, tokenizer_identity, vocabulary_size
 from tests.data.test_prepare import tokens
 from tests.support.rows import indexed_dataset
+from tests.support.rows.chats import unigram
 from tests.support.rows.jsonl import write_jsonl
 
 EXAMPLES = ["", " ", "def f(x):\n    return x\r\n", "ünï\x00cödé 🙂 \u2028 e\u0301"]
@@ -169,6 +170,8 @@ def test_identity_follows_a_folders_contents(tmp_path: Path) -> None:
         (folder / name).write_text("{}")
         seen.add(tokenizer_identity(str(folder)))
     assert len(seen) == 5
+    PreTrainedTokenizerFast(tokenizer_object=unigram(["<unk>"])).save_pretrained(folder)
+    assert tokenizer_identity(str(folder)).endswith(":text") and not identity.endswith(":text")
 
 
 def test_documents_begin_with_the_tokenizers_first_token_if_asked(tmp_path: Path) -> None:
@@ -207,11 +210,19 @@ def test_the_table_of_bytes_gives_what_its_tokenizer_gives(source: Source) -> No
     assert [tokenizer.decode([token]) for token in byte_ids()[:0x80].tolist()] == [chr(code) for code in range(0x80)]
 
 
-@pytest.mark.parametrize("bytewise", [True, False])
-def test_documents_end_with_the_end_of_document_and_nothing_else_does(source, bytewise, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", ["table", "bytes", "unigram"])
+def test_documents_end_with_the_end_of_document_and_nothing_else_does(source, kind, monkeypatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as the encoder sets it
-    tokenizer = make_tokenizer("bytes", source, 0.0)
-    texts = [text for text in EXAMPLES if text]
+    tokenizer, texts, bytewise = (
+        make_tokenizer("bytes", source, 0.0),
+        [text for text in EXAMPLES if text],
+        kind == "table",
+    )
+    if kind == "unigram":
+        made = unigram(["<unk>", END_OF_DOCUMENT])
+        made.add_special_tokens(["<later>"])  # which is no piece
+        tokenizer, texts = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END_OF_DOCUMENT), EXAMPLES[-1:]
+        texts += [f"<unk> <later> {document}" for document in texts]
     found = DocumentEncoder(tokenizer.backend_tokenizer.to_str(), tokenizer.eos_token_id, "uint16", 0.5, bytewise)(
         texts
     )

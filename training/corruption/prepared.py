@@ -10,6 +10,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from tokenizers import models
+from transformers import PreTrainedTokenizerFast
 
 from config.schema import Config, DataSection
 from data.corpora.corpus import Corpus, open_corpus
@@ -19,6 +21,7 @@ from data.corpora.shards import TokenShards
 from data.sources.row_formats import BadRow, Example, Found, read_examples
 from data.sources.row_sources import located_rows
 from data.sources.sources import Source, open_source
+from data.text.encode import encoder_of_text
 from data.text.tokenizer import load_tokenizer
 
 _ITEMS = 32  # documents or rows
@@ -51,12 +54,12 @@ def _wrong_documents(source: Source, corpus: Corpus, *, begins: bool) -> list[st
     tokenizer = load_tokenizer(corpus.tokenizer_folder)
     if source.ids_field is not None:
         raise ValueError("documents that are tokens already are not prepared again")
-    lead = _leading(tokenizer) if begins else []
+    lead, of_text = _leading(tokenizer) if begins else [], _of_text(tokenizer)
     splits: list[Any] = [corpus.train, corpus.validation]
     splits = [split.shards[0].array for split in splits if split.shards]
     places, wrong = [0] * len(splits), list[str]()
     for number, text in enumerate(islice(source.documents(Counter()), _ITEMS), 1):
-        ids = [*lead, *tokenizer(text[:_LONGEST], add_special_tokens=False, split_special_tokens=True).input_ids]
+        ids = [*lead, *of_text(text[:_LONGEST], add_special_tokens=False, split_special_tokens=True).input_ids]
         expected = np.array([*ids, corpus.end_of_document] if len(text) <= _LONGEST else ids[:_FEW])
         for which, (tokens, place) in enumerate(zip(splits, places, strict=True)):
             stored = tokens[place : place + len(expected)]
@@ -73,6 +76,7 @@ def _wrong_documents(source: Source, corpus: Corpus, *, begins: bool) -> list[st
 
 def _wrong_rows(data: DataSection, rows: Iterable[Found], corpus: Corpus, train: RowShards) -> list[str]:
     tokenizer, counts = load_tokenizer(corpus.tokenizer_folder), corpus.counts
+    of_text = _of_text(tokenizer)
     control = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     splits: list[Any] = [train, corpus.validation]
     places = [0, 0]
@@ -81,9 +85,8 @@ def _wrong_rows(data: DataSection, rows: Iterable[Found], corpus: Corpus, train:
         try:
             if isinstance(row, BadRow):
                 raise row
-            sides = [
-                _side(tokenizer, control, one, data) for one in read_examples(row, counts["format"], data.text_field)
-            ]
+            examples = read_examples(row, counts["format"], data.text_field)
+            sides = [_side(tokenizer, of_text, control, one, data) for one in examples]
         except BadRow:
             continue
         kept = _fitted(sides, data)
@@ -115,11 +118,11 @@ def _fitted(sides: list[Side], data: DataSection) -> list[Side]:
     return [(ids[part], np.concatenate([[0], known[part][1:]])) for ids, known in sides]
 
 
-def _side(tokenizer: Any, control: dict[int, str], example: Example, data: DataSection) -> Side:
-    """A row's tokens and labels. control: the tokenizer's control tokens. Raises BadRow."""
+def _side(tokenizer: Any, of_text: Any, control: dict[int, str], example: Example, data: DataSection) -> Side:
+    """A row's tokens and labels. of_text: see `_of_text`. control: the tokenizer's control tokens. Raises BadRow."""
     if example.messages is None or tokenizer.chat_template is None:
         text, start = example.prompt + example.completion, 0 if data.train_on == "all" else len(example.prompt)
-        ids, ends = _located(tokenizer, text, plain=True)
+        ids, ends = _located(of_text, text, plain=True)
         lead, end = _leading(tokenizer), tokenizer.eos_token_id
         known = np.concatenate([np.zeros(len(lead)), ends > start, [1]]).astype(np.int8)
         known[0] = 0
@@ -169,6 +172,13 @@ def _render(tokenizer: Any, example: Example, messages: list[dict[str, Any]]) ->
         )
     except Exception as error:
         raise BadRow("messages", "are refused by the chat template") from error
+
+
+def _of_text(tokenizer: Any) -> Any:
+    """The tokenizer for texts without control tokens, which transformers does not keep a Unigram from finding."""
+    if not isinstance(tokenizer.backend_tokenizer.model, models.Unigram):
+        return tokenizer
+    return PreTrainedTokenizerFast(tokenizer_object=encoder_of_text(tokenizer.backend_tokenizer.to_str()))
 
 
 def _leading(tokenizer: Any) -> list[int]:

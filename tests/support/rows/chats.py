@@ -66,6 +66,16 @@ def byte_level(size: int, special: Sequence[str], text: str) -> Tokenizer:
     return made
 
 
+def unigram(special: Sequence[str]) -> Tokenizer:
+    """T5's kind: a piece for each printable ASCII character, and one for each control token."""
+    pieces = [*((token, 0.0) for token in special), *((piece, -5.0) for piece in ["\u2581", *map(chr, range(33, 127))])]
+    made = Tokenizer(models.Unigram(pieces, unk_id=special.index("<unk>")))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens([*special])
+    return made
+
+
 def write_base(folder: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
     """A model of a few thousand random weights with a tokenizer that has a chat template, as `save_pretrained` does.
 

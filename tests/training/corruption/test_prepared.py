@@ -16,16 +16,16 @@ from data.rows import prepare_rows as rows
 from data.sources import chat
 from data.text import prepare
 from tests.support.rows.chat_templates import SHAPES
-from tests.support.rows.chats import WORDS, byte_level, write_chats, write_pairs
+from tests.support.rows.chats import WORDS, byte_level, unigram, write_chats, write_pairs
 from training.corruption.prepared import wrong_preparation
 
 Change = Callable[[chat.Tokens, PreTrainedTokenizerFast], tuple[np.ndarray, np.ndarray]]
 
 
-def configured(folder: Path, *overrides: str, shape: str = "chatml", task: str = "sft") -> Config:
-    """A config of `rows.jsonl`, with a tokenizer that has the template of a shape."""
-    special, text = SHAPES[shape].special, " ".join(WORDS)
-    own = byte_level(400, [*dict.fromkeys(["</s>", "<s>", *special])], text)
+def configured(folder: Path, *overrides: str, shape: str = "chatml", task: str = "sft", pieces: bool = False) -> Config:
+    """A config of `rows.jsonl`, with a tokenizer that has the template of a shape. pieces: a Unigram."""
+    special, text = [*dict.fromkeys(["</s>", "<s>", *SHAPES[shape].special])], " ".join(WORDS)
+    own = unigram([*special, "<unk>"]) if pieces else byte_level(400, special, text)
     fast = PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", clean_up_tokenization_spaces=False)
     fast.chat_template = SHAPES[shape].jinja
     fast.save_pretrained(folder / "tokenizer")
@@ -64,10 +64,11 @@ def test_nothing_is_said_of_rows_that_are_cut_or_dropped(tmp_path: Path, task: s
     assert not wrong(configured(tmp_path, f"data.too_long={too_long}", "data.sequence_length=40", task=task))
 
 
-def test_nothing_is_said_of_texts_with_bad_rows_among_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pieces", [False, True])
+def test_nothing_is_said_of_texts_with_bad_rows_among_them(tmp_path: Path, pieces: bool) -> None:
     lines: list[Any] = [{"prompt": f"the model {number} ", "completion": "a token </s>"} for number in range(20)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, [*lines[:3], {"prompt": 1}, *lines[3:]])))
-    assert not wrong(configured(tmp_path, "data.on_bad_row=skip"))
+    assert not wrong(configured(tmp_path, "data.on_bad_row=skip", pieces=pieces))
 
 
 def twice(row: chat.Tokens, _: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -116,11 +117,12 @@ def test_what_the_preparation_of_a_chat_does_wrong_is_found(
     assert found and all(name.startswith(f"{what} of {tmp_path}/rows.jsonl:") for name in found)
 
 
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("overrides", [[], ["data.begin_of_document=none"], ["data.validation_fraction=0.03"]])
-def test_nothing_is_said_of_documents(tmp_path: Path, overrides: list[str]) -> None:
+def test_nothing_is_said_of_documents(tmp_path: Path, overrides: list[str], pieces: bool) -> None:
     """With 0.03 none is drawn for validation, and the end of the longest is held out."""
     write_documents(tmp_path)
-    assert not wrong(configured(tmp_path, *overrides, task="pretrain"))
+    assert not wrong(configured(tmp_path, *overrides, task="pretrain", pieces=pieces))
 
 
 @pytest.mark.parametrize("defect", ["no end", "begins twice", "out of order"])
