@@ -605,7 +605,8 @@ class CheckpointSection:
 
     dir: str | None = None
     """[URL] s3://bucket/folder or another URL that fsspec supports: every checkpoint is also uploaded to URL/run.name,
-    in the background, and the run resumes from there. The run folder then keeps only the newest. null: none."""
+    in the background, and the run resumes from there. The run folder keeps the newest, and what is not there. null:
+    none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Options of fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""
     encryption_key: str | None = None

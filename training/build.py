@@ -166,9 +166,8 @@ def open_checkpoints(
 ) -> Checkpoints:
     """The run's checkpoints as configured. Raises UserError for a missing key."""
     section = resolved.config.checkpoint
-    keep, remote = Retention(section.keep, every=section.keep_every, best=section.keep_best), None
-    if (store := store_of(resolved)) is not None:
-        remote, keep = Remote(store, keep), Retention(1)
+    keep = Retention(section.keep, every=section.keep_every, best=section.keep_best)
+    store = store_of(resolved)
     return Checkpoints(
         folder,
         keep=keep,
@@ -178,7 +177,7 @@ def open_checkpoints(
         background=section.background == "always" or (section.background == "auto" and resolved.offload == "none"),
         verify_after_save=section.verify_after_save,
         opener=Opener.of(section),
-        remote=remote,
+        remote=Remote(store, keep) if store is not None else None,
         save_world=save_world,
     )
 

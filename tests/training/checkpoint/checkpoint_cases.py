@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from tools.replay.repeat import Collector
 from tracking.record import Record
 from training.build import assemble
 from training.checkpoint.checkpoints import Checkpoints
-from training.checkpoint.choice import newest
+from training.checkpoint.choice import by_step, newest, step_of
 from training.checkpoint.manifest import Written, layout_of, read_manifest, read_state
 from training.checkpoint.outcome import NotFinite, Saved, SaveFailed
 from training.checkpoint.retention import Retention
@@ -88,7 +89,7 @@ def save_steps(
     with engine_of(world, resolve(world, stage=stage, compute=compute)) as engine:
         checkpoints = Checkpoints(
             Path(folder),
-            keep=Retention(1) if store else rules,
+            keep=rules,
             identity={"stage": stage},
             world=world,
             run_name="tried",
@@ -138,6 +139,22 @@ def go_back_and_save(world: World, *, folder: str, to: str) -> None:
         checkpoints = Checkpoints(Path(folder), keep=Retention(9), identity={}, world=world)
         progress = restored(checkpoints, checkpoints.find(f"{folder}/{to}"), engine)
         saved(checkpoints, engine, progress.after(tokens=128, applied=True))
+
+
+def save_to_a_store_later(world: World, *, folder: str, store: str) -> list[list[int]]:
+    """The steps in the run folder after each save; those from 8 on are uploaded as well, which fails for 9 and 10."""
+    rules, left = Retention(1, every=2), list[list[int]]()
+    with engine_of(world, resolve(world, stage=1, compute="fp32")) as engine:
+        for remote, steps in ((None, (2, 4, 6)), (_remote(store, rules), (8, 9, 10, 11, 12))):
+            checkpoints = Checkpoints(Path(folder), keep=rules, identity={}, world=world, remote=remote)
+            for step in steps:
+                with pytest.MonkeyPatch.context() as patch:
+                    if step in (9, 10):
+                        patch.setattr(Store, "upload", Mock(side_effect=StoreError("the store is down")))
+                    checkpoints.start_save(engine, state_of(engine, Progress(step=step)))
+                    checkpoints.outcomes()
+                left.append([step_of(path) for path in reversed(by_step(Path(folder)))])
+    return left
 
 
 def save_without_descriptors(world: World, *, folder: str) -> list[str]:

@@ -115,6 +115,14 @@ def test_a_local_copy_that_rotted_is_fetched_again(pair, stored):
     assert found(pair, local) == ("step-3", [])
 
 
+def test_what_the_store_lacks_stays_in_the_run_folder_by_the_same_rules(pair, tmp_path):
+    """It was saved before there was a store, or its upload failed."""
+    left, _ = pair.run(checkpoint_cases.save_to_a_store_later, folder=f"{tmp_path}/here", store=f"{tmp_path}/store")
+    assert left[2:4] == [[2, 4, 6], [2, 4, 6, 8]]
+    assert left[4:] == [[2, 4, 6, 8, 9], [2, 4, 6, 8, 10], [2, 4, 6, 10, 11], [2, 4, 6, 10, 12]]
+    assert sorted(int(path.parent.name[5:]) for path in tmp_path.glob(f"store/*/{MANIFEST}")) == [8, 11, 12]
+
+
 def test_a_damaged_manifest_in_the_store_fails_no_save_that_looks_for_the_best(pair, stored):
     (stored / "store" / "step-0").mkdir()
     (stored / "store" / "step-0" / MANIFEST).write_text("{}")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from config.errors import UserError
 from training.checkpoint import commit
-from training.checkpoint.choice import newest
+from training.checkpoint.choice import by_step, manifest_in, newest, step_of
 from training.checkpoint.manifest import MANIFEST, Unusable, Written, read_manifest, shares_of
 from training.checkpoint.outcome import NotUploaded, SaveFailed, on_main
 from training.checkpoint.retention import Retention
@@ -33,7 +33,8 @@ class Remote:
         return f"{self.store.url}/step-{step}"
 
     def upload(self, world: World, folder: Path, step: int, files: dict[str, Written]) -> None:
-        """Upload the published checkpoint `folder`, then delete the expired ones. Raises NotUploaded on every rank."""
+        """Upload the published checkpoint `folder`, then delete the expired ones, and older ones in the run folder that
+        the store has. Raises NotUploaded on every rank."""
         there = self.url_of(step)
         try:
             on_main(world, lambda: self.store.delete(step), there)
@@ -90,8 +91,12 @@ class Remote:
 
     def _publish(self, folder: Path, step: int) -> None:
         self.store.publish(step, (folder / MANIFEST).read_text(encoding="utf-8"))
-        record = read_record(folder.parent)
-        for old in self.keep.expired(self.store.steps(), step, self._manifest, record):
+        there, record = self.store.steps(), read_record(folder.parent)
+        for path in by_step(folder.parent):  # what the store lacks stays, as the run folder's own rules have it
+            older = step_of(path)
+            if older < step and older in there and self._manifest(older) == manifest_in(path):
+                commit.drop(path)
+        for old in self.keep.expired(there, step, self._manifest, record):
             self.store.delete(old)
         for old in self.store.unfinished():
             if old < step:

@@ -74,10 +74,11 @@ def test_a_store_that_is_away_fails_saves_and_not_training(store: S3Server, tmp_
     output = finish(command("python", tmp_path, "none", *given, "checkpoint.dir=s3://nowhere/x"), exit_code=2)
     assert "NoSuchBucket" in output.splitlines()[-1] and "create the bucket" in output
     store.proxy.fail("PUT .*step-2/state.json", 403, times=100)
-    finish(command("python", tmp_path, "denied", *given))
+    finish(command("python", tmp_path, "denied", *given, "checkpoint.keep_every=2"))
     notes = [event["text"] for event in events(tmp_path, "denied", "note")]
     assert len(notes) == 1 and notes[0].startswith("checkpoint s3://away/mine/denied/step-2 was not saved: ")
     assert [event["step"] for event in events(tmp_path, "denied", "checkpoint")] == [4, 6]
+    assert {path.name for path in tmp_path.glob("runs/denied/checkpoints/step-*")} == {"step-2", "step-6"}
 
 
 @pytest.mark.slow
