@@ -14,7 +14,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -400,6 +400,18 @@ def _zeroed(model: PreTrainedModel) -> set[torch.nn.Parameter]:
 
 def attention_of(model: PreTrainedModel) -> str:
     return str(model.config._attn_implementation)
+
+
+@contextmanager
+def attending_in_fp32(model: PreTrainedModel) -> Iterator[None]:
+    """Context manager: what attends by a kernel of 16 bits attends as `ModelSection.wide_attention` has it."""
+    found = (getattr(each, "config", None) for each in model.modules())
+    with ExitStack() as stack:
+        for config in {id(own): own for own in found if isinstance(own, PretrainedConfig)}.values():  # T5 has copies
+            if ModelSection(attention=str(config._attn_implementation)).wide_attention == "auto":
+                usual = model.get_correct_attn_implementation(None)
+                stack.enter_context(patch.object(config, "_attn_implementation_internal", usual))
+        yield
 
 
 def count_parameters(model: Any, *, trained: bool = False, active: bool = False) -> int:

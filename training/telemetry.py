@@ -18,6 +18,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from config.errors import UserError
 from data.batches.loader import Batch
 from modeling.activation_checkpointing import blocks_of
+from modeling.build import attending_in_fp32
 from modeling.compiling import CompiledBlock
 from precision import sampling
 from precision.activation_signals import AttentionMeter, ChannelMeter, channel_figures
@@ -82,7 +83,8 @@ class Telemetry:
         regions, device = self._engine.regions, self._engine.world.device
         if self._probe:
             before = generators(device)
-            self._reference = self._through_masters(batch) if regions is None else self._through_regions(batch)
+            with attending_in_fp32(self._engine.model):
+                self._reference = self._through_masters(batch) if regions is None else self._through_regions(batch)
             restore_generators(before, device)
         model, unhooked = self._engine.model, self._engine.loss_path.unhooked()
         compiled = any(isinstance(block.__dict__.get("forward"), CompiledBlock) for block in self._blocks.values())

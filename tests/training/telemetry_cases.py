@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 from config.errors import UserError
 from precision.dtypes import DTYPES
+from tests.support.models.flash_on_cpu import flash_on_cpu
 from tests.support.models.gradient_oracle import gradient_statistics
 from tests.support.models.plain_steps import mean_label_loss
 from tests.support.models.small_run import batch_of, engine_of, manifest_of, masters_of, plain_model, resolve
@@ -102,6 +104,22 @@ def recomputed_probe(world: World, *, stage: int) -> dict[str, dict[str, bool]]:
         override: {name: bool(gradient.any()) and torch.equal(gradient, kept[name]) for name, gradient in own.items()}
         for override, own in others
     }
+
+
+def probed_beside_flash_attention(world: World, *, compute: str, overrides: Sequence[str]) -> list[str]:
+    """Parameters whose FP32 gradients are other ones where the step attends by a kernel that refuses FP32."""
+    batch, found = batch_of(world, 2, seed=1), []
+    resolved = resolve(world, stage=2, compute=compute, micro=2, overrides=overrides)
+    with flash_on_cpu(), engine_of(world, resolved) as engine:
+        telemetry, config = Telemetry(engine, probe=True), engine.model.config
+        for attention in ("sdpa", "flash_attention_2"):
+            config._attn_implementation_internal = attention
+            with telemetry.watching(batch):
+                found.append(telemetry._reference)
+                engine.forward_backward(batch, step=1)
+            engine.discard_gradients()
+            assert config._attn_implementation == attention
+    return [name for name, gradient in found[0].items() if not torch.equal(gradient, found[1][name])]
 
 
 def maxima(world: World) -> tuple[list[float], list[float]]:

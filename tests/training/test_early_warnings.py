@@ -13,6 +13,7 @@ from config.schema import GuardSection, WarningsSection
 from precision.guard import Guard, Verdict
 from precision.step_health import Health
 from tests.support.models import planted_trouble
+from tests.support.models.small_run import manifest_of
 from tests.training import telemetry_cases
 from training.early_warnings import REARM, EarlyWarning, EarlyWarnings
 
@@ -237,6 +238,13 @@ def test_the_probe_runs_recomputed_blocks_with_the_masters_too(pair):
         assert len(result) == 3
         for override, same in result.items():
             assert same and all(same.values()), (override, same)
+
+
+@pytest.mark.parametrize("default", [None, "bf16"])
+def test_the_probe_attends_in_fp32_beside_a_kernel_for_16_bits(pair, tmp_path, default):
+    overrides = manifest_of(tmp_path, {"default": default, "rules": []}) if default else []
+    compute = "fp32" if default else "bf16"
+    assert pair.run(telemetry_cases.probed_beside_flash_attention, compute=compute, overrides=overrides) == [[], []]
 
 
 def test_the_probe_on_the_manifest_path_sees_the_rounding_of_each_region(pair, tmp_path):

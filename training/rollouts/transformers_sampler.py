@@ -23,7 +23,7 @@ from config.schema import GrpoSection
 from config.task import model_class_of
 from data.corpora.sampler import uniforms
 from modeling.adapter import add_adapter
-from modeling.build import build_model
+from modeling.build import attending_in_fp32, build_model
 from modeling.objectives.objective import Forward
 from precision.routers import compute_routers_in_fp32
 from training.distributed import World
@@ -181,7 +181,12 @@ class TransformersSampler:
         """The copy's forward pass computed in FP32, with its weights and buffers widened."""
         named = (*self.model.named_parameters(), *self.model.named_buffers())
         wide = {name: value.float() if value.is_floating_point() else value for name, value in named}
-        return lambda **given: functional_call(self.model, wide, kwargs=given)
+
+        def forward(**given: Any) -> Any:
+            with attending_in_fp32(self.model):
+                return functional_call(self.model, wide, kwargs=given)
+
+        return forward
 
     def close(self) -> None:
         """Release what is held outside of this process."""

@@ -12,6 +12,7 @@ from config.errors import UserError
 from config.schema import GrpoSection, ModelSection
 from modeling.build import build_model, model_config
 from tests.support.models.architectures import CASES, Case
+from tests.support.models.flash_on_cpu import flash_on_cpu
 from training.distributed import World
 from training.rollouts.continuous_sampler import ContinuousSampler
 from training.rollouts.transformers_sampler import Request, TransformersSampler
@@ -79,6 +80,18 @@ def test_continuous_batches_give_the_same_answers(case: Case) -> None:
     assert continuous.sample([], version="v") == [], "a rank may have no held-out prompt in a batch"
     again = continuous.sample(asked[3:], version="v")
     assert [answer.ids.tolist() for answer in again] == [answer.ids.tolist() for answer in expected[3:]]
+
+
+@torch.no_grad()
+def test_the_pass_in_fp32_does_not_attend_by_a_kernel_for_16_bits() -> None:
+    sampler, ids = sampler_of(next(case for case in CASES if case.architecture == "llama")), torch.arange(12)[None]
+    config = sampler.model.bfloat16().config
+    expected = sampler.in_fp32()(input_ids=ids, use_cache=False).logits
+    with flash_on_cpu():
+        config._attn_implementation_internal = "flash_attention_2"
+        assert sampler.model(input_ids=ids, use_cache=False).logits.dtype == torch.bfloat16
+        assert torch.equal(sampler.in_fp32()(input_ids=ids, use_cache=False).logits, expected)
+    assert config._attn_implementation == "flash_attention_2" and expected.dtype == torch.float32
 
 
 @pytest.mark.parametrize("architecture", ["falcon", "qwen3_next", "deepseek_v3"])
