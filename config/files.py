@@ -6,7 +6,7 @@ import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from config.errors import UserError, one_line
@@ -75,6 +75,33 @@ def temporary_folder() -> Path:
 def hidden(name: str) -> bool:
     """Whether a file of a folder is skipped. Python writes __pycache__ at any time, which would change the corpus."""
     return any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+
+
+def globbed(root: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
+    """What the parts of a pattern match below a folder, as `Path.glob`, whose ** does not enter linked folders."""
+    if "**" not in pattern:
+        return root.glob(str(Path(*pattern)))
+    at = pattern.index("**")
+    tops = root.glob(str(Path(*pattern[:at]))) if at else [root]
+    rest = pattern[at + 1 :] or ("*",)
+    return (path for top in tops for folder in _folders(top) for path in globbed(folder, rest))
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    """A folder and all below it, last those of links that are not hidden; each once, as links may lead in a circle."""
+    tops, seen = [root], set[tuple[int, int]]()
+    for top in tops:
+        for place, names, _ in os.walk(top):
+            folder = Path(place)
+            found = folder.stat()
+            if (found.st_dev, found.st_ino) in seen:
+                names.clear()
+                continue
+            seen.add((found.st_dev, found.st_ino))
+            names.sort()
+            links = [folder / name for name in names if (folder / name).is_symlink()]
+            tops += [link for link in links if not hidden(link.relative_to(root).as_posix())]
+            yield folder
 
 
 def no_file(path: str, patterns: Sequence[str]) -> UserError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from config.deepspeed.combinations import scalar
 from config.errors import UserError
+from config.files import globbed
 from config.optimizers import OPTIMIZERS
 from config.printable import line
 from config.redact import redact
@@ -628,7 +629,7 @@ def _matches(item: _Place) -> bool:
     path = Path(item.path).expanduser()
     if path.exists() or (item.source == "megatron" and Path(f"{path}.idx").exists()):
         return True
-    return any(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+    return any(globbed(Path(path.anchor), path.relative_to(path.anchor).parts))
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:

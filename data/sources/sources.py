@@ -23,7 +23,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from config.errors import Unreadable, UserError, one_line
-from config.files import file_sha256, hidden, no_file
+from config.files import file_sha256, globbed, hidden, no_file
 from config.schema import DataSection
 from config.task import COMPRESSIONS, JSON_SUFFIXES, is_url
 from data.sources import megatron
@@ -216,14 +216,14 @@ def _local_files(path: str, source: str) -> tuple[Path, list[Path]]:
     if place.is_file():
         return place.parent, [place]
     if place.is_dir():
-        found = {file for pattern in _PATTERNS[source] for file in place.rglob(pattern)}
+        found = {file for pattern in _PATTERNS[source] for file in globbed(place, ("**", pattern))}
         files = [file for file in found if file.is_file() and not hidden(file.relative_to(place).as_posix())]
         root = place
     else:
         parts = place.parts
         split = next((i for i, part in enumerate(parts) if glob.has_magic(part)), len(parts) - 1)
         root = Path(*parts[:split])
-        files = [file for file in root.glob(str(Path(*parts[split:]))) if file.is_file()]
+        files = [file for file in set(globbed(root, parts[split:])) if file.is_file()]
     if not files:
         raise no_file(path, _PATTERNS[source])
     return root, files
@@ -260,7 +260,7 @@ def _hub_source(data: DataSection, label: str) -> Source:
         )
     if folder.is_dir():
         check = "All files of a kind in a folder are read by data.source=jsonl or parquet."
-        files = [path for path in folder.rglob("*") if path.is_file()]
+        files = [path for path in folder.rglob("*") if path.is_file()]  # datasets does not follow links either
         files = [path for path in files if not hidden(path.relative_to(folder).as_posix())]
         identity = f"{_files_identity(folder, files)}:{data.name}:{data.split}"
     else:

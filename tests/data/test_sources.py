@@ -23,6 +23,7 @@ import pytest
 import data.sources.files
 import data.sources.sources
 from config.errors import UserError
+from config.load import load_config
 from config.schema import DataSection, ValidationSection
 from data.corpora.mix import section_of
 from data.sources import file_rows
@@ -289,6 +290,28 @@ def test_what_python_caches_beside_its_files_makes_no_other_corpus(tmp_path: Pat
     (tmp_path / "__pycache__").mkdir()
     (tmp_path / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"\xff\xfe")
     assert open_source(section("text", tmp_path)).identity == before
+
+
+def test_linked_folders_are_read_each_once(tmp_path: Path) -> None:
+    store, mix = tmp_path / "store", tmp_path / "mix"
+    for path in (store / "a" / "deep" / "1.txt", store / "b" / "2.txt", mix / "own" / "3.txt"):
+        path.parent.mkdir(parents=True)
+        path.write_text(path.stem)
+    before = open_source(section("text", mix)).identity
+    (mix / "latest").symlink_to("own")  # a part of the folder already
+    (mix / "own" / "up").symlink_to("..")
+    (mix / ".kept").symlink_to(store)
+    assert open_source(section("text", mix)).identity == before
+    for name, target in (("b", store / "b"), ("a", store / "a"), ("again", store / "b")):
+        (mix / name).symlink_to(target)
+    (mix / "lost").symlink_to("nowhere")
+    for path in (mix, mix / "**" / "*.txt", mix / "**", tmp_path / "m*" / "**" / "?.txt"):
+        found = [os.path.relpath(file, mix) for file in open_source(section("text", path)).files]
+        assert found == ["a/deep/1.txt", "again/2.txt", "own/3.txt"]
+    assert open_source(section("text", mix / "**" / "deep" / "*")).files == (f"{mix}/a/deep/1.txt",)
+    (tmp_path / "run.yaml").write_text("{model: {architecture: llama}, data: {source: text}}")
+    load_config(tmp_path / "run.yaml", [f"data.path={mix}/**/deep/*.txt"], None)
+    assert open_source(section("text", mix / "*" / "*.txt")).files[0] == f"{mix}/again/2.txt"
 
 
 @pytest.mark.parametrize("separator", [b"\n", b"\n\n", b"aba", b"aaab", "ß".encode(), b"abaabaaba"])
