@@ -184,5 +184,6 @@ def labels_of(corpus: Corpus, given: tuple[str, ...], data: DataSection) -> tupl
 
 def lost(counts: Mapping[str, Any]) -> str:
     """Counts of dropped, truncated and skipped rows, as the end of a sentence; empty if there are none."""
-    reasons = {key: counts.get(key, 0) for key in ("dropped", "truncated", "skipped")}
-    return "".join(f", {count:,} {key}" for key, count in reasons.items() if count)
+    dropped = sorted(key for key in counts if key.startswith("dropped"))  # too long, or with nothing left by cutting
+    names = [key for key in (*dropped, "truncated", "skipped") if counts.get(key)]
+    return "".join(f", {counts[key]:,} {key.replace(',', '')}" for key in names)

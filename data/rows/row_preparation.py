@@ -244,11 +244,12 @@ class Preparation:
             raise UserError(empty(self._source))
         why = f" ({self.found.bad_rows()})" if self.found.bad else ""
         what_to_do = "Correct the rows, or the keys of data that say what they are."
-        if counts["dropped"]:
+        cut = [f"{counts[key]} {key.replace(',', '')}, " for key in sorted(counts) if key.startswith("dropped, ")]
+        if counts["dropped"] or cut:
             what_to_do = "Raise data.sequence_length, set data.too_long, or correct the rows."
         raise UserError(
             f"{label}: no row of {counts['rows']} is left to train on: {counts['dropped']} dropped as longer than "
-            f"{too_long}, {counts['skipped']} skipped{why}. {what_to_do}"
+            f"{too_long}, {''.join(cut)}{counts['skipped']} skipped{why}. {what_to_do}"
         )
 
     def publish(self, fingerprint: str, notes: list[str], **further: Any) -> None:

@@ -159,7 +159,8 @@ def test_pairs_that_cutting_makes_the_same_are_dropped(show: Show, tmp_path: Pat
     with (tmp_path / "pairs.jsonl").open("a") as file:
         file.write(json.dumps({"prompt": [ASKED], "chosen": chosen, "rejected": rejected}) + "\n")
     out = show("data.too_long=truncate_right")
-    assert "6 pairs to train on" in out and "dropped, because cutting left no difference 1" in out
+    assert "6 pairs to train on, 0 held out, 1 dropped because cutting left no difference; " in out
+    assert "dropped, because cutting left no difference 1" in out
 
 
 REFUSED = [

@@ -186,6 +186,11 @@ FILES: list[tuple[str | bytes, str, str]] = [
     (turns("\ud800", "b"), "", "rows.jsonl:1: holds a lone surrogate, which is no character"),
     (row(prompt="\ud800", completion="b"), "", "rows.jsonl:1: holds a lone surrogate, which is no character"),
     (turns("a", "b " * 200), "", "no row of 1 is left to train on: 1 dropped as longer than 65 tokens"),
+    (
+        turns("a " * 200, "b"),
+        "data.too_long=truncate_right",
+        "0 dropped as longer than 65 tokens, 1 dropped because cutting left no label, 0 skipped. Raise data.seq",
+    ),
     (turns("a", "b " * 200), "", "0 skipped. Raise data.sequence_length, set data.too_long, or correct the rows."),
     (FIRST, "data.chat_template=nowhere.jinja", "data.chat_template = 'nowhere.jinja' is not a file"),
     (FIRST, "data.chat_template={folder}/bad.jinja", "rows.jsonl:1: messages: are refused by the chat template"),
