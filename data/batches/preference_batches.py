@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, PADDED_TO, Batch, MakeBatch, batch_of, of_all_ranks
+from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, MakeBatch, batch_of, of_all_ranks, padded_length
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards, Split
 
@@ -19,16 +19,16 @@ initial weights; NaN where the pair is longer."""
 _HALVINGS = 2
 
 
-def lengths_of(longest: int) -> tuple[int, ...]:
-    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence."""
-    parts = {-(-max(longest, 1) // (PADDED_TO << halvings)) * PADDED_TO for halvings in range(_HALVINGS + 1)}
-    return tuple(sorted(parts))
+def lengths_of(longest: int, most: int) -> tuple[int, ...]:
+    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence, `most` being
+    the positions that a model need have."""
+    return tuple(sorted({padded_length([-(-longest >> halvings)], most) for halvings in range(_HALVINGS + 1)}))
 
 
 def lengths_of_corpus(corpus: Corpus) -> tuple[int, ...]:
     """`lengths_of` the longest row in a corpus of pairs, including held-out pairs."""
     splits = [split for split in (corpus.train, corpus.validation) if isinstance(split, RowShards)]
-    return lengths_of(max(int(split.longest.max(initial=1)) for split in splits))
+    return lengths_of(max(int(split.longest.max(initial=1)) for split in splits), splits[0].sequence_length)
 
 
 def batches_of_pairs(lengths: tuple[int, ...]) -> MakeBatch:

@@ -49,7 +49,7 @@ class LabelledShards(RowShards):
         targets = [np.asarray(shard["targets"]) for shard in self._shards]
         changed = [np.where(each == IGNORED_LABEL, IGNORED_LABEL, numbers[np.maximum(each, 0)]) for each in targets]
         shards = [{**shard, "targets": each} for shard, each in zip(self._shards, changed, strict=True)]
-        return LabelledShards(shards, order, sequence_length=self._length)
+        return LabelledShards(shards, order, sequence_length=self.sequence_length)
 
 
 def encoder_batches(

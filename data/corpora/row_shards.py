@@ -61,7 +61,7 @@ class RowShards:
         self, shards: Sequence[Mapping[str, np.ndarray]], order: Mapping[str, np.ndarray], *, sequence_length: int
     ) -> None:
         """shards: `open_tensors` of each. order: `open_tensors` of the file of sequences, made for this length."""
-        self._shards, self._length = tuple(shards), sequence_length
+        self._shards, self.sequence_length = tuple(shards), sequence_length
         self._rows, self._ends = order["rows"], order["ends"]
         self._lengths, self._labels = order["lengths"], order["labels"]
         self.columns: dict[str, np.ndarray] = {}
@@ -79,7 +79,7 @@ class RowShards:
             "labels": np.concatenate([part._labels for part in parts]),
         }
         shards = [shard for part in parts for shard in part._shards]
-        return cls(shards, order, sequence_length=parts[0]._length)
+        return cls(shards, order, sequence_length=parts[0].sequence_length)
 
     @property
     def rows(self) -> int:
@@ -96,8 +96,8 @@ class RowShards:
 
     def sequences(self, sequence_length: int) -> int:
         """Number of sequences. Raises ValueError for any length other than the one they were made for."""
-        if sequence_length != self._length:
-            raise ValueError(f"sequences of {self._length} tokens, not {sequence_length}")
+        if sequence_length != self.sequence_length:
+            raise ValueError(f"sequences of {self.sequence_length} tokens, not {sequence_length}")
         return len(self._ends)
 
     def label_tokens(self, sequence_length: int) -> int:

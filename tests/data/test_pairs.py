@@ -3,13 +3,15 @@
 import json
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE
-from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of
+from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of, lengths_of_corpus
 from data.corpora.row_shards import RowShards
 from data.sources.row_formats import BadRow, read_examples, recognise
 from tests.support.rows.chats import write_base, write_pairs
@@ -79,14 +81,15 @@ def test_what_does_not_fit_is_named_by_its_field(row: dict[str, Any], problem: s
         read_examples(row, "preference", "text")
 
 
-def shards(lengths: list[tuple[int, int]]) -> RowShards:
+def shards(lengths: list[tuple[int, int]], sequence_length: int = 64) -> RowShards:
     """Pairs of rows of so many tokens, of which the last two are trained; token = 100 x row + place."""
     flat = [length for both in lengths for length in both]
     tokens = np.concatenate([100 * row + np.arange(length) for row, length in enumerate(flat)]).astype(np.uint16)
     trained = np.concatenate([np.arange(length) >= length - 2 for length in flat]).astype(np.uint8)
     order = {"rows": np.arange(len(flat)), "ends": np.arange(2, len(flat) + 1, 2)}
     order |= {"lengths": np.array(flat, dtype=np.int32), "labels": np.full(len(flat), 2, dtype=np.int32)}
-    return RowShards([{"tokens": tokens, "trained": trained, "ends": np.cumsum(flat)}], order, sequence_length=64)
+    parts = [{"tokens": tokens, "trained": trained, "ends": np.cumsum(flat)}]
+    return RowShards(parts, order, sequence_length=sequence_length)
 
 
 def test_numbers_of_sequences_are_those_of_their_rows_and_nothing_is_kept_of_each() -> None:
@@ -110,11 +113,12 @@ def test_numbers_of_sequences_are_those_of_their_rows_and_nothing_is_kept_of_eac
 
 
 def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:
-    assert (lengths_of(33), lengths_of(1), lengths_of(256)) == ((16, 24, 40), (8,), (64, 128, 256))
+    assert (lengths_of(33, 64), lengths_of(1, 64), lengths_of(256, 256)) == ((16, 24, 40), (8,), (64, 128, 256))
+    assert (lengths_of(20, 20), lengths_of(3, 5)) == ((8, 16, 20), (5,))
     data = shards([(5, 9), (12, 4), (34, 20)])
     data.columns[REFERENCE] = np.arange(3 * 3 * 2, dtype=np.float32).reshape(3, 3, 2)
     assert data.longest.tolist() == [8, 11, 33]
-    make = batches_of_pairs(lengths_of(33))
+    make = batches_of_pairs(lengths_of(33, 64))
     ids = np.array([1, 0, 2, NO_SAMPLE])
     batch = make(data, 7, ids, ids[None, :2])
     assert batch.input_ids.shape == batch.further["targets"].shape == (1, 2, 2, 16)
@@ -128,6 +132,15 @@ def test_a_batch_of_pairs_is_padded_to_one_of_a_few_lengths() -> None:
     assert other.labels.tolist() == [[0, IGNORED_LABEL]]
     assert other.further[REFERENCE].tolist() == [[[16.0, 17.0], [0.0, 0.0]]]
     assert first_sequences(other, 1).label_tokens == 1
+
+
+def test_a_batch_is_no_longer_than_a_model_s_positions() -> None:
+    data = shards([(101, 9)], sequence_length=100)
+    lengths, ids = lengths_of_corpus(SimpleNamespace(train=data, validation=data)), np.arange(1)  # type: ignore[arg-type]
+    batch = batches_of_pairs(lengths)(data, 0, ids, ids[None])
+    assert (lengths, batch.input_ids.shape) == ((32, 56, 100), (1, 1, 2, 100))
+    model = GPT2LMHeadModel(GPT2Config(n_positions=100, n_embd=8, n_layer=1, n_head=1, vocab_size=256))
+    assert model(batch.input_ids[0, 0]).logits.shape == (2, 100, 256)
 
 
 @pytest.fixture
