@@ -49,11 +49,11 @@ def read_prompt(row: dict[str, Any], data: DataSection) -> Example:
             raise BadRow("prompt", "is empty")
         return Example(prompt=prompt)
     if prompt is not None:
-        return read_example({**row, "messages": prompt}, "messages", data.text_field)
+        return read_example({**row, "messages": prompt}, "messages", data.text_field, data.source)
     form = recognise(row, data.text_field) if data.format == "auto" else data.format
     if form not in ("messages", "sharegpt", "alpaca"):
         raise BadRow("prompt", f"is missing; the row's fields are {', '.join(sorted(row))}")
-    example = read_example(row, form, data.text_field)
+    example = read_example(row, form, data.text_field, data.source)
     messages = list(example.messages or [])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

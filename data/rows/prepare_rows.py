@@ -122,7 +122,7 @@ class RowEncoder(BatchEncoder):
 
     def _sides(self, row: dict[str, Any], counts: Counter[str]) -> list[Tokens]:
         """The row as one sequence, or as the two of a pair. Raises BadRow."""
-        examples = read_examples(row, self.data.format, self.data.text_field)
+        examples = read_examples(row, self.data.format, self.data.text_field, self.data.source)
         sides = [self.chat.tokens(example) for example in examples]
         counts[_RENDERED] += self.chat.renders(examples[0])
         if len(sides) > 1 and np.array_equal(sides[0].ids, sides[1].ids):
@@ -203,7 +203,7 @@ def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
     """data.tokenizer's tokenizer; a BPE is trained on the text of the rows. data: with its format resolved."""
 
     def texts_of(row: dict[str, Any]) -> Iterator[str]:
-        return map(_text_of, read_examples(row, data.format, data.text_field))
+        return map(_text_of, read_examples(row, data.format, data.text_field, data.source))
 
     of_rows = source_of_texts(data, source, texts_of)
     tokenizer = make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)

@@ -58,16 +58,19 @@ def recognise(row: Mapping[str, Any], text_field: str) -> str:
     raise BadRow("", f"has no known format: its fields are {fields}; known are {known} and {text_field} (text)")
 
 
-def read_example(row: Mapping[str, Any], format: str, text_field: str) -> Example:
-    """A row in its common form. format: not auto. Raises BadRow."""
+def read_example(row: Mapping[str, Any], format: str, text_field: str, source: str = "jsonl") -> Example:
+    """A row in its common form. format: not auto. source: data.source, which says what a null means. Raises BadRow."""
+    row = _written(row, source)
     if format == "text":
         return Example(completion=text_of(row, text_field))
     return _READERS[format](row)
 
 
-def read_examples(row: Mapping[str, Any], format: str, text_field: str) -> tuple[Example, ...]:
+def read_examples(row: Mapping[str, Any], format: str, text_field: str, source: str = "jsonl") -> tuple[Example, ...]:
     """The sequences that a row becomes: one, or the two of a pair, chosen first. Raises BadRow."""
-    return _pair(row) if format == "preference" else (read_example(row, format, text_field),)
+    if format == "preference":
+        return _pair(_written(row, source))
+    return (read_example(row, format, text_field, source),)
 
 
 _FIELDS = {
@@ -226,7 +229,7 @@ def _conversation(row: Mapping[str, Any], name: str) -> Messages:
         where = f"{name}[{index}]"
         if not isinstance(message, dict):
             raise BadRow(where, f"is {json_kind(message)}, not an object with role and content")
-        message = _without_nulls(message)
+        message = {key: value for key, value in message.items() if value is not None}
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise BadRow(f"{where}.role", f"is {json_kind(role)}, not text such as user or assistant")
@@ -261,7 +264,7 @@ def _beside(row: Mapping[str, Any]) -> dict[str, Any]:
         raise BadRow("tools", f"is {json_kind(tools)}, not a list of JSON schemas")
     if options is not None and not isinstance(options, dict):
         raise BadRow("chat_template_kwargs", f"is {json_kind(options)}, not an object")
-    return {"tools": _without_nulls(tools) or None, "template_options": _without_nulls(options) or {}}
+    return {"tools": tools or None, "template_options": options or {}}
 
 
 def _with_system(row: Mapping[str, Any], messages: Messages, name: str) -> Messages:
@@ -301,11 +304,13 @@ def _other_type(row: Mapping[str, Any], name: str, wanted: str) -> BadRow:
     return BadRow(name, f"is {json_kind(value)}, not {wanted}{fields}")
 
 
-def _without_nulls(value: Any) -> Any:
-    """`value` without keys that are null: Arrow, through which `datasets` reads rows, adds every key to every row."""
+def _written(value: Any, source: str) -> Any:
+    """`value` without the keys that are null, where these are Arrow's, which gives every object the keys of all."""
+    if source not in ("parquet", "hub"):
+        return value
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _written(item, source) for key, item in value.items() if item is not None}
+    return [_written(item, source) for item in value] if isinstance(value, list) else value
 
 
 def json_kind(value: Any) -> str:

@@ -1,12 +1,16 @@
 """Rows of every format become examples, in the shapes of public chat templates, or are named; they are packed whole."""
 
+import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +19,8 @@ from data.rows.packing import best_fit
 from data.rows.prepare_rows import RowEncoder
 from data.sources.chat import Chat
 from data.sources.row_formats import BadRow, Example, read_example, recognise
+from data.sources.row_sources import located_rows
+from data.sources.sources import open_source
 from tests.support.rows.chat_templates import SHAPES, THINKING, Shape
 
 ASKED = {"role": "user", "content": "2+2?"}
@@ -63,12 +69,29 @@ def test_alpaca_has_a_system_turn_an_input_and_a_prompt_for_tokenizers_without_t
 
 def test_keys_that_arrow_added_are_taken_out_and_the_rest_stays() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": None}}]}
-    row = {"messages": [{**ASKED, "tool_calls": None}, call, ANSWERED], "tools": '[{"name": "f"}]'}
-    example = read_example(row | {"chat_template_kwargs": {"a": 1, "b": None}}, "messages", "text")
-    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
-    assert example.messages == [ASKED, called, ANSWERED]
-    assert example.tools == [{"name": "f"}]
-    assert example.template_options == {"a": 1}
+    row = {"messages": [{**ASKED, "tool_calls": None}, call, ANSWERED], "tools": [{"name": "f", "unit": None}]}
+    row |= {"chat_template_kwargs": {"a": 1, "b": None}}
+    for source in ("parquet", "hub"):
+        example = read_example(row, "messages", "text", source)
+        called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+        assert example == Example([ASKED, called, ANSWERED], [{"name": "f"}], {"a": 1})
+        text = read_example(row | {"tools": json.dumps(row["tools"])}, "messages", "text", source)
+        assert text.tools == row["tools"], "Arrow adds nothing inside a text"
+    example = read_example(row, "messages", "text", "jsonl")
+    assert example == Example([ASKED, call | {"content": ""}, ANSWERED], row["tools"], {"a": 1, "b": None})
+
+
+def test_a_null_stays_in_jsonl_and_is_arrow_s_in_parquet(tmp_path: Path) -> None:
+    tool = {"name": "f", "unit": {"default": None, "type": "string"}}
+    row = {"messages": [ASKED, ANSWERED], "tools": [tool]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    parquet.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    tokenizer = tokenizer_of(SHAPES["chatml"].special)
+    chat = Chat(tokenizer, template=CALLS.replace("BEGIN", "").replace("END", ""), train_on="assistant")
+    for kind, written in (("jsonl", '"unit": {"default": null, "type'), ("parquet", '"unit": {"type')):
+        data = DataSection(source=kind, path=f"{tmp_path}/rows.{kind}", format="messages", sequence_length=400)  # type: ignore[arg-type]
+        found = RowEncoder(data, chat)(located_rows(data, open_source(data)))
+        assert written in tokenizer.decode(found.rows[0]["tokens"]), kind
 
 
 BAD = [

@@ -85,7 +85,7 @@ def _wrong_rows(data: DataSection, rows: Iterable[Found], corpus: Corpus, train:
         try:
             if isinstance(row, BadRow):
                 raise row
-            examples = read_examples(row, counts["format"], data.text_field)
+            examples = read_examples(row, counts["format"], data.text_field, data.source)
             sides = [_side(tokenizer, of_text, control, one, data) for one in examples]
         except BadRow:
             continue
