@@ -33,6 +33,11 @@ def train(parts: Parts, progress: Progress) -> Ending:
     gc.freeze()  # else each rank would scan half a million library objects at a different step, and the others wait
     if evaluating.at_start and evaluating.every_steps and progress.position == 0:
         evaluate(parts, progress)
+    if 0 < progress.step <= planned and saves.found_loss is None and _evaluates(parts, progress):
+        # the session before was stopped after this step, and left the evaluation to this one
+        found = evaluate(parts, progress)
+        if saving.keep_best and saves.any_saved:
+            problem = save_now(parts, progress, f"step {progress.step} is now evaluated", found)
     while progress.step < planned:
         with parts.watching(progress):
             progress, judgement, health = train_step(parts, progress)
@@ -55,10 +60,7 @@ def train(parts: Parts, progress: Progress) -> Ending:
                 return Ending(progress, PREEMPTED, f"{parts.preemption.reason}; {problem}")
             if problem is not None or progress.step < planned:
                 return _unsaved(progress, problem) or Ending(progress, PREEMPTED, parts.preemption.reason)
-        validation_loss = None
-        also = evaluating.every_steps > 0 and progress.step in evaluating.also_after
-        if also or _due(evaluating.every_steps, progress.step, planned):
-            validation_loss = evaluate(parts, progress)
+        validation_loss = evaluate(parts, progress) if _evaluates(parts, progress) else None
         if progress.step == planned:
             if saving.at_end:
                 start_save(parts, progress, validation_loss)
@@ -120,6 +122,13 @@ def record_saves(parts: Parts) -> SaveFailed | None:
         else:
             record_checkpoint(parts, outcome)
     return problem
+
+
+def _evaluates(parts: Parts, progress: Progress) -> bool:
+    """Whether the weights after this step are evaluated."""
+    section, step = parts.resolved.config.evaluate, progress.step
+    also = section.every_steps > 0 and step in section.also_after
+    return also or _due(section.every_steps, step, parts.resolved.config.run.steps)
 
 
 def _due(every: int, step: int, planned: int) -> bool:

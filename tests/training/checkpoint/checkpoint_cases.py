@@ -340,6 +340,32 @@ def loop_with_failures(
     return {"ending": ending, "notes": notes, "saved": names, "incidents": incidents, "losses": losses}
 
 
+def train_in_sessions(world: World, *, folder: str, sessions: int, keep: Retention) -> dict[str, Any]:
+    """Four steps with an evaluation after each, in so many sessions: all but the last end after their first step."""
+    collected, codes = Collector(), []
+    given = ["run.steps=4", "schedule.warmup_steps=0", "evaluate.every_steps=1", f"checkpoint.keep_best={keep.best}"]
+    for number in range(1, sessions + 1):
+        resolved = resolve(world, stage=2, compute="bf16", overrides=given)
+        with engine_of(world, resolved) as engine:
+            checkpoints = Checkpoints(Path(folder), keep=keep, identity={}, world=world)
+            path = checkpoints.find("auto")
+            parts, progress = assemble(
+                resolved,
+                engine,
+                RandomBatches(world),
+                state=checkpoints.load(path, engine) if path else None,
+                record=Record([collected]),
+                checkpoints=checkpoints,
+                validation=lambda: [batch_of(world, 4, seed=99)],
+                preemption=Preemption(1e-9 if number < sessions else None, signals=False),
+            )
+            codes.append(train(parts, progress).exit_code)
+    fields = {"step": ("step", "loss", "grad_norm", "applied"), "eval": ("step", "loss")}
+    made = {kind: [[event[f] for f in names] for event in collected.of_kind(kind)] for kind, names in fields.items()}
+    losses = {path.name: read_manifest(path)["validation_loss"] for path in by_step(Path(folder))}
+    return made | {"codes": codes, "losses": losses}
+
+
 def flip(path: Path, at: int = -200) -> None:
     """Change one bit of a file. at: an index of its bytes."""
     content = bytearray(path.read_bytes())

@@ -235,6 +235,20 @@ def test_a_run_that_is_preempted_at_its_last_step_is_done(solo, tmp_path):
     assert result["ending"].exit_code == 0 and result["losses"]["step-1"] > 0
 
 
+@pytest.mark.parametrize("best", [0, 1])
+def test_an_evaluation_that_a_preemption_left_out_is_made_up(pair, tmp_path, best):
+    """So that nothing tells the run from one that was not stopped, checkpoint.keep_best's choice included."""
+    keep = Retention(1, best=best)
+    [whole, _] = pair.run(checkpoint_cases.train_in_sessions, folder=f"{tmp_path}/1", sessions=1, keep=keep)
+    [parted, _] = pair.run(checkpoint_cases.train_in_sessions, folder=f"{tmp_path}/4", sessions=4, keep=keep)
+    assert (whole["codes"], parted["codes"]) == ([0], [75, 75, 75, 0])
+    assert [step for step, _ in whole["eval"]] == [1, 2, 3, 4]
+    assert (parted["step"], parted["eval"]) == (whole["step"], whole["eval"])
+    assert parted["losses"]["step-4"] == whole["losses"]["step-4"]
+    if best:
+        assert min(loss for _, loss in whole["eval"]) in parted["losses"].values()
+
+
 def test_a_job_on_a_full_disk_goes_on_to_its_end_and_says_what_is_missing(small_disk, tmp_path):
     """The disk has room for one checkpoint: those of steps 4 and 6 fail."""
     output = finish(command("python", tmp_path, "full", f"run.dir={small_disk}"), exit_code=74)
