@@ -170,7 +170,7 @@ def test_a_replay_goes_on_from_the_nearest_checkpoint_on_as_many_processes(finis
 
 
 def test_a_replay_judges_by_the_warnings_of_telemetry_as_the_run_did(folder):
-    """From the seed, with the measurement that the guard answered, and from a checkpoint that knows of it."""
+    """Step 2 is made again from the seed, step 4 from a checkpoint that knows the earlier warnings."""
     given = ["telemetry.every_steps=1", "warnings.attention_logit=0.0001", "guard.warnings=[attention_logit]"]
     finish(command("python", folder, "warned", *given, "evaluate.every_steps=0"))
     assert [event["applied"] for event in events(folder, "warned", "step")].count(False) >= 1
