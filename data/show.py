@@ -94,6 +94,8 @@ def _totals(config: Config, corpus: Corpus) -> str:
         return f"{corpus.train.sequences(sequence_length):,} pairs of all sources, {labels} labels"
     if config.learns_rows or config.task == "classify":
         return f"{corpus.train_documents:,} rows of all sources, {labels} labels"
+    if config.keeps_documents_apart:
+        return f"{documents}, {labels} tokens; all but the first of each document are labels"
     return f"{documents}, {labels} labels, all tokens are labels"
 
 
@@ -149,7 +151,8 @@ def _first(config: Config, corpus: Corpus, rows: int) -> list[tuple[np.ndarray, 
         return [(np.asarray(ids), np.asarray(trained, dtype=bool)) for ids, trained in pairs]
     numbers = np.arange(min(rows, train.sequences(length)))
     if config.task != "mlm":
-        return [(ids, np.arange(len(ids)) > 0) for ids in train.read(numbers, length)]
+        apart = corpus.end_of_document if config.keeps_documents_apart else None  # whose next token is no label
+        return [(ids, np.append(False, ids[:-1] != apart)) for ids in train.read(numbers, length)]
     batch = masking_of(config, corpus)(train, 0, numbers, numbers[None])
     seen, labels = batch.input_ids[0].numpy(), batch.labels[0].numpy()
     return [(np.where(of != IGNORED_LABEL, of, ids), of != IGNORED_LABEL) for ids, of in zip(seen, labels, strict=True)]

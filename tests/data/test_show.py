@@ -7,12 +7,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
+from config.load import load_config
+from data.batches.loader import next_tokens
+from data.corpora.documents import Documents
 from data.show import main
+from data.text.prepare import prepare
 from tests.support.rows.chats import write_base, write_chats
 from tests.support.runs.showing import Show, error_of, shower
 
@@ -99,6 +104,21 @@ def test_rows_of_a_mixture_have_fewer_labels_than_tokens(show: Show, tmp_path: P
     out = show(f"data.sources=[{sources}]", "data.path=null")
     assert "data: source 1: 5 rows of format messages" in out and "data: source 2: 5 rows of format" in out
     assert "data: 10 rows of all sources, " in out and "all tokens are labels" not in out
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_labels_of_documents_are_those_of_their_batches(tmp_path, capsys, apart) -> None:
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in ("ab", "cd", "e" * 9)))
+    given = f"data: {{path: {tmp_path}/rows.jsonl, source: jsonl, tokenizer: bytes, cache_dir: {tmp_path}/cache, "
+    given += f"validation_fraction: 0, sequence_length: 14, document_masking: {str(apart).lower()}}}\n"
+    out = shower(tmp_path / "run.yaml", f"model: {{architecture: llama}}\n{given}", capsys)()
+    corpus = prepare(load_config(tmp_path / "run.yaml", [], None).data, progress=False)
+    make = next_tokens(14, Documents(corpus.end_of_document) if apart else None)
+    labels = make(corpus.train, 0, np.array([0]), np.array([[0]])).label_tokens
+    assert labels == (12 if apart else 14) and f"--- 1: 15 tokens, {labels} of them labels\n" in out
+    end = "<|endoftext|>"
+    assert (f"a[b{end}]c[d{end}]e[eeeeeeee]" if apart else f"a[b{end}cd{end}eeeeeeeee]") in out
+    assert ("14 tokens; all but the first of each document are" if apart else "14 labels, all tokens are labels") in out
 
 
 def test_a_masked_model_s_labels_are_the_words_that_are_hidden(tmp_path, capsys) -> None:
