@@ -97,7 +97,7 @@ class LabelledEncoder(BatchEncoder):
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:
     report("making the tokenizer for")
     of_rows = source_of_texts(data, source, partial(_texts_of, data))
-    tokenizer = make_encoder_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    tokenizer = make_encoder_tokenizer(data.tokenizer, of_rows, 0.0)
     preparation = Preparation(data, source, folder, tokenizer)
     encode = LabelledEncoder(tokenizer, data)
     preparation.write(map(encode, batches_of(data, source)), by_number, report)

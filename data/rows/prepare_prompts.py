@@ -102,7 +102,7 @@ def _tokenizer(data: DataSection, source: Source) -> PreTrainedTokenizerFast:
         yield example.prompt or "\n".join(str(message["content"]) for message in example.messages or [])
         yield from (value for key, value in row.items() if key != "prompt" and isinstance(value, str))
 
-    return make_tokenizer(data.tokenizer, source_of_texts(data, source, texts_of), data.validation_fraction)
+    return make_tokenizer(data.tokenizer, source_of_texts(data, source, texts_of), 0.0)
 
 
 def _fill(data: DataSection, source: Source, fingerprint: str, folder: Path, report: ProgressFile) -> None:

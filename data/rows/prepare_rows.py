@@ -206,7 +206,7 @@ def tokenizer_of_rows(data: DataSection, source: Source) -> Any:
         return map(_text_of, read_examples(row, data.format, data.text_field, data.source))
 
     of_rows = source_of_texts(data, source, texts_of)
-    tokenizer = make_tokenizer(data.tokenizer, of_rows, data.validation_fraction)
+    tokenizer = make_tokenizer(data.tokenizer, of_rows, 0.0)
     if data.target_length is not None and is_made(data.tokenizer):
         for_encoder_decoder(tokenizer)
     return tokenizer

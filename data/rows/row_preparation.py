@@ -283,12 +283,12 @@ def batches_of(data: DataSection, source: Source) -> Iterator[list[Found]]:
 
 
 def source_of_texts(data: DataSection, source: Source, texts_of: Callable[[dict[str, Any]], Iterable[str]]) -> Source:
-    """The text of the rows as documents to train a BPE on. texts_of: may raise BadRow."""
+    """The text of the rows to train on as documents to train a BPE on. texts_of: may raise BadRow."""
 
     def texts() -> Iterator[Found]:
         for where, row in located_rows(data, source):
-            if not isinstance(row, BadRow):
-                with suppress(BadRow, UnicodeEncodeError):
+            with suppress(BadRow, UnicodeEncodeError):
+                if not isinstance(row, BadRow) and not is_held_out(row, data.validation_fraction):
                     yield from ((where, {"text": text}) for text in texts_of(row))
 
     return replace(source, rows=texts, text_field="text", deduplicate=False)

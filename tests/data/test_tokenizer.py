@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,10 @@ import data.text.tokenizer
 from config.errors import UserError
 from config.schema import DataSection, SourceSection
 from data.corpora.mix import mixed
+from data.rows.prepare_labelled import prepare_labelled
+from data.rows.prepare_prompts import prepare_prompts
+from data.rows.prepare_rows import prepare_rows
+from data.sources.row_sources import is_held_out
 from data.sources.sources import Source, open_source
 from data.text.encode import END_OF_DOCUMENT, DocumentEncoder, byte_ids, is_validation, pieces, train_bpe
 from data.text.prepare import prepare
@@ -90,6 +95,26 @@ def test_the_sample_is_bounded_deterministic_and_without_validation_documents(so
     assert 0 < len(kept) < len(whole)
     monkeypatch.setattr(data.text.tokenizer, "SCANNED_BYTES", 1)
     assert len(draw_sample(source, 0.0)) == 1
+
+
+@pytest.mark.parametrize(
+    ("prepare", "form"), [(prepare_rows, "auto"), (prepare_prompts, "auto"), (prepare_labelled, "labelled")]
+)
+def test_the_sample_of_rows_is_of_all_that_are_trained_and_of_no_other(tmp_path, monkeypatch, prepare, form) -> None:
+    drawn: list[str] = []
+
+    def draw(source: Source, fraction: float) -> list[str]:
+        drawn.extend(draw_sample(source, fraction))
+        raise UserError("drawn")
+
+    monkeypatch.setattr(data.text.tokenizer, "draw_sample", draw)
+    rows = [{"prompt": f"<{number}>", "completion": "a", "text": f"<{number}>", "label": 1} for number in range(200)]
+    path, cache = write_jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "cache")
+    given = {"tokenizer": "bpe:300", "validation_fraction": 0.5, "cache_dir": cache, "format": form}
+    with pytest.raises(UserError, match="drawn"):
+        prepare(DataSection(source="jsonl", path=str(path), **given), progress=False)
+    kept = {number for number, row in enumerate(rows) if not is_held_out(row, 0.5)}
+    assert set(map(int, re.findall(r"<(\d+)>", " ".join(drawn)))) == kept and 60 < len(kept) < 140
 
 
 def test_the_sample_is_the_documents_of_the_smallest_hashes_in_any_order_of_arrival(tmp_path, monkeypatch):
