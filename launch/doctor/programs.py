@@ -106,7 +106,7 @@ if given["store"]:
     from training.checkpoint.store.store import Store
 
     try:
-        Store(given["store"], given["storage_options"]).require_usable()
+        Store(given["store"], given["storage_options"], attempts=3).require_usable()
     except UserError as error:
         answer["store"] = str(error)
 from pathlib import Path

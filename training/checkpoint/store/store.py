@@ -268,11 +268,10 @@ class Store(StoreFiles):
         """Write, list and delete a small object, to find problems before training starts. empty: there must be no
         checkpoints, which would be mixed up with another run's. Raises UserError."""
         name = f".probe-{os.getpid()}-{random.getrandbits(32):08x}"
-        probe = Store(self.url, self._options, attempts=min(3, self._attempts), first_wait=self._first_wait)
         try:
-            probe.upload_text(name, "Mantissa was here\n")
-            steps = probe.steps()
-            probe.remove(name)
+            self.upload_text(name, "Mantissa was here\n")
+            steps = self.steps()
+            self.remove(name)
         except StoreError as error:
             raise UserError(f"checkpoint.dir = {error}") from error
         if empty and steps:

@@ -230,6 +230,12 @@ def test_tries_and_waits_are_bounded(s3: S3Server) -> None:
     assert (s3.proxy.count("GET"), store.retries) == (6, 5)
 
 
+def test_a_start_outlasts_a_busy_store_as_an_upload_does(s3: S3Server) -> None:
+    s3.proxy.fail("PUT", 503, times=3)
+    store_of(s3).require_usable()
+    assert s3.proxy.count("PUT") == 4
+
+
 def test_permanent_errors_are_reported_at_once(s3: S3Server, tmp_path: Path) -> None:
     path, sha256 = made(tmp_path, size=10)
 
@@ -266,7 +272,7 @@ def test_a_store_that_is_not_there_and_missing_credentials(monkeypatch: pytest.M
     options = {"endpoint_url": "http://127.0.0.1:9", "config_kwargs": ONCE}
     store = Store("s3://runs/demo", options, first_wait=0.001)
     with pytest.raises(
-        UserError, match=r"after 3 tries: .*check the network and checkpoint.storage_options.endpoint_url"
+        UserError, match=r"after 8 tries: .*check the network and checkpoint.storage_options.endpoint_url"
     ):
         store.require_usable()
     for name in list(CREDENTIALS)[:2]:
