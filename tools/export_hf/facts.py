@@ -33,7 +33,8 @@ def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[s
     events = [event for event in history if event["step"] <= progress["step"]]
     losses = [event["loss"] for event in events if event["event"] == "step"]
     last: Event = next((event for event in reversed(events) if event["event"] == "eval"), {})
-    start: Event = next((event for event in reversed(events) if event["event"] == "run_start"), {})
+    starts = [event for event in events if event["event"] == "run_start" and event["step"] < progress["step"]]
+    start: Event = starts[-1] if starts else {}  # of the session that made the step, not of one that resumed from it
     parts = {f"loss, {name}": loss for name, loss in last.get("by_source", {}).items()}
     regions = Counter((start.get("regions") or {}).values())
     exporting = {"mantissa": VERSION} | {name: version(name) for name in _EXPORTED_WITH}

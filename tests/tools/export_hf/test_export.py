@@ -209,17 +209,19 @@ def test_further_chat_templates_are_hashed_in_their_folder(tmp_path, monkeypatch
 
 
 def test_the_facts_of_a_run_have_the_metrics_of_its_last_evaluation(job, tmp_path):
+    """A session that resumed from the checkpoint on other processes has no part in them."""
     run = tmp_path / "small"
     shutil.copytree(job / "runs/small", run)
     lines = (run / "events.jsonl").read_text().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith('{"event":"step","step":3,'))
     found = {"loss": 1.5, "perplexity": None, "metrics": {"accuracy": 0.5}, "by_source": {"maths": 1.25}}
     lines.insert(at + 1, json.dumps(json.loads(lines[at]) | {"event": "eval"} | found))
+    lines.insert(at + 2, json.dumps(json.loads(lines[0]) | {"step": 3, "world_size": 9}))
     (run / "events.jsonl").write_text("\n".join(lines) + "\n")
     config = source_of(checkpoint_of(job)).config
     facts = run_facts(RunDir(run), run / "checkpoints/step-3", config, {})["training"]
     expected = {"validation loss": 1.5, "validation accuracy": 0.5, "validation loss, maths": 1.25}
-    assert facts | expected | {"validated after step": 3} == facts
+    assert facts | expected | {"validated after step": 3, "processes": json.loads(lines[0])["world_size"]} == facts
 
 
 def test_what_a_run_started_from_may_be_gone(tmp_path):
