@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 from filelock import FileLock, Timeout
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from config.errors import UserError, one_line
 from config.files import flush
 from config.json_text import json_sha256
 from config.resolved import Resolved
+from config.schema import Config
 from data.batches.loader import NO_SAMPLE, next_tokens
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
@@ -35,16 +36,18 @@ def prepare_teacher(resolved: Resolved, corpus: Corpus, world: World, *, vocabul
     """The corpus, with the teacher's answers if they are cached, and the teacher's identity. vocabulary: rows of the
     student's embedding. A collective. Raises UserError if the teacher has other tokens, or cannot be loaded."""
     section = resolved.config.distill
-    identity = world.on_main(lambda: _identified(str(section.teacher), corpus))
+    identity = world.on_main(lambda: _identified(resolved.config, corpus, vocabulary))
     if section.top_k:
         if section.top_k >= vocabulary:
             raise UserError(f"distill.top_k = {section.top_k}: the vocabulary has {vocabulary} tokens; set it to 0")
-        corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity, vocabulary))
+        corpus = replace(corpus, targets=_cached(resolved, corpus, world, identity))
     return corpus, identity
 
 
-def _identified(name: str, corpus: Corpus) -> str:
-    """The teacher's identity. Raises UserError if it has other tokens than the corpus, or cannot be loaded."""
+def _identified(config: Config, corpus: Corpus, vocabulary: int) -> str:
+    """The teacher's identity. vocabulary: rows of the student's embedding. Raises UserError if the teacher has other
+    tokens, as it may also where its answers are cached, or cannot be loaded."""
+    name = str(config.distill.teacher)
     ours = theirs = load_tokenizer(corpus.tokenizer_folder).get_vocab()
     with suppress(Exception):  # the teacher's folder has no tokenizer: only its number of tokens is compared
         theirs = AutoTokenizer.from_pretrained(name).get_vocab()
@@ -55,12 +58,19 @@ def _identified(name: str, corpus: Corpus) -> str:
             f"and {ours.get(token)} here; set data.tokenizer={name}"
         )
     try:
-        return weights_identity(name)
-    except OSError as error:  # the hub lacks it, or does not answer
+        shape = AutoConfig.from_pretrained(name, trust_remote_code=config.model.trust_remote_code)
+        identity = weights_identity(name)
+    except (ImportError, OSError, ValueError) as error:  # the hub lacks it or does not answer, say
         raise UserError(f"distill.teacher = {name}: cannot be loaded ({one_line(error)})") from error
+    if (own := shape.get_text_config().vocab_size) != vocabulary:
+        raise UserError(
+            f"distill.teacher = {name}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
+            "choose a teacher with as many, since models of one tokenizer may pad it differently"
+        )
+    return identity
 
 
-def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, vocabulary: int) -> Path:
+def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str) -> Path:
     """The folder of the teacher's answers, computed first if need be, on a file system that all ranks share."""
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
@@ -79,14 +89,14 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str, voc
     world.on_main(acquire)
     try:
         if not world.from_main(folder.is_dir()):
-            _fill(resolved, corpus, world, folder, vocabulary)
+            _fill(resolved, corpus, world, folder)
     finally:
         lock.release()
     world.on_main(lambda: require_intact(folder, verify=config.data.verify))
     return folder
 
 
-def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabulary: int) -> None:
+def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path) -> None:
     """Each rank asks for its share of the sequences; rank 0 publishes with one rename when all have written."""
     partial = Path(world.from_main(str(folder.with_name(f"{folder.name}.partial-{os.getpid()}"))))
     splits = splits_of(resolved.config, corpus)
@@ -99,7 +109,7 @@ def _fill(resolved: Resolved, corpus: Corpus, world: World, folder: Path, vocabu
             _allocate(resolved, splits, partial)
 
     world.on_main(begin)
-    teacher = Teacher(resolved, world, vocabulary=vocabulary)
+    teacher = Teacher(resolved, world)
     with _writing(partial):
         for split, shards in splits.items():
             _ask(resolved, corpus, world, teacher, shards, files_of(partial, split))

@@ -58,7 +58,7 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
         require_shareable_experts(model_config, world.experts.size)
     teacher = None
     if config.distill.teacher is not None and not config.distill.top_k:
-        teacher = Teacher(resolved, world, vocabulary=model_config.get_text_config().vocab_size)
+        teacher = Teacher(resolved, world)
     # transformers builds and loads the model partitioned while this object exists and is set to ZeRO-3.
     # If ranks have slices, each builds the whole model, and DeepSpeed partitions the slice that is cut from it.
     # A quantised base is partitioned once it is complete, since zero.Init handles floats only.

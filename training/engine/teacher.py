@@ -22,9 +22,8 @@ class Teacher:
     """The model of `distill.teacher` in evaluation mode, without gradients; calls are collectives if it is sharded.
     Built before the student, whose ZeRO-3 settings would otherwise apply to it."""
 
-    def __init__(self, resolved: Resolved, world: World, *, vocabulary: int) -> None:
-        """vocabulary: rows of the student's embedding. Raises UserError if the teacher cannot be loaded, or has another
-        vocabulary."""
+    def __init__(self, resolved: Resolved, world: World) -> None:
+        """Load it. Raises UserError if that cannot be done."""
         section, name = resolved.config.distill, str(resolved.config.distill.teacher)
         trusted = resolved.config.model.trust_remote_code
         options: dict[str, Any] = {"trust_remote_code": trusted}
@@ -32,12 +31,6 @@ class Teacher:
         try:
             shape = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
             refuse_quantised(shape, f"distill.teacher = {name}", QUANTISED_TEACHERS)
-            own = shape.get_text_config().vocab_size
-            if own != vocabulary:
-                raise UserError(
-                    f"distill.teacher = {name}: has a vocabulary of {own} tokens, the student one of {vocabulary}; "
-                    "choose a teacher with as many, since models of one tokenizer may pad it differently"
-                )
             dtype = shape.dtype or torch.float32 if section.dtype == "auto" else DTYPES[section.dtype]
             student = resolved.config.model
             attention = student.wide_attention if dtype == torch.float32 else student.attention

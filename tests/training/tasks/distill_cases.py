@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.errors import UserError
 from config.resolved import Resolved
@@ -88,8 +88,7 @@ def refused(world: World, *, folder: Path, **options: Any) -> str:
 
 def attention_of_teacher(world: World, *, folder: Path, **options: Any) -> str:
     """The attention of the teacher alone."""
-    vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
-    teacher = Teacher(resolve(folder, **options), world, vocabulary=vocabulary)
+    teacher = Teacher(resolve(folder, **options), world)
     return str(teacher._forward.config._attn_implementation)
 
 

@@ -103,7 +103,12 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
     vocabulary = AutoConfig.from_pretrained(folder / "base").vocab_size
     write_teacher(folder / "wide", vocab_size=336)
     said = why(f"distill.teacher={folder}/wide")
-    assert f"has a vocabulary of 336 tokens, the student one of {vocabulary}; choose a teacher with as many" in said
+    refused = f"has a vocabulary of 336 tokens, the student one of {vocabulary}; choose a teacher with as many"
+    assert refused in said
+    wide = ("distill.top_k=4", f"distill.teacher={folder}/wide", f"data.tokenizer={folder}/base")
+    fits = (*overrides_of(folder), *wide, f"model.name_or_path={folder}/wide")
+    assert not solo.run(cases.refused, folder=folder, overrides=fits)[0]
+    assert refused in why(*wide), "its answers are cached"
     shutil.copytree(folder / "teacher", folder / "foreign")
     tokenizer = json.loads((folder / "foreign/tokenizer.json").read_text(encoding="utf-8"))
     ids = tokenizer["model"]["vocab"]
