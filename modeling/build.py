@@ -97,7 +97,7 @@ def model_config(
             f"raise model.config.vocab_size or choose a smaller data.tokenizer"
         )
     context = getattr(text, "max_position_embeddings", None)
-    before = _positions_before(text.model_type, getattr(text, "pad_token_id", None))
+    before = positions_before(text.model_type, getattr(text, "pad_token_id", None))
     if context is not None and context - before < sequence_length:
         raise UserError(
             f"data.sequence_length = {sequence_length}: longer than the model's max_position_embeddings = {context}"
@@ -112,7 +112,7 @@ def model_config(
     return config
 
 
-def _positions_before(architecture: str, pad: int | None) -> int:
+def positions_before(architecture: str, pad: int | None) -> int:
     """The number of positions that a model of RoBERTa's kind never gives to text: it counts on from its padding id."""
     return 0 if pad is None or architecture not in _AFTER_PADDING else pad + 1
 
@@ -533,7 +533,7 @@ def _new_config(
     _check_keys(section.config, defaults, model_class)
     given = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **decided}
     if hasattr(defaults, "max_position_embeddings"):
-        before = _positions_before(architecture, {**given, **section.config}["pad_token_id"])
+        before = positions_before(architecture, {**given, **section.config}["pad_token_id"])
         given["max_position_embeddings"] = sequence_length + before
     try:
         return AutoConfig.for_model(architecture, **{**given, **section.config})

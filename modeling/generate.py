@@ -1,15 +1,27 @@
 """Samples text from the model during training."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from modeling.build import positions_before
 
 
 def can_cache(config: PretrainedConfig) -> bool:
     """Whether `generate` may cache keys and values, which fails if T5's decoder has more layers than its encoder."""
     deep = getattr(config, "num_decoder_layers", None)
     return deep is None or deep <= config.num_hidden_layers
+
+
+def room_of(model: PreTrainedModel) -> float:
+    """The number of tokens that the model has positions for; inf if it computes them as it goes, by rotation."""
+    text = model.config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if context is None or any("inv_freq" in name for name, _ in model.named_buffers()):
+        return math.inf
+    return float(context - positions_before(text.model_type, getattr(text, "pad_token_id", None)))
 
 
 @torch.no_grad()
@@ -25,27 +37,33 @@ def sample_text(
     has_encoder: bool = False,
     begin: Sequence[int] = (),
 ) -> str:
-    """The prompt continued by `tokens` sampled tokens, or, for an encoder-decoder, the answer on the next line. Every
-    rank must make the same call: under ZeRO-3 each forward pass is a collective, so the length is fixed. begin: [ids]
-    put before the prompt."""
+    """The prompt continued by `tokens` sampled tokens, or by as many as the model has positions for; for an
+    encoder-decoder, the answer on the next line. Every rank must make the same call: under ZeRO-3 each forward pass is
+    a collective, so the length is fixed. begin: [ids] put before the prompt. Raises ValueError if that leaves none."""
     asked = tokenizer(prompt, add_special_tokens=has_encoder).input_ids
     ids = torch.tensor([[*begin, *asked]], device=device)
+    room, taken = room_of(model), ids.shape[1]
+    if taken >= room + has_encoder:
+        raise ValueError(f"its prompt of {taken} tokens leaves none of the model's {room:g} positions")
+    tokens = int(min(tokens, room if has_encoder else room - taken))
     was_training = model.training
     model.eval()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        output = model.generate(  # type: ignore[operator]  # a method that torch's stubs hide
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-            do_sample=True,
-            temperature=temperature,
-            top_k=50,
-            pad_token_id=tokenizer.eos_token_id,
-            eos_token_id=None,
-            use_cache=can_cache(model.config),
-        )
-    model.train(was_training)
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            output = model.generate(  # type: ignore[operator]  # a method that torch's stubs hide
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=True,
+                temperature=temperature,
+                top_k=50,
+                pad_token_id=tokenizer.eos_token_id,
+                eos_token_id=None,
+                use_cache=can_cache(model.config),
+            )
+    finally:
+        model.train(was_training)
     text = str(tokenizer.decode(output[0], skip_special_tokens=True))
     return f"{prompt}\n{text}" if has_encoder else text

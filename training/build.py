@@ -100,7 +100,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
 
 
 def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) -> str:
-    """Sample text from the model; empty if none is configured or a rank cannot read the tokenizer. A collective."""
+    """Sample text from the model; empty if none is configured, a rank cannot read the tokenizer or the model generates
+    none. A collective."""
     generate, tokenizer, problem = resolved.config.generate, None, None
     if not generate.tokens or resolved.config.task in ENCODER_TASKS:
         return ""
@@ -114,17 +115,24 @@ def sampled(resolved: Resolved, engine: Engine, corpus: Corpus, record: Record) 
         return ""
     has_encoder = engine.model.config.is_encoder_decoder
     begins = not has_encoder and (resolved.config.learns_rows or resolved.config.data.begin_of_document == "auto")
-    text = sample_text(
-        engine.model,
-        tokenizer,
-        prompt=generate.prompt,
-        tokens=generate.tokens,
-        temperature=generate.temperature,
-        seed=resolved.config.run.seed,
-        device=engine.world.device,
-        has_encoder=has_encoder,
-        begin=leading_tokens(tokenizer.backend_tokenizer) if begins else (),
-    )
+    apart = engine.stage < 3 and engine.world.tensor is None and engine.world.experts is None
+    try:
+        text = sample_text(
+            engine.model,
+            tokenizer,
+            prompt=generate.prompt,
+            tokens=generate.tokens,
+            temperature=generate.temperature,
+            seed=resolved.config.run.seed,
+            device=engine.world.device,
+            has_encoder=has_encoder,
+            begin=leading_tokens(tokenizer.backend_tokenizer) if begins else (),
+        )
+    except Exception as error:  # a sample must not cost the run, nor each of its resumes
+        if isinstance(error, RuntimeError) and not apart:
+            raise  # it may be this rank's alone, such as of its memory, while others wait for it within a pass
+        record.note(f"no text was sampled: {one_line(error)}")
+        return ""
     return str(redact(text))
 
 

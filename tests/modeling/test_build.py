@@ -489,6 +489,18 @@ def test_a_sample_is_as_long_as_asked_repeatable_and_leaves_no_trace():
     assert model.training
 
 
+def test_a_sample_ends_with_the_positions_that_a_model_has_a_table_of():
+    """Beyond them GPT-2 fails, on a GPU for good; a rotation has no end."""
+    options = {"temperature": 0.8, "seed": 1, "device": torch.device("cpu")}
+    section = ModelSection(architecture="gpt2", config={"n_embd": 32, "n_layer": 1, "n_head": 2})
+    model = build_model(section, model_config(section, vocab_size=64, sequence_length=16), seed=0).train()
+    assert len(sample_text(model, Letters(), prompt="abc", tokens=40, **options)) == 16
+    with pytest.raises(ValueError, match="^its prompt of 16 tokens leaves none of the model's 16 positions$"):
+        sample_text(model, Letters(), prompt="a" * 16, tokens=40, **options)
+    assert model.training
+    assert len(sample_text(llama(), Letters(), prompt="abc", tokens=40, **options)) == 43
+
+
 _GROUPED = Case("", "").config
 _WIDTH = {"hidden_size": 32, "num_hidden_layers": 2}
 OTHERS = (

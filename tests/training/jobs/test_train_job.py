@@ -7,10 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from config.cli import REPOSITORY
+from config.schema import Config
 from tests.support.jobs.launches import (
     LAUNCHERS,
     command,
@@ -24,6 +29,7 @@ from tests.support.jobs.launches import (
 )
 from tests.support.marks import slow
 from tests.support.models.small_models import small_model
+from training import build
 
 
 def test_a_job_leaves_what_a_person_can_look_at(finished, unbroken):
@@ -68,6 +74,35 @@ def test_a_run_that_never_evaluates_does_not_after_the_steps_of_also_after(folde
     given = ["run.steps=2", "data.validation_fraction=0", "evaluate.every_steps=0", "evaluate.also_after=[1]"]
     finish(command("python", folder, "never", *given))
     assert len(trace(folder, "never")) == 2 and not events(folder, "never", "eval")
+
+
+def test_a_sample_that_fails_or_is_cut_short_does_not_cost_the_run(folder):
+    """A prompt as long as the model's table of positions, then a shorter one with more tokens than are left there."""
+    given = ["run.steps=2", "model.architecture=gpt2", "model.config={n_embd: 32, n_layer: 1, n_head: 2}"]
+    output = finish(command("python", folder, "learned", *given, f"generate.prompt={'a' * 32}"))
+    assert "Traceback" not in output
+    (note,) = (event["text"] for event in events(folder, "learned", "note") if "no text" in event["text"])
+    assert note == "no text was sampled: its prompt of 32 tokens leaves none of the model's 32 positions"
+    output = finish(command("python", folder, "learned", *given, "generate={prompt: def, tokens: 120}"))
+    assert [event["status"] for event in events(folder, "learned", "run_end")] == ["done", "done"]
+    assert "Sample after 2 steps" in output and (folder / "runs" / "learned" / "report.md").exists()
+
+
+@pytest.mark.parametrize(("stage", "ends"), [(2, False), (3, True)])
+def test_only_a_pass_that_other_ranks_may_wait_in_ends_with_its_error(monkeypatch, stage, ends):
+    """Such as a rank's own lack of memory at ZeRO-3: the others would take its next collective for one of theirs."""
+
+    def failing(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name, made in (("sample_text", failing), ("load_tokenizer", MagicMock()), ("leading_tokens", MagicMock())):
+        monkeypatch.setattr(build, name, made)
+    world = SimpleNamespace(tensor=None, experts=None, device=None, gather_objects=lambda value: [value])
+    engine = SimpleNamespace(stage=stage, world=world, model=MagicMock())
+    notes = []
+    with pytest.raises(torch.OutOfMemoryError) if ends else nullcontext():
+        assert build.sampled(MagicMock(config=Config()), engine, MagicMock(), MagicMock(note=notes.append)) == ""
+    assert notes == ([] if ends else ["no text was sampled: CUDA out of memory"])
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "python"])
