@@ -78,7 +78,7 @@ def hidden(name: str) -> bool:
 
 
 def globbed(root: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
-    """What the parts of a pattern match below a folder, as `Path.glob`, whose ** does not enter linked folders."""
+    """The paths below a folder that the parts of a pattern match. Unlike `Path.glob`, ** enters linked folders."""
     if "**" not in pattern:
         return root.glob(str(Path(*pattern)))
     at = pattern.index("**")
