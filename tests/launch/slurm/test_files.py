@@ -164,7 +164,7 @@ def test_time_that_is_up_is_not_requeued_when_another_rank_noticed_first():
 
 
 def test_a_restart_resumes_once_this_job_has_saved(tmp_path, capsys):
-    """What an earlier run of that folder saved does not count: with run.resume=never or PATH it would be continued."""
+    """Checkpoints of an earlier run do not count: with run.resume=never or PATH they would be continued."""
     words = ["--", "--config", str(REPOSITORY / "config/recipes/demo.yaml"), f"run.dir={tmp_path}", "run.name=a"]
     saved = {"event": "checkpoint", "path": "a", "seconds": 1.0, "stall_seconds": 0.1, "bytes": 9, "verified": True}
 
