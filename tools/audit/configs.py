@@ -218,6 +218,8 @@ def read_given(
     decided: dict[str, Any] = {"dtype": "fp32"} if files else {}
     for file in sorted(files, key=lambda file: file.kind != ACCELERATE):  # a script's arguments override Accelerate's
         decided |= file.decided
+    if own := dict(leaves(document)).get("optimizer.type"):  # transformers then makes none of its own
+        decided["optimizer"] = own
     decided |= {name: value for name, value in given.items() if value is not None}
     if not (SECTIONS[""] | REFUSED).keys() & document.keys():
         keys = ", ".join(list(document)[:5]) or "none"

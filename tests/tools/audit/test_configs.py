@@ -61,6 +61,22 @@ def test_a_sound_run_of_the_trainer_is_not_blamed(write: Any, capsys: pytest.Cap
     assert "May be wrong" not in out and "WRONG" not in out
 
 
+@pytest.mark.parametrize(
+    ("trainers", "own", "found"),
+    [
+        ({}, {"type": "Muon", "params": {"lr": "auto"}}, "muon"),
+        ({}, {"type": "Lamb"}, "lamb"),
+        ({"optim": "adafactor"}, {"type": "AdamW"}, "adamw"),
+        ({"optim": "adafactor"}, None, "adafactor"),
+    ],
+)
+def test_an_optimizer_of_the_json_takes_the_place_of_the_trainers(trainers, own, found, write, capsys) -> None:
+    document = ZERO2 | ({"optimizer": own} if own else {})
+    arguments = {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 4, "deepspeed": document}
+    code, out, _ = audit(capsys, "--trainer-config", write("args.json", arguments | trainers), *NOW)
+    assert f"optimizer {found}," in out and code == (0 if found == "adamw" else 3)
+
+
 def test_the_same_run_with_a_release_that_loses_gradients(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     json_file = Path(write("report.json", ""))
     arguments = {"output_dir": "o", "bf16": True, "gradient_accumulation_steps": 8, "deepspeed": ZERO2}
