@@ -99,25 +99,35 @@ esac
 """
 
 
-def test_a_rollout_server_stands_beside_the_run_and_ends_with_it(tmp_path):
+@pytest.mark.parametrize(
+    ("tasks", "gpus", "visible", "server", "ranks"),
+    [
+        (3, 4, {}, "3", "1"),
+        (1, 4, {}, "3", "3"),
+        (1, 2, {"CUDA_VISIBLE_DEVICES": "4,5"}, "5", "1"),
+    ],
+)
+def test_a_rollout_server_stands_beside_the_run_and_ends_with_it(tmp_path, tasks, gpus, visible, server, ranks):
     for path in ("train.py", *(f"launch/slurm/{name}" for name in ("common.sh", "train.sbatch", "rollouts.sbatch"))):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)
     python_that_tells(tmp_path, FAKE_PYTHON)
     for name, text in {
         "scontrol": "echo n1",
-        "srun": 'while ! [ -f server ]; do sleep 0.1; done; echo "$@" >run',
+        "srun": 'while ! [ -f server ]; do sleep 0.1; done; echo "$MANTISSA_PROCESSES $@" >run',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     job = {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_JOB_ID": 7, "SLURM_JOB_NUM_NODES": 1, "SLURM_JOB_NODELIST": "n1"}
-    job |= {"SLURM_NTASKS_PER_NODE": 3, "SLURM_GPUS_ON_NODE": 4, "SLURM_CPUS_ON_NODE": 4, "SLURM_JOB_PARTITION": "p"}
+    job |= {"SLURM_NTASKS_PER_NODE": tasks, "SLURM_GPUS_ON_NODE": gpus, "SLURM_JOB_PARTITION": "p", **visible}
+    job["SLURM_CPUS_ON_NODE"] = 4
     done = bash(tmp_path, "rollouts.sbatch", "--config", "F", **job, MANTISSA_VLLM=tmp_path / "python")
     assert done.returncode == 0, done.stderr
     told, end = (tmp_path / "server").read_text().splitlines()
     words = "--config F grpo.engine=vllm grpo.urls=[http://127.0.0.1:30007]"
-    assert told.startswith("3 -m launch.rollouts --python") and told.endswith(words) and end == "ended"
-    assert (tmp_path / "run").read_text().endswith(f"task.sh {words}\n")
+    assert told.startswith(f"{server} -m launch.rollouts --python") and told.endswith(words) and end == "ended"
+    run = (tmp_path / "run").read_text()
+    assert run.startswith(f"{ranks} ") and run.endswith(f"task.sh {words}\n")
     refused = bash(tmp_path, "rollouts.sbatch", "--config", "F", **job)
     assert refused.returncode == 2 and "MANTISSA_VLLM has to name the Python" in refused.stderr
 
