@@ -157,7 +157,9 @@ def merge(
     for key, value in model.named_parameters(remove_duplicate=False):  # a weight with two names is two tensors in files
         tensors.setdefault(key, SavedTensor(value.shape, value.detach().clone))
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
-    return Merged(SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors), facts, tied)
+    buffers = {key: value for key, value in model.state_dict().items() if key not in tensors}
+    whole = SavedModel(stage=saved.stage, ranks=saved.ranks, tensors=tensors, buffers=buffers)
+    return Merged(whole, facts, tied)
 
 
 def _base(config: Config, shape: PretrainedConfig, dtype: torch.dtype) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, MobileBertConfig
 
 from config.cli import REPOSITORY
@@ -500,14 +500,29 @@ def test_a_merge_from_fp32_is_that_of_plain_peft_rounded_once(run: Path, tmp_pat
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_adapters_of_fused_experts_and_routers_are_merged(pair: ProcessGroup, tmp_path: Path) -> None:
-    base = write_folder(tmp_path, "mixtral") / "base"
+_LATENT = {"first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 8, "v_head_dim": 8}
+_LATENT |= {"num_key_value_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "moe_intermediate_size": 16}
+_LATENT |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.parametrize(("family", "config"), [("mixtral", {}), ("deepseek_v3", _LATENT)])
+def test_adapters_of_fused_experts_and_routers_are_merged(pair, tmp_path, family, config) -> None:
+    """A buffer that is no parameter, as of DeepSeek's routers, is exported with the merged weights."""
+    base = write_folder(tmp_path, family, **config) / "base"
+    values = load_file(base / "model.safetensors")
+    correction = {name: torch.tensor([0.3, -0.1, 0.7, 0.1]) for name in values if "correction_bias" in name}
+    save_file(values | correction, base / "model.safetensors", metadata={"format": "pt"})
     overrides = cases.task_job(tmp_path, "adapter={kind: lora, r: 4}", "precision.compute=bf16", "deepspeed.stage=3")
     checkpoint, inputs = cases.checkpoint_of(pair, tmp_path, "lora", overrides), {"input_ids": torch.arange(40)[None]}
     exported_adapter(checkpoint, tmp_path, lambda auto: auto.from_pretrained(base, dtype=torch.bfloat16), inputs)
     merged = json.loads((tmp_path / "merged" / "mantissa.json").read_text())["adapter"]["merged"]
-    own = {name.partition("mlp.")[2] for name in merged["lost by rounding"] if ".mlp." in name}
+    own = {
+        name.partition("mlp.")[2] for name in merged["lost by rounding"] if re.search(r"\.mlp\.(experts\.|gate$)", name)
+    }
     assert own == {"experts.gate_up_proj", "experts.down_proj", "gate"}
+    written = load_file(tmp_path / "merged" / "model.safetensors")
+    assert len(correction) == (family == "deepseek_v3")
+    assert all(torch.equal(written[name], value) for name, value in correction.items())
 
 
 def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
