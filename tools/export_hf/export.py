@@ -22,7 +22,7 @@ from config.errors import UserError, one_line
 from config.files import file_sha256, flush
 from config.load import load_config
 from config.redact import redact
-from config.schema import SAMPLING_TASKS, Config
+from config.schema import Config
 from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.sources.chat import Chat
@@ -224,7 +224,7 @@ def _write_settings(
     """config.json, the code of a model that brings its own, the tokenizer and, for models that generate, the base's
     generation settings or new ones, with every token that ends a text of the base or of the run."""
     section, ends = config.model, [tokenizer.eos_token_id]
-    if config.task in ("sft", "dpo", *SAMPLING_TASKS):
+    if config.learns_rows and config.task != "seq2seq":
         ends += [Chat(tokenizer, template=None, train_on="assistant").end_of_turn()]
     if section.name_or_path is None:
         shape.eos_token_id = tokenizer.eos_token_id

@@ -142,12 +142,14 @@ def test_generation_ends_where_a_text_of_the_base_or_of_the_run_ends(tmp_path):
     base = write_base(tmp_path / "base", eos_token_id=7)
     tokenizer, given = AutoTokenizer.from_pretrained(base), {"name_or_path": str(base)}
     end, turn = tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
-    for task, section, ends in (
-        ("pretrain", ModelSection(**given), [7, end]),
-        ("sft", ModelSection(**given), [7, end, turn]),
-        ("sft", ModelSection(), [end, turn]),
+    for task, section, form, ends in (
+        ("pretrain", ModelSection(**given), "auto", [7, end]),
+        ("sft", ModelSection(**given), "auto", [7, end, turn]),
+        ("sft", ModelSection(), "auto", [end, turn]),
+        ("distill", ModelSection(**given), "auto", [7, end]),
+        ("distill", ModelSection(**given), "messages", [7, end, turn]),
     ):
-        config = Config(task=task, model=section)
+        config = Config(task=task, model=section, data=DataSection(format=form))
         _write_settings(tmp_path / "out", config, AutoConfig.from_pretrained(base), tokenizer)
         assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == ends
         assert AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == (ends if section.name_or_path else end)
