@@ -152,11 +152,15 @@ def json_schema(completions: Sequence[Any], schema: Sequence[Any], **_: Any) -> 
     def fits(said: str, wanted: Any) -> bool:
         wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         try:
-            return bool(validators.validator_for(wanted)(wanted).is_valid(json.loads(said)))
-        except ValueError:
+            return bool(validators.validator_for(wanted)(wanted).is_valid(json.loads(said, parse_constant=_refuse)))
+        except (ValueError, RecursionError, OverflowError):  # of deep nesting; of a huge number
             return False
 
     return _scores(completions, schema, fits)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def length(completion_ids: Sequence[list[int]], longest: Sequence[int], slack: Sequence[int], **_: Any) -> list[float]:

@@ -280,6 +280,8 @@ def test_the_functions_that_ship() -> None:
     schema = {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}
     said = ['{"x": 1}', '{"x": "1"}', "{x}", "{}"]
     assert SHIPPED["json_schema"](completions=said, schema=[schema] * 4) == [1.0, 0.0, 0.0, 0.0]
+    odd = ["0.5", "NaN", "-Infinity", "[" * 10_000, "1e999"]
+    assert SHIPPED["json_schema"](completions=odd, schema=[{"multipleOf": 0.5}] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
 PROMPTS, TOKENS = 16, 96
