@@ -8,7 +8,7 @@ what was sent. A server that fails is waited for, sent the same weights, proven,
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -136,19 +136,22 @@ class VllmSampler(TransformersSampler):
                 answers.extend(pool.map(lambda request: self._answer(request, version), requests[len(answers) :]))
             return answers
 
-        return self._patiently(self._own, ask, self._restore)
+        return self._patiently(self._own, ask, self._restore, answers)
 
-    def _patiently(self, url: str, act: Callable[[str], T], recover: Callable[[str], object] | None = None) -> T:
-        """The result of `act`, repeated after `recover` until the server answers. Raises UserError when time is up."""
-        until, seconds = 0.0, self._section.server_seconds
+    def _patiently(
+        self, url: str, act: Callable[[str], T], recover: Callable[[str], object] | None = None, done: Sized = ()
+    ) -> T:
+        """The result of `act`, repeated after `recover` until the server answers. Raises UserError when time is up; it
+        begins again where `done` has grown since the last failure."""
+        until, seconds, before = 0.0, self._section.server_seconds, 0
         while True:
             try:
                 if until and recover is not None:
                     recover(url)
                 return act(url)
             except ServerError as error:
-                if not until:
-                    until = time.monotonic() + seconds
+                if not until or len(done) > before:
+                    until, before = time.monotonic() + seconds, len(done)
                     tell(f"waiting for {url}: {error}", f"rank {self._world.rank}")
                 elif time.monotonic() > until:
                     raise UserError(f"grpo.urls: {url}: {error}; grpo.server_seconds = {seconds:g} are over") from None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import torch
@@ -92,3 +93,21 @@ def test_a_mixture_of_experts_is_refused_before_a_server_is_asked(url: str) -> N
 def test_a_server_of_two_workers_is_refused_in_one_line(url: str) -> None:
     with pytest.raises(UserError, match=rf"^grpo\.urls: {url}: has 2 workers; start it without parallelism inside"):
         _sampler(url, 5.0).differing([], {})
+
+
+def test_a_server_is_waited_for_from_its_last_answer_on(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that dies again after good answers has its time anew, one that gives none has not."""
+    sampler, restored = _sampler(url, 0.5), list[str]()
+
+    def answer(request: int, version: str) -> int:
+        if request > len(restored):
+            raise ServerError("it died")
+        return request
+
+    monkeypatch.setattr(sampler, "_answer", answer)
+    monkeypatch.setattr(sampler, "_restore", restored.append)
+    requests: Any = [0, 1, 2]
+    assert sampler.sample(requests, version="") == [0, 1, 2] and restored == [url, url]
+    requests = [9]
+    with pytest.raises(UserError, match=r"it died; grpo\.server_seconds = 0\.5 are over$"):
+        sampler.sample(requests, version="")
