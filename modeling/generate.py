@@ -1,10 +1,12 @@
 """Samples text from the model during training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling.build import positions_before
 
@@ -22,6 +24,27 @@ def room_of(model: PreTrainedModel) -> float:
     if context is None or any("inv_freq" in name for name, _ in model.named_buffers()):
         return math.inf
     return float(context - positions_before(text.model_type, getattr(text, "pad_token_id", None)))
+
+
+def tokens_within(model: PreTrainedModel, tokens: int, *, after: int) -> int:
+    """As many of the tokens as the model has positions for, after a prompt that for a decoder alone takes some of them.
+    Raises ValueError if that leaves none."""
+    room, has_encoder = room_of(model), model.config.is_encoder_decoder
+    if after >= room + has_encoder:
+        raise ValueError(f"its prompt of {after} tokens leaves none of the model's {room:g} positions")
+    return int(min(tokens, room if has_encoder else room - after))
+
+
+@contextmanager
+def without_settings(model: Any) -> Iterator[None]:
+    """Context manager in which `generate` has no penalties, beams or bounds of the base's generation_config.json."""
+    own = model.generation_config
+    begins = ("bos_token_id", "decoder_start_token_id", "forced_bos_token_id")
+    model.generation_config = GenerationConfig(**{name: getattr(own, name) for name in begins})
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @torch.no_grad()
@@ -42,14 +65,11 @@ def sample_text(
     a collective, so the length is fixed. begin: [ids] put before the prompt. Raises ValueError if that leaves none."""
     asked = tokenizer(prompt, add_special_tokens=has_encoder).input_ids
     ids = torch.tensor([[*begin, *asked]], device=device)
-    room, taken = room_of(model), ids.shape[1]
-    if taken >= room + has_encoder:
-        raise ValueError(f"its prompt of {taken} tokens leaves none of the model's {room:g} positions")
-    tokens = int(min(tokens, room if has_encoder else room - taken))
+    tokens = tokens_within(model, tokens, after=ids.shape[1])
     was_training = model.training
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with without_settings(model), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             output = model.generate(  # type: ignore[operator]  # a method that torch's stubs hide
                 input_ids=ids,

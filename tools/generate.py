@@ -233,10 +233,10 @@ def _chats(path: Path, chat: "Chat") -> list[tuple[list[int], str]]:
 
 
 def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Namespace) -> str:
-    """The new tokens as text, up to the end of the turn or of the document."""
+    """The new tokens as text, up to the end of the turn or of the document. Raises UserError for too long a prompt."""
     import torch
 
-    from modeling.generate import can_cache
+    from modeling.generate import can_cache, tokens_within, without_settings
 
     torch.manual_seed(options.seed)
     given = torch.tensor([ids], device=model.device)
@@ -244,11 +244,15 @@ def generate(model: Any, tokenizer: Any, ids: list[int], options: argparse.Names
     if options.chat and not model.config.is_encoder_decoder:
         ends.update(tokenizer.all_special_ids)  # one of them ends a turn, and none is part of one
     sampling = {} if options.temperature is None else {"temperature": options.temperature}
-    with torch.no_grad():
+    try:
+        tokens = tokens_within(model, options.tokens, after=len(ids))
+    except ValueError as problem:
+        raise UserError(f"{options.model}: {problem}; shorten it") from problem
+    with torch.no_grad(), without_settings(model):
         found = model.generate(
             input_ids=given,
             attention_mask=torch.ones_like(given),
-            max_new_tokens=options.tokens,
+            max_new_tokens=tokens,
             pad_token_id=tokenizer.eos_token_id,
             use_cache=can_cache(model.config),
             eos_token_id=sorted(ends),

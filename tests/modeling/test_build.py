@@ -12,7 +12,13 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    GenerationConfig,
+)
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from config.errors import UserError
@@ -486,6 +492,8 @@ def test_a_sample_is_as_long_as_asked_repeatable_and_leaves_no_trace():
     assert first == sample_text(model, Letters(), seed=1, **options)
     assert first != sample_text(model, Letters(), seed=2, **options)
     assert sample_text(model, Letters(), seed=1, begin=[7], **options).startswith(chr(48 + 7) + first[:3])
+    own = model.generation_config = GenerationConfig(repetition_penalty=9.0, num_beams=2, top_p=0.1)  # of a base
+    assert first == sample_text(model, Letters(), seed=1, **options) and model.generation_config is own
     assert model.training
 
 

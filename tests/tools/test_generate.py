@@ -46,6 +46,22 @@ def test_it_continues_a_prompt(base: Path, capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out == "the loss" + greedy(base, "the loss", 12) + "\n"
 
 
+@pytest.mark.parametrize("settings", ['{"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}', '{"num_beams": 3}'])
+def test_it_is_greedy_whatever_the_settings_of_the_base(base, tmp_path, capsys, settings) -> None:
+    folder = Path(shutil.copytree(base, tmp_path / "base"))
+    (folder / "generation_config.json").write_text(settings)
+    assert main([str(folder), "--prompt", "gradient adam half", "--tokens", "20"]) == 0
+    assert capsys.readouterr().out == "gradient adam half" + greedy(base, "gradient adam half", 20) + "\n"
+
+
+def test_it_ends_with_the_positions_that_a_model_has_a_table_of(tmp_path, capsys, refusal) -> None:
+    folder = write_base(tmp_path / "base", "gpt2", eos_token_id=None)
+    assert main([str(folder), "--prompt", "the loss", "--tokens", "400"]) == 0
+    assert capsys.readouterr().out.startswith("the loss")
+    said = refusal(main, [str(folder), "--prompt", "the loss " * 200])
+    assert re.search(r"base: its prompt of \d+ tokens leaves none of the model's 128 positions; shorten it$", said)
+
+
 def test_it_chats_in_one_conversation(base, capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("the rank\n\nrun\n"))
     assert main([str(base), "--chat", "--tokens", "8"]) == 0
