@@ -24,7 +24,7 @@ from config.deepspeed.choice import Place, settle
 from config.errors import UserError, meant
 from config.not_offered import known_elsewhere, why_not
 from config.schema import Config, LossScaleSection
-from config.task import ALGORITHMS, DECIDED, settle_task
+from config.task import ALGORITHMS, DECIDED, settle_task, source_of
 
 T = typing.TypeVar("T")
 COMMAND_LINE = "command line"
@@ -72,27 +72,37 @@ def load_config(path: Path, overrides: Sequence[str], deepspeed_config: str | No
 
 
 def _reopen(tree: dict[str, Any], before: dict[str, Any], origins: Mapping[str, str]) -> None:
-    """Leave out of `tree` what followed from a key that the command line changes, as in a run folder's config, where
+    """Open again in `tree` what followed from a key that the command line changes, as in a run folder's config, where
     every open value is filled in. before: without overrides."""
-    policies = typing.get_args(field_types(LossScaleSection)["policy"])
-    scales = {policy: vars(LossScaleSection(policy=policy).resolved()) for policy in policies}
-    algorithms = {name: dict(zip(DECIDED, values, strict=True)) for name, values in ALGORITHMS.items()}
-    for key, usual, decided, of in (
-        ("grpo.algorithm", "grpo", DECIDED, algorithms),
-        ("precision.loss_scale.policy", "deepspeed", ("initial", "maximum", "hysteresis"), scales),
+
+    def at(of: Any, key: str) -> Any:
+        return functools.reduce(lambda it, part: it.get(part) if isinstance(it, dict) else None, key.split("."), of)
+
+    def old(key: str) -> Any:
+        found = at(before, key)
+        return functools.reduce(getattr, key.split("."), Config()) if found is None else found
+
+    scale = vars(LossScaleSection(policy=old("precision.loss_scale.policy")).resolved())
+    chosen = dict(zip(DECIDED, ALGORITHMS.get(str(old("grpo.algorithm")), ALGORITHMS["grpo"]), strict=True))
+    reference = "precomputed" if old("adapter.kind") == "none" else "adapter_off"
+    named = {"tokenizer": old("model.name_or_path")} if at(tree, "model.name_or_path") else {}
+    source, implied = (source_of(str(at(given, "data.path"))) for given in (before, tree))
+    for key, section, followed, opened in (
+        ("grpo.algorithm", "grpo", chosen, {}),
+        ("precision.loss_scale.policy", "precision.loss_scale", scale, {}),
+        ("model.name_or_path", "data", named, {"tokenizer": "model"}),
+        ("data.path", "data", {"source": source}, {"source": source if implied == "hub" else implied}),
+        ("data.sequence_length", "data", {"target_length": old("data.sequence_length")}, {}),
+        ("grpo.max_new_tokens", "data", {"target_length": old("grpo.max_new_tokens")}, {}),
+        ("adapter.kind", "preference", {"reference": reference}, {}),
     ):
-        *parts, name = key.split(".")
-        old: Any = before
-        new: Any = tree
-        for part in parts:
-            old, new = (item.get(part) if isinstance(item, dict) else None for item in (old, new))
-        if not isinstance(old, dict) or not isinstance(new, dict) or old.get(name, usual) == new.get(name, usual):
+        held = at(tree, section)
+        if not isinstance(held, dict) or at(before, key) == at(tree, key):
             continue
-        followed = of.get(str(old.get(name, usual)), {})
-        for item in decided:
-            at = f"{key.removesuffix(name)}{item}"
-            if item in new and item in followed and new[item] == followed[item] and at not in origins:
-                del new[item]
+        for name in followed.keys() & held.keys():
+            if held[name] == followed[name] and f"{section}.{name}" not in origins:
+                del held[name]
+                held |= opened
 
 
 def _with_home(config: Config) -> Config:

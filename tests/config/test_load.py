@@ -16,7 +16,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from config.load import all_keys, load_config, to_dict, to_yaml
 from config.schema import Config, DeepSpeedSection, Fault, LossScaleSection, ModelSection
-from config.task import ALGORITHMS
+from config.task import ALGORITHMS, settle_task
 from tests.support.refusals import refused
 
 MINIMAL = "model: {architecture: llama}\n"
@@ -320,3 +320,34 @@ def test_what_a_changed_key_decides_is_decided_anew_in_a_run_s_own_config(minima
     assert new.grpo.loss == "token" and resolved(recorded, change) == new
     kept = resolved(recorded, change, "grpo.clip_low=0.2", f"{SCALE}.hysteresis=2")
     assert kept.grpo.clip_low == 0.2 and kept.precision.loss_scale.hysteresis == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        ([], "model.name_or_path={}/B"),
+        ([], "data.path={}/rows.parquet"),
+        (["task=seq2seq"], "data.sequence_length=1024"),
+        (["task=grpo", "grpo.rewards=[length]"], "grpo.max_new_tokens=256"),
+        (["task=dpo"], "adapter.kind=lora"),
+    ],
+)
+def test_what_followed_from_a_changed_key_follows_again(minimal: Path, given: list[str], change: str) -> None:
+    folder = minimal.parent
+    for name in ("A", "B"):
+        (folder / name).mkdir()
+    for name in ("rows.jsonl", "rows.parquet"):
+        (folder / name).touch()
+    base = [f"model={{architecture: null, name_or_path: {folder}/A}}", "data.tokenizer=model", *given]
+    base += [f"data.path={folder}/rows.jsonl", "data.source=auto"]
+    recorded, change = folder / "recorded.yaml", change.format(folder)
+    recorded.write_text(to_yaml(settle_task(load_config(minimal, base, None))))
+    assert settle_task(load_config(recorded, [change], None)) == settle_task(
+        load_config(minimal, [*base, change], None)
+    )
+
+
+def test_a_source_that_is_named_beside_a_file_stays_with_a_folder(minimal: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    minimal.write_text(minimal.read_text() + f"data: {{source: jsonl, path: {tmp_path}/rows.jsonl}}\n")
+    assert load_config(minimal, [f"data.path={tmp_path}"], None).data.source == "jsonl"
