@@ -13,6 +13,7 @@ import json
 import math
 import operator
 import re
+import shlex
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -220,9 +221,14 @@ def _parse_override(text: str) -> tuple[str, Any]:
     if not equals or not key or not all(key.split(".")):
         raise UserError(f"command line: '{text}' is not an override; write key.sub=value, such as run.steps=20")
     try:
-        return key, yaml_text.parse(value)
+        read = yaml_text.parse(value)
     except ValueError as error:
         raise UserError(f"command line: {key} = {show(value)} is not valid YAML ({error}); quote it") from error
+    cut = isinstance(read, str) and read != value and value.lstrip()[0] not in "'\"!|>"
+    if cut or (read is None and "#" in value):  # by a comment, an anchor, space at an end or a line break
+        quoted = shlex.quote(json.dumps(value, ensure_ascii=False))
+        raise UserError(f"command line: {text!r} is {show(read)} in YAML; write {key}={quoted}")
+    return key, read
 
 
 def _apply_override(tree: dict[str, Any], parts: list[str], value: Any, origins: dict[str, str], key: str) -> None:

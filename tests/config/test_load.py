@@ -61,6 +61,13 @@ def test_overrides_are_yaml_and_the_later_one_wins(minimal: Path) -> None:
     assert config.deepspeed.config == "ds_configs/zero1_fp16.json"
 
 
+def test_quoted_text_is_read_as_it_is(minimal: Path) -> None:
+    given = ["generate.prompt='class '", 'run.hypothesis="1 # 2"', "run.name=a#b", "run.steps=20 # enough"]
+    config = load_config(minimal, given, None)
+    found = (config.generate.prompt, config.run.hypothesis, config.run.name, config.run.steps)
+    assert found == ("class ", "1 # 2", "a#b", 20)
+
+
 def test_a_free_mapping_is_merged_by_key_and_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: {architecture: llama, config: {hidden_size: 8, num_hidden_layers: 2}}")
@@ -119,6 +126,14 @@ def test_json_and_an_empty_section_are_read(tmp_path: Path) -> None:
         ("=3", "'=3' is not an override"),
         ("run..steps=3", "'run..steps=3' is not an override"),
         ("optimizer.betas=[0.9", "optimizer.betas = '[0.9' is not valid YAML"),
+        (
+            "run.hypothesis=lr 1 # not 2",
+            "'run.hypothesis=lr 1 # not 2' is 'lr 1' in YAML; write run.hypothesis='\"lr 1 #",
+        ),
+        ("generate.prompt=#é", """'generate.prompt=#é' is null in YAML; write generate.prompt='"#é"'"""),
+        ("generate.prompt=class ", "'generate.prompt=class ' is 'class' in YAML"),
+        ("generate.prompt=a\nb", r"'generate.prompt=a\nb' is 'a b' in YAML; write generate.prompt='" + r'"a\nb"'),
+        ("run.name=&x try", "'run.name=&x try' is 'try' in YAML"),
     ],
 )
 def test_a_mistake_on_the_command_line_is_one_line(minimal: Path, override: str, expected: str) -> None:
