@@ -97,9 +97,9 @@ class RolloutBatches(Batches):
         self.sampler.folder = folder
 
     def next_step(self) -> Batch:
-        """The batch at `position`, with new answers unless the step before has the same ones (grpo.updates)."""
+        """The batch at `position`, with new answers unless those of the step before are its own, too (grpo.updates)."""
         prompts = super().next_step()
-        if self._held is None or self._held[0] != prompts.position:
+        if self._held is None or self._held[0] != prompts.position or self._outdated(self._held[1]):
             self._held = prompts.position, self._answered(prompts)
         found = self._held[1]
         if found.samples.tolist() != prompts.sample_ids.tolist():
@@ -132,10 +132,14 @@ class RolloutBatches(Batches):
         """The prompts of a step."""
         return super()._read(position // self._section.updates)
 
+    def _outdated(self, found: Rollouts) -> bool:
+        """Whether the answers have a gap of a head that the guard has promoted since, which aborts without a cause."""
+        return found.facts["gap/of_bound"] > 1 and not found.version.endswith(self._remedies.head)
+
     def _answered(self, prompts: Batch) -> Rollouts:
         """The answers of all ranks: those in the step's file if they fit, else sampled now."""
         step, world, started = prompts.position * self._section.updates + 1, self._engine.world, time.perf_counter()
-        version = synchronise(self._engine, self.sampler)
+        version = synchronise(self._engine, self.sampler) + self._remedies.head
         seconds = time.perf_counter() - started
         now = {"sampler": self.sampler.identity, "sources": self._sources, "version": version}
         for what in [key for key in ("sampler", "sources") if self.record.get(key, now[key]) != now[key]]:
@@ -143,7 +147,7 @@ class RolloutBatches(Batches):
         self.record = now
         kept = self._kept(step)
         any_weights = self.position - 1 >= step or not self._publishes  # from the second update on, and for tools
-        if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist():
+        if kept is not None and kept.samples.tolist() == prompts.sample_ids.tolist() and not self._outdated(kept):
             same = (kept.version, kept.sources) == (version, self._sources)
             if (same or any_weights) and kept.rewards.shape[-1] == len(self._rewards.names):
                 return kept

@@ -34,6 +34,11 @@ class Remedies:
         corrected = self.dtypes.get(CORRECTION) != self._start.get(CORRECTION)
         return facts | {"gap/corrected": 1.0} if corrected else facts
 
+    @property
+    def head(self) -> str:
+        """The head's dtype where the guard has changed it, as an ending of the version of answers; else empty."""
+        return "".join(f" {name} {state}" for name, state in self.state_dict().items() if name != CORRECTION)
+
     def usual(self, name: str) -> str:
         """The config's state of a remedy."""
         return self._start[name]

@@ -35,7 +35,7 @@ class Rollouts:
     sampler: np.ndarray  # (prompts, group, tokens) float32: the sampler's log-probabilities
     old: np.ndarray  # (prompts, group, tokens) float32: the trainer's
     rewards: np.ndarray  # (prompts, group, functions) float64, NaN for none
-    version: str = ""  # `synchronise`'s, of the weights that they were sampled with
+    version: str = ""  # `synchronise`'s, of the weights that they were sampled with, and `Remedies.head`
     facts: dict[str, float] = field(default_factory=dict)  # metrics of the step
     sources: dict[str, str] = field(default_factory=dict)  # `Rewards.sources`, and a hash of prompts and sampling
 

@@ -277,10 +277,11 @@ def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: s
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == seen
 
 
-@pytest.mark.parametrize("reaction", ["promote", "correct"])
-def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: str) -> None:
+@pytest.mark.parametrize(("reaction", "updates"), [("promote", 1), ("promote", 2), ("correct", 1)])
+def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: str, updates: int) -> None:
     """The head in FP32 on both sides closes a gap that it made; masking tokens lets the run go on with the gap."""
     given = (f"guard.reactions=[{reaction}, abort]", "grpo.beta=0.1", "guard.self_check_every=1")
+    given += (f"grpo.updates={updates}",)
     how: dict[str, Any] = {"compute": "fp16", "stage": 3 if reaction == "promote" else 2, "overrides": given}
     [found] = pair.run(cases.reactions, folder=folder, fault="rounded head", **how)[0]
     checked = [
