@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from config.errors import UserError
+from config.schema import SAMPLING_TASKS
 from precision.guard import Judgement, Verdict, rollback_skip
 from training.parts import Parts
 from training.progress import Progress
@@ -22,7 +23,11 @@ def roll_back(parts: Parts, progress: Progress, path: Path, *, repeat: bool = Fa
     restored = parts.load_state_dict(parts.checkpoints.load(path, parts.engine), keep_budgets=True)
     if not repeat:
         skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
-        restored = replace(restored, position=restored.position + skipped)
+        config = parts.resolved.config
+        every = (
+            config.grpo.updates if config.task in SAMPLING_TASKS else 1
+        )  # in between it would learn from old answers
+        restored = replace(restored, position=-(-(restored.position + skipped) // every) * every)
     parts.batches.restore(restored.position)
     return restored
 

@@ -28,6 +28,7 @@ from tracking.run_dir import RunDir
 from training.build import assemble
 from training.corruption.self_check import SelfCheck
 from training.distributed import World
+from training.loop import save_now
 from training.rollouts import batches
 from training.rollouts.rollouts import Rollouts
 from training.rollouts.transformers_sampler import Answer
@@ -254,6 +255,27 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
         assert all("forward" not in vars(model.lm_head) for model in (opened.engine.model, opened.answers._reference))
     kinds = ("step", "incident", "warning", "self_check")
     return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
+
+
+def rolled_back(world: World, *, folder: Path, saved: Path) -> list[tuple[str, int, list[str]]]:
+    """Verdict, position afterwards and steps sampled for of some attempts; the third samples by another policy."""
+    given = ("guard.reactions=[rollback, abort]", "guard.self_check_every=0", "grpo.updates=2")
+    resolved, found, sampled = resolve(folder, overrides=given), list[tuple[str, int, list[str]]](), list[str]()
+    with session(resolved, world=world) as opened:
+        opened.answers.keep_in(saved / "rollouts")
+        parts: dict[str, Any] = {"record": Record([]), "checkpoints": opened.saved_checkpoints(saved)}
+        run, progress = assemble(resolved, opened.engine, opened.batches, **parts)
+        right, sample = opened.answers.sampler._section, opened.answers._sampled
+        opened.answers._sampled = lambda *a, **k: sampled.append(a[3]) or sample(*a, **k)
+        for attempt in range(5):
+            opened.answers.sampler._section = right
+            if attempt == 2:
+                save_now(run, progress, "now")
+                _other_temperature(opened)
+            progress, judgement, _ = train_step(run, progress)
+            found.append((judgement.verdict.name, progress.position, sampled[:]))
+            sampled.clear()
+    return found
 
 
 WRONG: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {

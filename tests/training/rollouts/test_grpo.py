@@ -303,6 +303,14 @@ def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: s
         assert all(step["left_out"] == 0 and step["gap/corrected"] == 1 for step in found["metrics"][1:])
 
 
+def test_a_rollback_skips_the_answers_that_it_rolls_back_for(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:
+    """The third step, of two to a sample, has answers of another temperature, which the fourth would learn from."""
+    [found] = solo.run(cases.rolled_back, folder=folder, saved=tmp_path)
+    verdicts, positions, sampled = zip(*found, strict=True)
+    assert verdicts == ("STEP", "STEP", "ROLLBACK", "STEP", "STEP")
+    assert positions == (1, 2, 4, 5, 6) and sampled == (["1"], [], ["3"], ["5"], [])
+
+
 def test_frozen_weights_are_held_once(solo: ProcessGroup, folder: Path) -> None:
     """ZeRO-3 has none of them whole."""
     [adapter], [whole] = (solo.run(cases.held_twice, folder=folder, overrides=given) for given in (LORA, ()))
