@@ -10,7 +10,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -244,13 +244,17 @@ class SelfCheck:
         engine.model.eval()
         for batch in few:
             for inputs, labels in batch.micro_batches(engine.world.device):
-                passes = None
+                with torch.no_grad():
+                    totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.double()
                 if first:
-                    passes = Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False)
-                # grad mode tells the pass from a reference's; nothing is kept, since no backward pass follows
-                with passes.watching() if passes else nullcontext(), torch.set_grad_enabled(first), none_saved:
-                    totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.detach().double()
-                rows, first = [*rows, *passes.compared()] if passes else rows, False
+                    passes, first = (
+                        Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False),
+                        False,
+                    )
+                    # grad mode tells the pass from a reference's; nothing is kept, since no backward pass follows
+                    with passes.watching(), torch.enable_grad(), none_saved:
+                        engine.loss_path.score(inputs, labels, 1.0)
+                    rows += passes.compared()
             totals[1] += int(batch.counted.sum())
         engine.model.train(training)
         total, count = engine.world.sum(totals).tolist()
