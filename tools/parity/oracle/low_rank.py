@@ -22,6 +22,11 @@ class LowRank(nn.Module):
         self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, r, bias=False)})
         self.lora_B = nn.ModuleDict({"default": nn.Linear(r, outputs, bias=False)})
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The layer's own weight, whose dtype T5's feed-forward block asks for."""
+        return self.base_layer.weight
+
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """(..., inputs) -> (..., outputs)."""
         first: Any = self.lora_A["default"]
