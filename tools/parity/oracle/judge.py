@@ -219,7 +219,7 @@ def _model(run: Path, config: Config, shape: PretrainedConfig, *, compares: bool
         section, shape, seed=config.run.seed, model_class=model_class_of(config), adapter=config.adapter
     )
     alone, notes = Comparison(ALONE, 0.0), []
-    if compares and getattr(model.config, "quantization_config", None) is None:
+    if compares:
         try:
             unlike = [*unlike_transformers(model, config)]
             alone.add(float(bool(unlike)), ", ".join(unlike[:4]))

@@ -15,6 +15,7 @@ import transformers
 
 from config.schema import Config
 from config.task import model_class_of
+from modeling.quantised_base import quantised_parameters
 
 _SURE = 6.0
 """Standard errors beyond which chance is no explanation."""
@@ -43,9 +44,10 @@ def unlike_transformers(model: Any, config: Config) -> Iterator[str]:
         if name is not None and decided and plain(own.get(key)) != plain(value):
             yield f"config.{key} = {own.get(key)}, not {value}"
     theirs, drawn = dict(other.named_parameters()), getattr(model, "drawn", ())
+    codes = quantised_parameters(model)
     for key, parameter in model.named_parameters():
         a, b = parameter.detach().float(), theirs.get(key)
-        if b is None or a.shape != b.shape:  # of a task's head
+        if b is None or a.shape != b.shape or id(parameter) in codes:  # the shape of a task's head
             continue
         b = b.detach().float()
         if unlike(a, b) if name is None or key in drawn else not torch.equal(a, b):
