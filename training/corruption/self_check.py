@@ -247,14 +247,11 @@ class SelfCheck:
                 with torch.no_grad():
                     totals[0] += engine.loss_path.score(inputs, labels, 1.0).loss.double()
                 if first:
-                    passes, first = (
-                        Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False),
-                        False,
-                    )
+                    passes = Passes(engine, self._resolved, batch, turn=self._turn, whole=True, trains=False)
                     # grad mode tells the pass from a reference's; nothing is kept, since no backward pass follows
                     with passes.watching(), torch.enable_grad(), none_saved:
                         engine.loss_path.score(inputs, labels, 1.0)
-                    rows += passes.compared()
+                    rows, first = [*rows, *passes.compared()], False
             totals[1] += int(batch.counted.sum())
         engine.model.train(training)
         total, count = engine.world.sum(totals).tolist()

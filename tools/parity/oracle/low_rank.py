@@ -23,7 +23,7 @@ class LowRank(nn.Module):
         self.lora_B = nn.ModuleDict({"default": nn.Linear(r, outputs, bias=False)})
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Any:
         """The layer's own weight, whose dtype T5's feed-forward block asks for."""
         return self.base_layer.weight
 
