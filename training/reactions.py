@@ -24,9 +24,7 @@ def roll_back(parts: Parts, progress: Progress, path: Path, *, repeat: bool = Fa
     if not repeat:
         skipped = rollback_skip(parts.guard.used["rollback"], max(progress.position - restored.position, 1))
         config = parts.resolved.config
-        every = (
-            config.grpo.updates if config.task in SAMPLING_TASKS else 1
-        )  # in between it would learn from old answers
+        every = config.grpo.updates if config.task in SAMPLING_TASKS else 1  # steps have their answers in common
         restored = replace(restored, position=-(-(restored.position + skipped) // every) * every)
     parts.batches.restore(restored.position)
     return restored
