@@ -21,8 +21,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         int="train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps steps_per_print",
         float="gradient_clipping gradient_predivide_factor",
         bool="prescale_gradients disable_allgather dump_state disable_python_gc wall_clock_breakdown memory_breakdown"
-        " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer dataloader_drop_last",
-        section="zero_optimization bf16 fp16 data_types activation_checkpointing aio comms_logger flops_profiler"
+        " zero_allow_untested_optimizer zero_force_ds_cpu_optimizer",
+        section="zero_optimization bf16 fp16 data_types aio comms_logger flops_profiler"
         " tensorboard csv_monitor comet checkpoint timers",
         str="log_level",
     )
@@ -57,11 +57,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         int="initial_scale_power loss_scale_window hysteresis min_loss_scale",
     ),
     "data_types": {"grad_accum_dtype": DTYPES},
-    "activation_checkpointing": _keys(
-        bool="partition_activations contiguous_memory_optimization cpu_checkpointing"
-        " synchronize_checkpoint_boundary profile",
-        int="number_checkpoints",
-    ),
     "aio": _keys(int="block_size queue_depth intra_op_parallelism", bool="single_submit overlap_events use_gds"),
     "comms_logger": _keys(bool="enabled prof_all verbose debug", list="prof_ops"),
     "flops_profiler": _keys(
@@ -77,12 +72,13 @@ SECTIONS: dict[str, dict[str, str]] = {
         int="samples_log_interval",
         str="project workspace api_key experiment_name experiment_key mode",
     ),
-    "checkpoint": _keys(str="tag_validation"),
+    "checkpoint": {},
     "timers": _keys(section="throughput"),
     "timers.throughput": _keys(bool="enabled synchronized"),
 }
 
 _OWN_WRITER = "Mantissa writes checkpoints itself, hashed and flushed; remove it and use the checkpoint.* keys"
+_OWN_SAMPLER = "Mantissa's sampler decides which sample is trained when; remove it"
 _NOT_DRIVEN = "Mantissa does not drive it; remove it"
 _LOSSY = (
     "it quantizes communication to 8 or 4 bits, and has no CPU form to verify it with; remove it, and use"
@@ -127,8 +123,10 @@ REFUSED: dict[str, str] = {
     "zero_optimization.cpu_offload_param": "it is the old form of offload_param; write offload_param: {device: cpu}",
     "zero_optimization.cpu_offload_use_pin_memory": "it is the old form of offload_optimizer.pin_memory; write that",
     "weight_quantization": _TRADES_PRECISION,
-    "data_efficiency": "Mantissa's sampler decides which sample is trained when; remove it",
+    "data_efficiency": _OWN_SAMPLER,
+    "dataloader_drop_last": _OWN_SAMPLER,
     "checkpoint.writer": _OWN_WRITER,
+    "checkpoint.tag_validation": _OWN_WRITER,
     "checkpoint.parallel_write": _OWN_WRITER,
     "checkpoint.checkpoint_serialization": _OWN_WRITER,
     "checkpoint.use_node_local_storage": "the nodes share the run folder, or checkpoint.dir; remove it",
@@ -146,6 +144,8 @@ REFUSED: dict[str, str] = {
     " config, which shares transformers' own experts",
     "pipeline": "DeepSpeed 0.19.8 does not reduce tied gradients in FP16 (measured: update off by 33.8%), counts them"
     " twice in FP32's clipping norm (off by 7.3%), and needs ZeRO-0 or 1; use ZeRO-3",
+    "activation_checkpointing": "transformers' models do not use DeepSpeed's; remove it and set"
+    " model.activation_checkpointing in the run config",
     "hybrid_engine": _NOT_DRIVEN,
     "autotuning": _NOT_DRIVEN,
     "compile": _NOT_DRIVEN,

@@ -170,11 +170,13 @@ def test_a_trainers_clipping_that_never_reaches_deepspeed(write: Any, capsys: py
 def test_what_was_never_measured_is_named(write: Any, capsys: pytest.CaptureFixture[str]) -> None:
     zero = {"stage": 3, "zero_quantized_gradients": True, "offload_optimizer": {"device": "nvme", "nvme_path": "/n"}}
     document = {"zero_optimization": zero, "bf16": {"enabled": True}, "monitor_config": {"tag": "x"}, "amp": {}}
+    document |= {"activation_checkpointing": {"cpu_checkpointing": True}, "dataloader_drop_last": True}
     path = write("ds.json", document)
     _, out, _ = audit(capsys, "--deepspeed-config", path, "--optimizer", "galore_adamw", *NOW)
     told = out.partition("Never measured")[2].partition("Numerics")[0]
     for text in ("zero_quantized_gradients = true", "device = nvme", "monitor_config: DeepSpeed", "galore_adamw"):
         assert text in told
+    assert "checkpointing" not in told and "drop_last" not in told
 
 
 def test_a_model_tells_its_type_and_dropout(write: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
