@@ -30,6 +30,7 @@ from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import by_step
+from training.checkpoint.contents import REFERENCE
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.checkpoint.store.store import Store
@@ -117,7 +118,7 @@ class Session:
             "run.seed": config.run.seed,
             **({"answers": self.answers.identity} if self.answers is not None else {}),
             "adapter": json.dumps(adapter) if config.adapter.kind != "none" else None,
-            "the base model": self.base,
+            "the base model" if config.task != "grpo" or config.adapter.kind != "none" else REFERENCE: self.base,
             "the teacher": self.teacher,
             "world size": self.resolved.world_size,
             "parallel.sequence": self.resolved.batch.sequence,
@@ -203,7 +204,8 @@ def session(
         # ranks that share matrices need equal dropout masks, or their replicated parameters would diverge
         seed_everything(config.run.seed + world.zero_rank)
         base, name = None, config.model.name_or_path
-        if name is not None and (config.adapter.kind != "none" or config.task == "dpo"):
+        of_reference = config.task == "dpo" or config.task == "grpo" and config.grpo.beta
+        if name is not None and (config.adapter.kind != "none" or of_reference):
             base = world.from_main(weights_identity(name) if world.is_main else None)
         cut = batch_shape(resolved, corpus) | {"seed": config.run.seed, "mixture": corpus.mixture}
         if config.precomputes_reference:

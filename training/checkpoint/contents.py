@@ -69,13 +69,15 @@ _DEFAULTS = dict.fromkeys(_PARALLEL, 1) | {
 """Values for checkpoints that were written before the key existed."""
 _WEIGHTS = ("the base model", "the teacher")
 """Identities of weights. Earlier versions wrote a hub's as NAME@COMMIT, the commit mostly None: nothing to compare."""
+REFERENCE = "the reference of grpo.beta"
+"""Identity of its weights; None for beta = 0, which may change, and missing in earlier versions."""
 
 
 def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     """The first value of `current` that differs in `saved`, as an error message; None when all agree."""
     saved = {**_DEFAULTS, **saved}
     for key, value in current.items():
-        unknown = key in _WEIGHTS and "@" in str(saved.get(key))
+        unknown = key in _WEIGHTS and "@" in str(saved.get(key)) or key == REFERENCE and None in (value, saved.get(key))
         if key not in (*LAYOUT, ATTENTION) and saved.get(key) != value and not unknown:
             if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
                 fix = f"set data.hold_out=documents, or {_START_ANEW}"

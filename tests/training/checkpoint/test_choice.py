@@ -14,7 +14,7 @@ from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint.choice import candidates
-from training.checkpoint.contents import attention_difference, identity_difference, layout_difference
+from training.checkpoint.contents import REFERENCE, attention_difference, identity_difference, layout_difference
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.retention import Retention
 
@@ -343,6 +343,20 @@ def test_a_base_whose_commit_was_never_recorded_resumes():
     now = {"the base model": "sha256:ab12"}
     assert identity_difference({"the base model": "me/base@None"}, now) is None  # a checkpoint of an earlier version
     assert "the base model is sha256:cd34 there" in (identity_difference({"the base model": "sha256:cd34"}, now) or "")
+
+
+def test_a_reference_is_compared_where_both_have_one():
+    now, none = {REFERENCE: "sha256:ab12"}, {REFERENCE: None}
+    for one, other in (
+        (now, now),
+        (now, none),
+        (none, now),
+        ({"the base model": None}, now),
+    ):  # the last: an earlier one
+        assert identity_difference(one, other) is None
+    assert "the reference of grpo.beta is sha256:cd34 there" in (
+        identity_difference({REFERENCE: "sha256:cd34"}, now) or ""
+    )
 
 
 def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():

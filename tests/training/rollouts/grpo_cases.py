@@ -257,6 +257,12 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
     return [{"metrics": found, "events": [e for e in collector.events if e["event"] in kinds], "changed": changed}]
 
 
+def identity(world: World, **options: Any) -> dict[str, Any]:
+    """What another run must share to resume from this one."""
+    with session(resolve(**options), world=world) as opened:
+        return opened.identity
+
+
 def rolled_back(world: World, *, folder: Path, saved: Path) -> list[tuple[str, int, list[str]]]:
     """Verdict, position afterwards and steps sampled for of some attempts; the third samples by another policy."""
     given = ("guard.reactions=[rollback, abort]", "guard.self_check_every=0", "grpo.updates=2")

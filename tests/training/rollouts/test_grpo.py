@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.task import ALGORITHMS
+from modeling.build import weights_identity
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base, write_teacher
@@ -17,6 +18,7 @@ from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
 from tests.training.tasks import sft_cases
+from training.checkpoint.contents import REFERENCE
 from training.rollouts import rollouts as files
 
 
@@ -301,6 +303,13 @@ def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: s
         assert min(others) > 1 and found["changed"] == {"grpo.correction": "mask"}
         assert incident["verdict"] == "CORRECT" and incident["corrected_by"] == "mask"
         assert all(step["left_out"] == 0 and step["gap/corrected"] == 1 for step in found["metrics"][1:])
+
+
+def test_a_run_is_identified_by_the_reference_that_it_has(solo: ProcessGroup, folder: Path) -> None:
+    [found], [without] = (
+        solo.run(cases.identity, folder=folder, overrides=(f"grpo.beta={beta}",)) for beta in (0.1, 0)
+    )
+    assert found[REFERENCE] == weights_identity(f"{folder}/base") and without == found | {REFERENCE: None}
 
 
 def test_a_rollback_skips_the_answers_that_it_rolls_back_for(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:
