@@ -177,7 +177,9 @@ class Judge:
         micros, stored = self._step.micros.values(), self._oracle.stored
         given = self._facts["fp32"], [micro["loss_dtype"] for micro in micros]
         stepped, losses = (next((_NAMED[dtype] for dtype in dtypes if dtype in _NAMED), "") for dtypes in given)
-        self._row.update(stepped=stepped, masters=_held(self._after.values()), loss_dtype=losses)
+        ends = ((self._start(name, self._stride), value.flatten()) for name, value in self._after.items())
+        moved = (end[end != start] for start, end in ends)  # nothing at a warm-up's rate of 0
+        self._row.update(stepped=stepped, masters=_held(moved), loss_dtype=losses)
         calls = [call for micro in micros for call in micro["calls"]]
         self._row["evaluates"] = self._run["dropout"] and not all(call.get("training", True) for call in calls)
         if not any(call["autocast"] for call in calls):
@@ -326,13 +328,15 @@ class Judge:
             moved.add(change, way)
             second.add(_flat(ends[name]), square)
             slack += float((start * 2.0**-24).square().sum())
-            still, every = still + int(((change == 0) & (way != 0)).sum()), every + int((way != 0).sum())
+            due = master.float().double() != start  # a warm-up's first updates may be below half an ulp of FP32
+            still, every = still + int(((change == 0) & due).sum()), every + int(due.sum())
         if not moved.size:
             return
         ratio, error, around = moved.factor, moved.error, 2e-3 + 6 * math.sqrt(slack / moved.size)
         rates, stands = [group["lr"] for group in self._facts["groups"]], error > 0.01 or still > 0.5 * every
         self._row.update(lr=rates, rate=rates[0], moved_at=ratio * rates[0], rate_ratio=ratio, update_error=error)
-        self._row.update(second_error=second.error, still=still / every if stands else 0.0, update_of=error / around)
+        lost = still / every if every and stands else 0.0
+        self._row.update(second_error=second.error, still=lost, update_of=error / around)
         self._row["rate_of"] = abs(error - abs(ratio - 1)) / (0.1 * error + around)
 
     def _schedule(self) -> None:

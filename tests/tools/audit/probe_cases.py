@@ -199,6 +199,27 @@ def rate_one_step_ahead(work: Any) -> None:
     work.schedule = schedule
 
 
+def _warm_up(work: Any, rate: float) -> None:
+    """A rate of 0 in the first step, which grows by `rate` in each."""
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    work.schedule = lambda optimizer: schedule(optimizer, lambda step: step * rate / work.lr)
+
+
+def warm_up(work: Any) -> None:
+    """No mistake: the rate warms up in 10 steps."""
+    _warm_up(work, work.lr / 10)
+
+
+def long_warm_up(work: Any) -> None:
+    """No mistake: the second update is below half an ulp of some masters."""
+    _warm_up(work, 1e-8)
+
+
+def longer_warm_up(work: Any) -> None:
+    """No mistake: the first updates are below half an ulp of nearly all masters."""
+    _warm_up(work, 1e-12)
+
+
 def other_rate(work: Any) -> None:
     """The optimizer moves at half of the rate that its group says."""
     inner = ADAMW.step

@@ -425,6 +425,13 @@ def test_a_sound_run_is_not_blamed(loop: str, stage: int, dtype: str, more: list
     assert not audited(tmp_path, loop, stage, dtype, *more)["findings"]
 
 
+@pytest.mark.parametrize("plant", ["warm_up", "long_warm_up", slow("longer_warm_up")])
+def test_a_warm_up_is_not_blamed(plant: str, tmp_path: Path) -> None:
+    report = audited(tmp_path, "bare", 2, "bf16", *FP32_SUMS, plant=plant)
+    assert not report["findings"] and not report["not_checked"]
+    assert [row["masters"] for row in report["steps"]] == [""] * 3
+
+
 def test_a_probe_with_little_space_keeps_a_part_of_the_values(tmp_path: Path) -> None:
     report = audited(tmp_path, "bare", 2, "bf16", *FP32_SUMS, plant="little_space")
     assert not report["findings"] and not report["not_checked"] and len(report["steps"]) == 3
