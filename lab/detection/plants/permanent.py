@@ -6,7 +6,7 @@ left out, weights that are no longer copied from their masters, an update that i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,11 +200,13 @@ def _stale_weight(site: Site, defect: Permanent) -> None:
     def plant(engine: Engine) -> None:
         module = defect.module_of(engine.model)
 
+        def held() -> Iterator[torch.Tensor]:
+            return (tensor for parameter in module.parameters() for tensor in _local_tensors(parameter))
+
         def apply(right: Callable[[], None]) -> None:
-            held = [tensor for parameter in module.parameters() for tensor in _local_tensors(parameter)]
-            before = [tensor.detach().clone() for tensor in held] if defect.begun else []
+            before = [tensor.detach().clone() for tensor in held()] if defect.begun else []
             right()
-            for tensor, old in zip(held, before, strict=False):
+            for tensor, old in zip(held(), before, strict=False):  # ZeRO-3 has gathered them into others by now
                 tensor.copy_(old)
 
         around(engine, "_apply", apply)
