@@ -30,6 +30,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import (
+    CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,
@@ -38,6 +39,7 @@ from transformers.utils import (
 )
 from transformers.utils.hub import get_checkpoint_shard_files
 
+from config import json_text
 from config.errors import UserError, meant, one_line
 from config.files import file_sha256
 from config.load import show
@@ -582,6 +584,13 @@ def weights_identity(name: str) -> str:
         known = blob.parent.name == "blobs" and len(blob.name) == 2 * digest.digest_size
         digest.update(f"{path.name}\0{blob.name if known else file_sha256(path)}\0".encode())
     return f"sha256:{digest.hexdigest()}"
+
+
+def config_identity(name: str) -> str:
+    """The identity of how a model computes with its weights: sha256 over its config.json. Raises OSError."""
+    beside = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+    given = json_text.object_in(Path(str(cached_file(name, CONFIG_NAME))))
+    return json_text.json_sha256({key: given[key] for key in given.keys() - beside}, sort_keys=True)
 
 
 def _weight_files(name: str) -> list[Path]:

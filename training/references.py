@@ -24,6 +24,7 @@ from data.batches.loader import NO_SAMPLE, Batch
 from data.batches.preference_batches import REFERENCE, batches_of_pairs, lengths_of_corpus
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
+from modeling.build import config_identity
 from modeling.objectives.preference import log_probs
 from training.engine import Engine
 
@@ -107,6 +108,7 @@ def _identity(corpus: Corpus, resolved: Resolved, base: str | None, lengths: tup
     parts = {
         "data": corpus.fingerprint,
         "start weights": base or f"seed {config.run.seed}",
+        **({"config": config_identity(str(config.model.name_or_path))} if base else {}),
         "model": model,
         "compute": resolved.compute,
         "manifest": (REPOSITORY / manifest).read_text(encoding="utf-8") if manifest else None,

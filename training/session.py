@@ -23,14 +23,14 @@ from data.batches.sequence_slices import sliced
 from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
-from modeling.build import attention_of, count_parameters, weights_identity, without_dropout
+from modeling.build import attention_of, config_identity, count_parameters, weights_identity, without_dropout
 from tracking.crash import Crash
 from tracking.run_dir import RunDir
 from tracking.run_lock import created_and_locked
 from training import distributed
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.choice import by_step
-from training.checkpoint.contents import REFERENCE
+from training.checkpoint.contents import CONFIGS, REFERENCE
 from training.checkpoint.reader import Opener
 from training.checkpoint.retention import Retention
 from training.checkpoint.store.store import Store
@@ -64,6 +64,8 @@ class Session:
     """Identity of an adapter's base model, or of the reference model: sha256 of its files. None if a run only starts
     from that model."""
     teacher: str | None = None
+    configs: str | None = None
+    """Identities of the config.json of both; None without either."""
     answers: Any = None
     """`batches`, if they sample answers to prompts (training/rollouts/batches.py); else None."""
     apart: World | None = None
@@ -120,6 +122,7 @@ class Session:
             "adapter": json.dumps(adapter) if config.adapter.kind != "none" else None,
             "the base model" if config.task != "grpo" or config.adapter.kind != "none" else REFERENCE: self.base,
             "the teacher": self.teacher,
+            CONFIGS: self.configs,
             "world size": self.resolved.world_size,
             "parallel.sequence": self.resolved.batch.sequence,
             "parallel.tensor": self.resolved.batch.tensor,
@@ -207,6 +210,8 @@ def session(
         of_reference = config.task == "dpo" or config.task == "grpo" and config.grpo.beta
         if name is not None and (config.adapter.kind != "none" or of_reference):
             base = world.from_main(weights_identity(name) if world.is_main else None)
+        read = [str(each) for each in (name if base else None, config.distill.teacher) if each is not None]
+        configs = world.on_main(lambda: " ".join(map(config_identity, read)) or None)
         cut = batch_shape(resolved, corpus) | {"seed": config.run.seed, "mixture": corpus.mixture}
         if config.precomputes_reference:
             engine.notes += answers("references").add_references(corpus, engine, resolved, base=base)
@@ -215,7 +220,7 @@ def session(
             sampled = answers("rollouts.batches").RolloutBatches(corpus, resolved, engine, shape, trains=trains, **cut)
         batches: Batches = sampled or Batches(corpus.train, **cut)
         ends.callback(batches.close)
-        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, sampled, apart)
+        yield Session(resolved, corpus, shape, world, engine, batches, base, teacher, configs, sampled, apart)
 
 
 def _agreed(corpus: Corpus, world: World) -> Corpus:

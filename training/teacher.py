@@ -22,7 +22,7 @@ from data.corpora.corpus import Corpus
 from data.corpora.row_shards import RowShards
 from data.corpora.shards import TokenShards
 from data.text.tokenizer import load_tokenizer
-from modeling.build import weights_identity
+from modeling.build import config_identity, weights_identity
 from modeling.objectives.divergence import likeliest
 from training.distributed import World
 from training.engine.teacher import Teacher
@@ -74,7 +74,8 @@ def _cached(resolved: Resolved, corpus: Corpus, world: World, identity: str) -> 
     """The folder of the teacher's answers, computed first if need be, on a file system that all ranks share."""
     config = resolved.config
     kind = [config.distill.top_k, config.distill.temperature, config.distill.dtype, config.keeps_documents_apart]
-    content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, *kind]
+    shape = world.on_main(lambda: config_identity(str(config.distill.teacher)))
+    content = [_VERSION, corpus.fingerprint, config.data.sequence_length, identity, shape, *kind]
     key = json_sha256(content)[:16]
     folder = corpus.folder.with_name(f"{corpus.folder.name}-teacher-{key}")
     lock = FileLock(f"{folder}.lock")

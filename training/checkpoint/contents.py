@@ -71,19 +71,22 @@ _WEIGHTS = ("the base model", "the teacher")
 """Identities of weights. Earlier versions wrote a hub's as NAME@COMMIT, the commit mostly None: nothing to compare."""
 REFERENCE = "the reference of grpo.beta"
 """Identity of its weights; None for beta = 0, which may change, and missing in earlier versions."""
+CONFIGS = "config.json of base or teacher"
+"""Their identities; None and missing alike."""
 
 
 def identity_difference(saved: dict[str, Any], current: dict[str, Any]) -> str | None:
     """The first value of `current` that differs in `saved`, as an error message; None when all agree."""
     saved = {**_DEFAULTS, **saved}
     for key, value in current.items():
-        unknown = key in _WEIGHTS and "@" in str(saved.get(key)) or key == REFERENCE and None in (value, saved.get(key))
-        if key not in (*LAYOUT, ATTENTION) and saved.get(key) != value and not unknown:
-            if key == "data fingerprint" and f"{saved.get(key)}{TAIL}" == value:
+        said = saved.get(key)
+        unknown = "@" in str(said) if key in _WEIGHTS else key in (REFERENCE, CONFIGS) and None in (said, value)
+        if key not in (*LAYOUT, ATTENTION) and said != value and not unknown:
+            if key == "data fingerprint" and f"{said}{TAIL}" == value:
                 fix = f"set data.hold_out=documents, or {_START_ANEW}"
                 return f"the end of the text is held out from training in this run and not there; {fix}"
             same = "data.* keys and files, as in the run's config.yaml" if key == "data fingerprint" else key
-            return f"{key} is {saved.get(key)} there and {value} in this run; use the same {same}, or {_START_ANEW}"
+            return f"{key} is {said} there and {value} in this run; use the same {same}, or {_START_ANEW}"
     return None
 
 

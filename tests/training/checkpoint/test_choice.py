@@ -14,7 +14,13 @@ from tests.training.checkpoint import checkpoint_cases
 from tests.training.checkpoint.checkpoint_cases import flip
 from training.checkpoint import commit
 from training.checkpoint.choice import candidates
-from training.checkpoint.contents import REFERENCE, attention_difference, identity_difference, layout_difference
+from training.checkpoint.contents import (
+    CONFIGS,
+    REFERENCE,
+    attention_difference,
+    identity_difference,
+    layout_difference,
+)
 from training.checkpoint.manifest import MANIFEST, read_manifest
 from training.checkpoint.retention import Retention
 
@@ -345,18 +351,13 @@ def test_a_base_whose_commit_was_never_recorded_resumes():
     assert "the base model is sha256:cd34 there" in (identity_difference({"the base model": "sha256:cd34"}, now) or "")
 
 
-def test_a_reference_is_compared_where_both_have_one():
-    now, none = {REFERENCE: "sha256:ab12"}, {REFERENCE: None}
-    for one, other in (
-        (now, now),
-        (now, none),
-        (none, now),
-        ({"the base model": None}, now),
-    ):  # the last: an earlier one
-        assert identity_difference(one, other) is None
-    assert "the reference of grpo.beta is sha256:cd34 there" in (
-        identity_difference({REFERENCE: "sha256:cd34"}, now) or ""
-    )
+@pytest.mark.parametrize("key", [REFERENCE, CONFIGS])
+def test_what_one_of_two_runs_lacks_is_not_compared(key):
+    """Neither with a checkpoint of an earlier version, nor where grpo.beta is 0 in one of them."""
+    now, none = {key: "sha256:ab12"}, {key: None}
+    for saved, current in ((now, now), (now, none), (none, now), ({"the base model": None}, now)):
+        assert identity_difference(saved, current) is None
+    assert f"{key} is sha256:cd34 there" in (identity_difference({key: "sha256:cd34"}, now) or "")
 
 
 def test_a_run_that_trained_on_all_of_its_text_is_told_how_to_resume():

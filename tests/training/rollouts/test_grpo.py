@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.task import ALGORITHMS
-from modeling.build import weights_identity
+from modeling.build import config_identity, weights_identity
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base, write_teacher
@@ -18,7 +18,7 @@ from tests.support.rows.prompts import write_prompts
 from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
 from tests.training.tasks import sft_cases
-from training.checkpoint.contents import REFERENCE
+from training.checkpoint.contents import CONFIGS, REFERENCE
 from training.rollouts import rollouts as files
 
 
@@ -309,7 +309,11 @@ def test_a_run_is_identified_by_the_reference_that_it_has(solo: ProcessGroup, fo
     [found], [without] = (
         solo.run(cases.identity, folder=folder, overrides=(f"grpo.beta={beta}",)) for beta in (0.1, 0)
     )
-    assert found[REFERENCE] == weights_identity(f"{folder}/base") and without == found | {REFERENCE: None}
+    assert found[REFERENCE] == weights_identity(f"{folder}/base") and without == found | {
+        REFERENCE: None,
+        CONFIGS: None,
+    }
+    assert found[CONFIGS] == config_identity(f"{folder}/base")
 
 
 def test_a_rollback_skips_the_answers_that_it_rolls_back_for(solo: ProcessGroup, folder: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_chats, write_teacher
 from tests.training.tasks import distill_cases as cases
 from tests.training.tasks import sft_cases
+from training import references, teacher
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,27 @@ def test_a_teacher_of_other_tokens_is_refused_in_one_line(solo: ProcessGroup, fo
 def test_a_teacher_in_fp32_has_no_kernel_for_16_bits(solo: ProcessGroup, folder: Path) -> None:
     overrides = (*overrides_of(folder), "model.attention=flash_attention_2")
     assert solo.run(cases.attention_of_teacher, folder=folder, overrides=overrides) == ["sdpa"]
+
+
+def test_numbers_of_a_model_are_kept_for_its_config(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Another rope is another teacher and another reference; a file that was saved again is the same."""
+    base = Path(shutil.copytree(folder / "base", tmp_path / "base"))
+    given = (*overrides_of(tmp_path, teacher="base", top_k=3), f"model.name_or_path={base}")
+    resolved = sft_cases.resolve(folder, overrides=given)
+    corpus: Any = SimpleNamespace(fingerprint="ab12", folder=tmp_path / "data")
+    world: Any = SimpleNamespace(on_main=lambda act: act(), from_main=lambda value: value)
+    monkeypatch.setattr(teacher, "_fill", lambda resolved, corpus, world, folder: folder.mkdir())
+    monkeypatch.setattr(teacher, "require_intact", lambda folder, verify: None)
+
+    def kept(**changed: Any) -> tuple[str, Path]:
+        shape = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        (base / "config.json").write_text(json.dumps({**shape, **changed}), encoding="utf-8")
+        numbers = references._identity(corpus, resolved, "sha256:ab12", (64,), "cpu")
+        return numbers, teacher._cached(resolved, corpus, world, "sha256:ab12")
+
+    first, again = kept(), kept(transformers_version="5.0.0")
+    other = kept(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0})
+    assert first == again and first[0] != other[0] and first[1] != other[1]
 
 
 @pytest.mark.parametrize(("at_start", "problem"), [(True, "0.00 GiB do not fit"), (False, "No space left on device")])
