@@ -22,6 +22,7 @@ from launch import job
 from launch.forks import KILL_AFTER_SECONDS, signal_all
 from launch.hosts import without_options
 from launch.job import TRAIN, Job, environment_of, error_line, job_command, job_environment
+from launch.supervise import Session
 from launch.sweep.events import History
 from launch.sweep.file import as_setting
 from launch.sweep.folder import ENDED, Entry, Outcome, Plan, Status
@@ -41,17 +42,20 @@ _EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
-    """Run one trial to its end, unless it is stopped. Returns the exit code: 0 done or hopeless, 2 refused, 3 numerics,
-    75 stopped on request, 1 anything else."""
+    """Run one trial to its end, unless it is stopped. Returns the exit code: 0 done, hopeless or run.max_minutes is up,
+    2 refused, 3 numerics, 75 stopped on request, 1 anything else."""
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
-        outcome = plan.outcome(entry)
+        outcome = before = plan.outcome(entry)
         end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
             outcome = _Running(plan, entry, outcome).run()
             plan.record(entry, outcome)
     log(f"trial {entry.index} ({entry.label}) {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
-    return PREEMPTED if outcome.status == "stopped" else _EXIT_CODES.get(outcome.status, 1)
+    session = Session(reason=outcome.reason, seconds=outcome.seconds - before.seconds)
+    if outcome.status == "stopped":
+        return 0 if session.is_out_of_time(entry.resolved["run"]["max_minutes"]) else PREEMPTED
+    return _EXIT_CODES.get(outcome.status, 1)
 
 
 def command_of(plan: Plan, entry: Entry, *, on_gpus: bool) -> list[str]:
@@ -131,7 +135,8 @@ class _Running:
                 recorded = time.monotonic()
                 seconds = self._before.seconds + recorded - began
                 self._plan.record(entry, Outcome("running", "", None, starts, seconds))
-        return codes[0] if codes[0] else running.failed_code() or 0
+        failed = running.failed_code()
+        return failed if failed and codes[0] in (0, 1) else codes[0]  # torchrun's own is 1 for every failure
 
     def _request_stop(self, number: int, frame: FrameType | None) -> None:
         """Make the run save and end; a second SIGTERM or Ctrl-C kills it. SIGUSR1 may repeat, as from Slurm."""

@@ -375,6 +375,19 @@ def test_a_trial_of_an_array_is_one_command_and_the_report_another(tmp_path):
     assert [trial["status"] for trial in results(tmp_path)["trials"]] == ["done", "waiting"]
 
 
+def test_a_trial_that_is_out_of_time_asks_for_no_restart(tmp_path):
+    plan, _ = prepare(read_sweep(sweep_file(tmp_path, fixed={"run.max_minutes": 1, "run.hypothesis": "time"})))
+    assert "stopped: run.max_minutes is up" in finish("--trial", 0, plan.folder, code=0)
+    assert record(tmp_path, 0)["status"] == "stopped"
+
+
+def test_a_trial_that_torchrun_ends_has_the_exit_code_of_its_rank(tmp_path):
+    launcher = ["torchrun", "--nproc_per_node", 1, PRETEND[1]]
+    finish(sweep_file(tmp_path, launcher=launcher, grid={RATE: [1e-3]}, fixed={"run.hypothesis": "refuse"}), code=1)
+    told = record(tmp_path, 0)
+    assert (told["status"], told["reason"], told["exit_code"]) == ("refused", "error: nothing here is right", 2)
+
+
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem != "wandb"])
 def test_every_example_is_a_sweep_and_its_first_line_runs_it(path):
     assert path.read_text().startswith(f"# python -m launch.sweep launch/sweeps/{path.name}\n")
