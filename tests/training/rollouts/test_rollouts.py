@@ -266,6 +266,22 @@ def test_a_function_gets_the_prompt_that_the_model_gets(row: dict[str, Any], pro
     }
 
 
+@pytest.mark.parametrize(
+    ("gap", "made_by", "head", "outdated"),
+    [
+        (1.5, "ab12", " lm_head fp32", True),  # also those that a resumed run finds in a file
+        (0.5, "ab12", " lm_head fp32", False),
+        (1.5, "ab12 lm_head fp32", " lm_head fp32", False),  # or each update would sample anew
+        (1.5, "ab12", "", False),
+        (0.5, "ab12 lm_head fp32", "", False),  # after a demotion
+    ],
+)
+def test_answers_with_a_gap_are_replaced_after_a_promotion(gap: float, made_by: str, head: str, outdated: bool) -> None:
+    batches: Any = SimpleNamespace(_remedies=SimpleNamespace(head=head))
+    found: Any = SimpleNamespace(facts={"gap/of_bound": gap}, version=made_by)
+    assert RolloutBatches._outdated(batches, found) is outdated
+
+
 @pytest.mark.parametrize("name", ["nowhere", "no_module:here", "json:no_function"])
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(name: str) -> None:
     with pytest.raises(UserError, match=f"grpo.rewards = {name}: cannot be loaded"):
