@@ -3,7 +3,7 @@
     python -m launch.doctor [--hostfile FILE] [--config FILE [key=value ...]] [--json]
 
 green: fine. amber: may fail, or is slow. red: the job fails or computes wrong numbers.
-Exit code 0; 1 with a red line (--strict: or an amber one); 2 for a mistake on the command line or in the config.
+Exit code 0; 1 with a red line (--strict: or an amber one); 2 for a mistake on the command line or in the config's keys.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def read_scope(options: argparse.Namespace) -> Scope:
 def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
     """Fields of Scope that come from a run config."""
     path, saves = Path(options.config), config.checkpoint
-    json_path = find_deepspeed_json(config.deepspeed.config, path, first=options.deepspeed_config is not None)
+    given_json = ["--deepspeed_config", options.deepspeed_config] if options.deepspeed_config is not None else []
+    json_path = find_deepspeed_json(config.deepspeed.config, path, first=bool(given_json))
     document = read_document(json_path)
     check_document(json_path, document)
     check_choices(config, json_path, document)
@@ -64,9 +65,8 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
             "key": saves.encryption_key,
             "store": f"{saves.dir.rstrip('/')}/{config.run.name}" if saves.dir else None,
             "storage_options": saves.storage_options,
-            "config": str(path.absolute()),
+            "config": ["--config", str(path.absolute()), *given_json, *options.overrides],
             "count": offload(document) != "none",
-            "overrides": options.overrides,
         },
     }
 

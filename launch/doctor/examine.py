@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from config.launcher import as_launched
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.schema import OptimizerSection
 from launch.doctor import cluster_checks as cluster
@@ -17,7 +18,9 @@ from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
 from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
 from launch.doctor.report import Facts, Finding, amber, green, red
+from launch.job import refusal
 
+_CORRECT = "correct it, or give the run's number of processes with --processes"
 _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0
 
 
@@ -67,6 +70,8 @@ def _examine(scope: Scope) -> Iterator[Finding]:
         one["builds"] = bool(_ops(scope) and gpus)
         one["processes"] = scope.options.processes or host.slots or len(gpus) or 2
         yield from check_host(host.name, one)
+    if scope.run and scope.options.quick and (why := refusal(scope.run["config"], as_launched(_processes(facts)))):
+        yield red("run config", why, _CORRECT)
     yield from cluster.check_cluster(facts, port=scope.options.port)
     yield from _wandb(scope, facts)
     if len(scope.hosts) > 1:
@@ -76,6 +81,10 @@ def _examine(scope: Scope) -> Iterator[Finding]:
         yield from _reach(hosts)
     if not scope.options.quick:
         yield from _with_torch(scope, hosts, facts)
+
+
+def _processes(facts: Mapping[str, Facts]) -> int:
+    return sum(one["processes"] for one in facts.values())
 
 
 def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Finding:
@@ -149,12 +158,12 @@ def _with_torch(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> 
 
 
 def _run(scope: Scope, hosts: list[Host], facts: Mapping[str, Facts]) -> Iterator[Finding]:
-    for name, answer in _programs(hosts, RUN, scope.run).items():
+    for name, answer in _programs(hosts, RUN, scope.run | {"processes": _processes(facts)}).items():
         if isinstance(answer, str):
             yield red("run config", f"the checks of the config failed: {answer}", "see the line", name)
             continue
         for check, key, fix in (
-            ("run config", "config", "the same file at the same path on every host"),
+            ("run config", "config", f"{_CORRECT}; the same file at the same path on every host"),
             ("encryption key", "key", "give every host the key that is meant"),
             ("object store", "store", "give every host the store's credentials, and the way to it"),
         ):

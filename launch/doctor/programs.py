@@ -109,12 +109,13 @@ if given["store"]:
         Store(given["store"], given["storage_options"], attempts=3).require_usable()
     except UserError as error:
         answer["store"] = str(error)
-from pathlib import Path
-from config.load import load_config
+from config.command_line import parse
 from config.extras import require_extras
+from config.launcher import as_launched
+from config.resolved import resolve_run
 
 try:
-    config = load_config(Path(given["config"]), given["overrides"], None)
+    config = resolve_run(parse(given["config"]), as_launched(given["processes"])).config
     require_extras(config)
 except UserError as error:
     answer["config"] = str(error)
@@ -130,6 +131,6 @@ if given["count"] and not answer["config"] and config.model.architecture is not 
         pass  # the check of offload is left out
 print("DOCTOR " + json.dumps(answer), flush=True)
 """
-"""Checks the run config. given: `config` and `overrides`; `key` (setting of the encryption key), `store` and
-`storage_options`, each null if unset; `count`: whether to count the model's parameters, assuming a vocabulary of 32,000
-if the config leaves it to the tokenizer."""
+"""Checks the run config. given: `config` (train.py's arguments) and `processes` of the job; `key` (setting of the
+encryption key), `store` and `storage_options`, each null if unset; `count`: whether to count the model's parameters,
+assuming a vocabulary of 32,000 if the config leaves it to the tokenizer."""

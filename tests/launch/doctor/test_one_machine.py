@@ -108,6 +108,7 @@ FAULTS = {
     "too_many_threads": (TOO_MANY_THREADS, "amber", "threads", "times 2 processes is more than"),
     "nonsense_threads": ("export OMP_NUM_THREADS=all", "red", "threads", "OMP_NUM_THREADS = 'all'"),
     "no_login": ('export NETRC=$PWD/netrc; set -- "$@" tracking.wandb=online', "amber", "wandb", "there is no login"),
+    "refused_config": ('set -- "$@" deepspeed.stage=0', "red", "run config", "BF16 with ZeRO-0 is refused"),
     "no_driver": (NO_DRIVER, "red", "gpu", "could not talk to the driver"),
     "broken_memory": (BROKEN_MEMORY, "red", "gpu", "3 uncorrected memory errors"),
 }
