@@ -155,7 +155,7 @@ def ask(hosts, ssh, token):
     for host in hosts:
         host.connect(ssh)
     program = "import time; time.sleep(100)"
-    given = dict(program=program, given=token, limit=100.0, cwd=".")
+    given = dict(program=program, given=token, limit=100.0, cwd=".", launcher=[])
     on_all(hosts, lambda host: host.ask("run", 100.0, **given))
 
 """
