@@ -60,7 +60,7 @@ def _of_run(config: Config, options: argparse.Namespace) -> dict[str, Any]:
         "compute": compute_dtype(config, json_path, document),
         "offload": offload(document),
         "optimizer": OPTIMIZERS[config.optimizer.name],
-        "wandb": config.tracking.wandb,
+        "wandb": config.tracking.wandb if "wandb" in config.tracking.sinks else "disabled",
         "run": {
             "key": saves.encryption_key,
             "store": f"{saves.dir.rstrip('/')}/{config.run.name}" if saves.dir else None,

@@ -73,6 +73,11 @@ def test_a_healthy_machine(bench):
     assert {path.name for path in bench.folder.iterdir()} == {"run.yaml"}  # looking leaves nothing behind
 
 
+def test_a_run_without_wandb_is_not_asked_for_it(bench):
+    bench.overrides = ["tracking.sinks=[csv]"]
+    assert "wandb" not in bench.examine()[1]
+
+
 def taken_port(bench: Bench) -> socket.socket:
     listener = socket.create_server(("", 0))
     bench.options += ["--port", str(listener.getsockname()[1])]
