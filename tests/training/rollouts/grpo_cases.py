@@ -258,7 +258,7 @@ def reactions(world: World, *, folder: Path, fault: str, steps: int = 4, **optio
 
 
 def identity(world: World, **options: Any) -> dict[str, Any]:
-    """What another run must share to resume from this one."""
+    """The facts that another run must share to resume from this one."""
     with session(resolve(**options), world=world) as opened:
         return opened.identity
 
