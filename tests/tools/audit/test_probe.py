@@ -425,7 +425,7 @@ def test_a_sound_run_is_not_blamed(loop: str, stage: int, dtype: str, more: list
     assert not audited(tmp_path, loop, stage, dtype, *more)["findings"]
 
 
-@pytest.mark.parametrize("plant", ["warm_up", "long_warm_up", slow("longer_warm_up")])
+@pytest.mark.parametrize("plant", ["warm_up", slow("long_warm_up"), slow("longer_warm_up")])
 def test_a_warm_up_is_not_blamed(plant: str, tmp_path: Path) -> None:
     report = audited(tmp_path, "bare", 2, "bf16", *FP32_SUMS, plant=plant)
     assert not report["findings"] and not report["not_checked"]

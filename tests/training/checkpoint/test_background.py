@@ -235,7 +235,7 @@ def test_a_run_that_is_preempted_at_its_last_step_is_done(solo, tmp_path):
     assert result["ending"].exit_code == 0 and result["losses"]["step-1"] > 0
 
 
-@pytest.mark.parametrize("best", [0, 1])
+@pytest.mark.parametrize("best", [slow(0), 1])
 def test_an_evaluation_that_a_preemption_left_out_is_made_up(pair, tmp_path, best):
     """So that nothing tells the run from one that was not stopped, checkpoint.keep_best's choice included."""
     keep = Retention(1, best=best)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from config.task import ALGORITHMS
 from modeling.build import config_identity, weights_identity
 from tests.support.jobs.process_group import ProcessGroup
+from tests.support.marks import slow
 from tests.support.models.plain_steps import require_equal
 from tests.support.rows.chats import write_base, write_teacher
 from tests.support.rows.prompts import write_prompts
@@ -279,7 +280,7 @@ def test_the_gap_finds_another_policy(solo: ProcessGroup, folder: Path, fault: s
         assert ("the sampler's policy is not the trainer's" in step["reason"]) == seen
 
 
-@pytest.mark.parametrize(("reaction", "updates"), [("promote", 1), ("promote", 2), ("correct", 1)])
+@pytest.mark.parametrize(("reaction", "updates"), [("promote", 1), slow("promote", 2), ("correct", 1)])
 def test_the_guard_reacts_to_a_gap(pair: ProcessGroup, folder: Path, reaction: str, updates: int) -> None:
     """The head in FP32 on both sides closes a gap that it made; masking tokens lets the run go on with the gap."""
     given = (f"guard.reactions=[{reaction}, abort]", "grpo.beta=0.1", "guard.self_check_every=1")
