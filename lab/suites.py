@@ -11,6 +11,7 @@ did.
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -69,6 +70,8 @@ class Result:
 def run(command: Sequence[str], log: Path) -> Result:
     """Run a command in Mantissa's folder with its output in a file, and read the outcome."""
     began = time.monotonic()
+    # A shell's background jobs, and what they start, ignore Ctrl-C, which some tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT, check=False)
     result = read(log.read_text(encoding="utf-8", errors="replace"), done.returncode)
