@@ -344,8 +344,8 @@ def by_halves(own: Any, given: torch.Tensor) -> torch.Tensor:
         columns = []
         for weight in own["weight"].chunk(2):
             parts = zip(rows.chunk(2, -1), weight.chunk(2, -1), strict=True)
-            first, second = (functional.linear(values, part) for values, part in parts)
-            columns.append(first + second)
+            first, *second = (functional.linear(values, part) for values, part in parts)  # one input has no halves
+            columns.append(sum(second, first))
         found.append(torch.cat(columns, -1))
     output = torch.cat(found).unflatten(0, given.shape[:-1])
     return output if bias is None else output + bias

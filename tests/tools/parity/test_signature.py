@@ -38,7 +38,7 @@ from tests.tools.parity import step_cases
 from tools.parity import recompute
 from tools.parity.backward import OwnLoss
 from tools.parity.judge_steps import judge_signatures
-from tools.parity.recompute import Call, distinct_rows, fewer_rows
+from tools.parity.recompute import Call, by_halves, distinct_rows, fewer_rows
 from tools.parity.rounding import figures, findings, pooled, resolution, size_of
 from tools.parity.signature import Signatures
 
@@ -754,3 +754,10 @@ def test_the_weights_gradient_of_a_large_layer_is_judged_by_some_of_its_outputs(
     sound, wrong = measured(compute=compute), measured(compute=compute, plant=enlarge)
     assert (layer, part) in {(row["module"], row["part"]) for row in sound[0]["parts"]}
     assert named(sound) == () and named(wrong) == (layer,)
+
+
+@pytest.mark.parametrize("inputs", [1, 2, 5])
+def test_sums_in_halves_are_those_of_the_layer(inputs: int) -> None:
+    """One input has no halves: the second factor of an adapter of rank 1."""
+    weight, given = torch.randn(8, inputs), torch.randn(2, 3, inputs)
+    torch.testing.assert_close(by_halves({"weight": weight, "bias": None}, given), functional.linear(given, weight))
