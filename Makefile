@@ -91,7 +91,7 @@ test-fast: setup  ## The tests that start no process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --no-processes -rfE --durations=10 $(ARGS)
 
 test-cluster: setup  ## Test on machines made of network namespaces, and on a Slurm of two nodes (root; skips with the reason)
-	$(BIN)/python -m pytest -rs -m cluster $(ARGS)
+	$(BIN)/python -m pytest -rfEs -m cluster $(ARGS)
 
 docs: setup  ## Build the documentation as a site that loads nothing from the network: runs/docs
 	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet
@@ -101,7 +101,7 @@ test-long: setup  ## Long tests: the planner on real ranks, killed sweeps, conte
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow $(ARGS)
 
 test-machines: setup  ## The demo on strange machines: paths, users, full disks, variables (some need root; skips with the reason)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -m machines $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rfEs -m machines $(ARGS)
 
 test-kernels: setup  ## Triton's kernels in its interpreter, beside torch's code (no GPU needed)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/kernels triton==3.7.1 liger-kernel==0.8.5

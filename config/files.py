@@ -88,7 +88,7 @@ def globbed(root: Path, pattern: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _folders(root: Path) -> Iterator[Path]:
-    """A folder and all below it, last those of links that are not hidden; each once, as links may lead in a circle."""
+    """A folder and all below it, linked ones last unless they are hidden; each once, since links may form a cycle."""
     tops, seen = [root], set[tuple[int, int]]()
     for top in tops:
         for place, names, _ in os.walk(top):

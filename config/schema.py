@@ -605,7 +605,7 @@ class CheckpointSection:
 
     dir: str | None = None
     """[URL] s3://bucket/folder or another URL that fsspec supports: every checkpoint is also uploaded to URL/run.name,
-    in the background, and the run resumes from there. The run folder keeps the newest, and what is not there. null:
+    in the background, and the run resumes from there. The run folder keeps the newest, and those not uploaded. null:
     none."""
     storage_options: dict[str, Any] = field(default_factory=dict)
     """[mapping] Options of fsspec's file system, such as endpoint_url or s3_additional_kwargs; never credentials."""

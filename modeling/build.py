@@ -406,7 +406,7 @@ def attention_of(model: PreTrainedModel) -> str:
 
 @contextmanager
 def attending_in_fp32(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager: what attends by a kernel of 16 bits attends as `ModelSection.wide_attention` has it."""
+    """Context manager in which `ModelSection.wide_attention` replaces attention kernels that take only 16 bits."""
     found = (getattr(each, "config", None) for each in model.modules())
     with ExitStack() as stack:
         for config in {id(own): own for own in found if isinstance(own, PretrainedConfig)}.values():  # T5 has copies

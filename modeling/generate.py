@@ -27,8 +27,8 @@ def room_of(model: PreTrainedModel) -> float:
 
 
 def tokens_within(model: PreTrainedModel, tokens: int, *, after: int) -> int:
-    """As many of the tokens as the model has positions for, after a prompt that for a decoder alone takes some of them.
-    Raises ValueError if that leaves none."""
+    """The number of tokens to generate: `tokens`, or fewer if the model has no more positions, of which a decoder's
+    prompt of `after` tokens takes some. Raises ValueError if that leaves none."""
     room, has_encoder = room_of(model), model.config.is_encoder_decoder
     if after >= room + has_encoder:
         raise ValueError(f"its prompt of {after} tokens leaves none of the model's {room:g} positions")

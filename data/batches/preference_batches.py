@@ -20,8 +20,8 @@ _HALVINGS = 2
 
 
 def lengths_of(longest: int, most: int) -> tuple[int, ...]:
-    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence, `most` being
-    the positions that a model need have."""
+    """The lengths that batches are padded to, ascending: a quarter, half and all of the longest sequence. most: the
+    limit, data.sequence_length, for which the model has positions."""
     return tuple(sorted({padded_length([-(-longest >> halvings)], most) for halvings in range(_HALVINGS + 1)}))
 
 

@@ -150,8 +150,8 @@ class RunMonitor:
         return Check(step, pinned, job, out, output, time.monotonic())
 
     def _pin(self, step: int) -> Path | None:
-        """Link a checkpoint into the canary's folder, where the run cannot delete it; None if it just did,
-        or the disk is full."""
+        """Link a checkpoint into the canary's folder, where the run cannot delete it; None if it just did, or if the
+        disk is full."""
         source, folder = self._plan.run_folder, self._plan.folder / "checks"
         target = folder / "checkpoints" / f"step-{step}"
         shutil.rmtree(target, ignore_errors=True)

@@ -41,7 +41,7 @@ def estimates(chosen: Plan) -> Iterator[str]:
         found = gpus(chosen.gpus)
         given = [[row[f"memory.{key}"] for key in ("total", "used")] for row in found["list"]]
         if not given or not all(number.isdecimal() for row in given for number in row):  # such as "[N/A]"
-            yield f"memory was not estimated: {found['error'] or 'nvidia-smi gives none of a GPU'}"
+            yield f"memory was not estimated: {found['error'] or 'nvidia-smi reports none for a GPU'}"
             return
         cards = [[float(number) * 2**20 for number in row] for row in given]
         known, there, place = min(card[0] for card in cards), min(card[0] - card[1] for card in cards), "a GPU"

@@ -175,7 +175,7 @@ def _render(tokenizer: Any, example: Example, messages: list[dict[str, Any]]) ->
 
 
 def _of_text(tokenizer: Any) -> Any:
-    """The tokenizer for texts without control tokens, which transformers does not keep a Unigram from finding."""
+    """The tokenizer for text that holds no control tokens; split_special_tokens does not keep a Unigram from them."""
     if not isinstance(tokenizer.backend_tokenizer.model, models.Unigram):
         return tokenizer
     return PreTrainedTokenizerFast(tokenizer_object=encoder_of_text(tokenizer.backend_tokenizer.to_str()))

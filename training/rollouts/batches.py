@@ -133,7 +133,7 @@ class RolloutBatches(Batches):
         return super()._read(position // self._section.updates)
 
     def _outdated(self, found: Rollouts) -> bool:
-        """Whether the answers have a gap of a head that the guard has promoted since, which aborts without a cause."""
+        """Whether their gap is beyond its bound, but from a head that the guard has promoted since: it would abort."""
         return found.facts["gap/of_bound"] > 1 and not found.version.endswith(self._remedies.head)
 
     def _answered(self, prompts: Batch) -> Rollouts:

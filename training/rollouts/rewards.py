@@ -153,7 +153,7 @@ def json_schema(completions: Sequence[Any], schema: Sequence[Any], **_: Any) -> 
         wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         try:
             return bool(validators.validator_for(wanted)(wanted).is_valid(json.loads(said, parse_constant=_refuse)))
-        except (ValueError, RecursionError, OverflowError):  # of deep nesting; of a huge number
+        except (ValueError, RecursionError, OverflowError):  # nested too deep; a number beyond float
             return False
 
     return _scores(completions, schema, fits)

@@ -418,4 +418,4 @@ def test_other_cards_of_a_machine_are_not_asked(tmp_path: Path, monkeypatch: pyt
 def test_cards_without_a_figure_of_their_memory_are_not_estimated(tmp_path: Path, monkeypatch) -> None:
     """Where CPU and GPU share their memory, nvidia-smi prints "[N/A]"."""
     with_cards(tmp_path, monkeypatch, "0", "[N/A]")
-    assert list(estimates(of(tmp_path))) == ["memory was not estimated: nvidia-smi gives none of a GPU"]
+    assert list(estimates(of(tmp_path))) == ["memory was not estimated: nvidia-smi reports none for a GPU"]
