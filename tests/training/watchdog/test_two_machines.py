@@ -130,7 +130,7 @@ def test_a_rank_killed_on_the_other_machine_is_named_with_its_signal(machines):
     job.until_marked()
     since = time.monotonic()
     assert job.seconds_until(KILLED, since, within=30) < 30
-    assert job.end(60) == 247  # pdsh gives the highest of the hosts' codes: 256 - 9
+    assert job.end(60) == 247, job.output  # pdsh gives the highest of the hosts' codes: 256 - 9
 
 
 def test_a_supervised_job_goes_on_where_a_rank_was_killed(machines, unbroken):
@@ -185,7 +185,7 @@ def test_a_rank_that_is_stopped_is_spoken_of_and_waited_for(machines):
     assert found is not None
     machines["right"].run("kill", "-KILL", found[1])  # the number that it has there
     job.seconds_until(KILLED, time.monotonic(), within=30)
-    assert job.end(60) == 247
+    assert job.end(60) == 247, job.output
 
 
 def test_a_stop_asked_of_the_supervisor_reaches_rank_0_over_ssh(machines):
