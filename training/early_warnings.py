@@ -163,9 +163,8 @@ class EarlyWarnings:
             self._memory = self._memory.after(self._clipped(health.grad_norm), self._beta2)
         found: list[EarlyWarning] = []
         metrics = health.metrics
-        if "reward/mean" in metrics:
-            self._first_reward = metrics["reward/mean"] if self._first_reward is None else self._first_reward
-            own = {name: metrics[name] for name in _ANSWERS if name in metrics}
+        if own := {name: metrics[name] for name in _ANSWERS if name in metrics}:
+            self._first_reward = own.get("reward/mean") if self._first_reward is None else self._first_reward
             self._answers = [*self._answers, own][-_ANSWERS_WINDOW:]
             metrics = {name: value for name, value in metrics.items() if name not in own} | self._of_answers()
         settled = SETTLING_SIGNALS if self._solved() else ()

@@ -123,6 +123,14 @@ def test_answers_that_are_alike_are_a_warning_unless_their_prompts_are_solved():
         assert steps[7] == ([] if solved else ["no_signal"]) and (steps[0] == []) == solved, steps
 
 
+def test_answers_without_rewards_are_judged_over_several_steps_too():
+    judge, said = _judge(), []
+    for step, share in enumerate((0.5, 0.25, 1.0, 0.5, 0.25, 0.75, 0.5, 0.25, *[1.0] * 8)):
+        health = Health(loss=0.0, grad_norm=1.0, metrics={"truncated": share, "length": 9.0})
+        said += [(step, found.value) for found in judge.after_step(health, applied=True, warm=True)]
+    assert said == [(14, 0.90625)], "the one step of 1.0 before is few answers"
+
+
 def test_kurtosis_is_compared_with_its_own_past_and_an_activation_in_fp16_with_the_format():
     judge = _judge()
     for step in range(1, 9):
