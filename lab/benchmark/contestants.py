@@ -13,7 +13,7 @@ from config.errors import UserError
 from config.launcher import as_launched
 from lab.benchmark.peers import titan_terms
 from lab.benchmark.spec import Result, Spec
-from launch.job import error_line_of, launch, refusal, training_program
+from launch.job import NO_STORE, error_line_of, launch, refusal, training_program
 from tracking.compare.surviving import read_events
 
 MANTISSA: dict[str, tuple[str, ...]] = {
@@ -81,7 +81,7 @@ PEERS = {
 TITAN = ("torchtitan", "torchtitan-compile")
 # Turns off work that no other contestant does while it is timed.
 COMMON_OVERRIDES = (
-    *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", "checkpoint.dir=null"),
+    *("run.resume=never", "evaluate.every_steps=0", "checkpoint.every_steps=0", *NO_STORE),
     *("checkpoint.at_end=false", "generate.tokens=0", "profile.steps=0", "tracking.otlp_endpoint=null"),
 )
 

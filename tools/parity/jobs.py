@@ -29,6 +29,7 @@ from config.schema import SAMPLING_TASKS
 from launch.canary.plan import in_fp32
 from launch.forks import Forks
 from launch.job import (
+    NO_STORE,
     TRAIN,
     default_processes,
     error_line_of,
@@ -261,7 +262,7 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], program
         *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
-        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0"),
+        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0", *NO_STORE),
         *overrides,
     ]
     output, energy = _log(chosen, name), None

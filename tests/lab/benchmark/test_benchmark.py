@@ -212,6 +212,12 @@ def test_a_loss_that_cannot_be_computed_is_a_row(capsys, monkeypatch) -> None:
     assert "failed" not in chunked and 3 < chunked["loss"] < 6
 
 
+def test_a_benchmark_of_a_run_that_saves_into_a_store_leaves_the_store_alone(tmp_path) -> None:
+    store = ["checkpoint.dir=s3://bucket/runs", "checkpoint.storage_options={anon: true}"]
+    options = command.read_options(["--config", RECIPE, "--out", str(tmp_path), *store])
+    assert command.resolve(options, 1)[0].config.checkpoint.dir is None
+
+
 @pytest.mark.slow
 def test_a_job_that_takes_too_much_is_ended_and_the_one_before_is_the_largest(tmp_path, capsys) -> None:
     """One block of width 512 beside 600, whose weights alone are 4 GB. Other children of this process stay."""

@@ -43,13 +43,18 @@ SMALL = [
 ]
 
 
+def given(folder, *overrides):
+    """The overrides of a small gate on a run that saves into a store."""
+    store = [f"checkpoint.dir=file://{folder}/store", "checkpoint.storage_options={auto_mkdir: true}"]
+    return [*SMALL, f"data.cache_dir={folder.parent}/cache", *store, *overrides]
+
+
 @contextmanager
 def forked(folder, *overrides, steps=12, ranks=2, through=()):
     """The jobs of a small gate, whose ranks are forked. through: what their programs are started by."""
-    given = [*SMALL, f"data.cache_dir={folder.parent}/cache", *overrides]
     with forked_launcher(ranks) as launcher:
-        launcher = [*launcher, *through]
-        yield parity.plan(DEMO, given, folder=folder, steps=steps, processes=ranks, launcher=launcher)
+        jobs = {"folder": folder, "steps": steps, "processes": ranks, "launcher": [*launcher, *through]}
+        yield parity.plan(DEMO, given(folder, *overrides), **jobs)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +70,7 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     assert found == json.loads((folder / "good/parity.json").read_text())
     assert found["verdict"] == "parity"
     assert not found["failed"]
+    assert not (folder / "good/store").exists(), "the store is that of the user's own run"
     checks = {check["name"]: check for check in found["checks"]}
     assert checks.keys() >= {"validation_delta", "nonfinite_events", "restored_share", "module_error"}
     assert checks.keys() >= {"gradient_cosine", "update_error"}
@@ -103,10 +109,8 @@ def test_a_finished_run_is_kept_for_the_same_command_and_code(judged, monkeypatc
     command = log.read_text().splitlines()[0].removeprefix("$ ").split(" ")
     recorded = run.folder.environment.read_text()
     chosen, other = (
-        parity.plan(
-            DEMO, [*SMALL, f"data.cache_dir={folder.parent}/cache", *given], folder=folder, steps=12, processes=2
-        )
-        for given in (["parity.oracle_steps=3"], ["parity.oracle_steps=2"])
+        parity.plan(DEMO, given(folder, f"parity.oracle_steps={count}"), folder=folder, steps=12, processes=2)
+        for count in (3, 2)
     )
 
     def is_kept(command, chosen=chosen):
