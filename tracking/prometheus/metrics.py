@@ -6,12 +6,14 @@ Counters start at zero in each process, which `rate` and `increase` handle. Gaug
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.metrics import MetricWrapperBase
 
+from config.schema import WarningsSection
 from tracking.events import Event, spread
 from tracking.verdict import WORDS
 
@@ -77,6 +79,7 @@ _KNOWN_LABELS: dict[str, list[tuple[str, ...]]] = {
     "steps_total": [("applied",), ("skipped",)],
     "scale_changes_total": [(reason,) for reason in ("overflow", "hysteresis", "growth")],
     "incidents_total": [(verdict,) for verdict in VERDICTS],
+    "early_warnings_total": [(bound.name,) for bound in fields(WarningsSection)],
     "nonfinite_total": [*product(("activation", "gradient", "parameter", "loss"), ("inf", "nan"))],
     "checkpoints_total": [("true",), ("false",)],
 }

@@ -103,6 +103,7 @@ def test_what_is_scraped_is_what_was_recorded(sink: PrometheusSink, tmp_path: Pa
     assert value(found, "step_seconds_bucket", le="0.5") == seen["below half a second"]
     assert value(found, "step_seconds_bucket", le="+Inf") == 59
     assert {v: value(found, "incidents_total", verdict=v) for v in VERDICTS} == {v: seen[v] for v in VERDICTS}
+    assert value(found, "early_warnings_total", signal="gradient_jump") == 0, "there before anything happens"
     for tensor in ("loss", "gradient"):
         for kind in ("inf", "nan"):
             assert value(found, "nonfinite_total", tensor=tensor, kind=kind) == seen[tensor, kind]
