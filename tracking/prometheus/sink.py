@@ -2,15 +2,16 @@
 
 Listens on loopback unless `tracking.prometheus_address` is set, since there is no authentication. The last events of a
 run would be lost between two scrapes, so `close` waits for one more, but only if there were scrapes before, for little
-longer than their interval, and never for a preempted run.
+longer than their longest recent interval, and never for a preempted run.
 """
 
-import math
 import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from itertools import pairwise
 
 from prometheus_client import disable_created_metrics
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
@@ -20,7 +21,8 @@ from tracking.prometheus.metrics import Metrics
 from tracking.prometheus.server import PATH, MetricsServer
 
 LONGEST_WAIT_S = 30.0
-_SLACK = 1.5  # wait this many times the last scrape interval
+_SLACK = 1.5  # wait this many times the longest of the recent intervals
+_RECENT = 5  # scrapes, which come at uneven intervals if several servers or people scrape
 _ANSWERED_S = 0.2  # time to send the response after collecting
 
 
@@ -76,13 +78,12 @@ class _Scrapes:
 
     def __init__(self) -> None:
         self._count = 0
-        self._last, self._interval = math.nan, math.nan
+        self._times: deque[float] = deque(maxlen=_RECENT)
         self._seen = threading.Event()
 
     def collect(self) -> Iterator[Metric]:
         """Yield one metric: the number of scrapes before this one."""
-        now = time.monotonic()
-        self._last, self._interval = now, now - self._last
+        self._times.append(time.monotonic())
         yield GaugeMetricFamily("mantissa_exporter_scrapes", "Scrapes of this process before this one.", self._count)
         self._count += 1
         self._seen.set()
@@ -93,7 +94,9 @@ class _Scrapes:
 
     def wait(self) -> bool:
         """Wait for the next scrape; False if none came, or if there were too few to know their interval."""
-        if math.isnan(self._interval):
+        times = [*self._times]  # more may come in other threads
+        intervals = [later - earlier for earlier, later in pairwise(times)]
+        if not intervals:
             return False
-        due = self._last + min(_SLACK * self._interval, LONGEST_WAIT_S)
+        due = times[-1] + min(_SLACK * max(intervals), LONGEST_WAIT_S)
         return self._seen.wait(max(0.0, due - time.monotonic()))

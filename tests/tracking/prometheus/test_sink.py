@@ -184,11 +184,13 @@ def test_a_port_that_cannot_be_had_costs_one_note(address, sink, run_dir, capsys
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_the_end_waits_for_the_scrape_that_is_due() -> None:
+@pytest.mark.parametrize("second_pause", [1.0, 0.1])
+def test_the_end_waits_for_the_scrape_that_is_due(second_pause: float) -> None:
+    """By one server, or also by somebody else shortly after its last one."""
     sink, ended = PrometheusSink(RUN, planned_steps=1, port=0), threading.Event()
-    for _ in range(2):
+    for pause in (1.0, second_pause):
         scrape(sink)
-        time.sleep(1.0)
+        time.sleep(pause)
     scrape(sink)
     sink.write(whole_event("run_end", 1, status="aborted", exit_code=3))
     closing = threading.Thread(target=lambda: (sink.close(), ended.set()))
