@@ -171,9 +171,8 @@ def _again(
             if code is None:
                 output = functional_call(module, own, args, kwargs)
             else:
-                named = module.named_parameters(remove_duplicate=False)
-                once = {id(item): key for key, item in named if key in own}  # one name for each shared one
-                output = own_code(module, {key: own[key] for key in once.values()}, args, kwargs)
+                named = dict(module.named_parameters(remove_duplicate=False))
+                output = own_code(module, {key: own[key] for key in named.keys() & own.keys()}, args, kwargs)
     return {"output": output, **given}
 
 
@@ -257,18 +256,17 @@ class Plan:
         return max(unit_roundoff(compute), unit_roundoff(planned.dtype))
 
     def tensors(self, name: str, dtype: torch.dtype | None, *, without: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """A module's parameters and buffers, rounded as planned; in `dtype`, if given.
+        """A module's parameters, a shared one by one name, and buffers, rounded as planned; in `dtype`, if given.
 
         without: name prefixes of submodules that are not run. Their vectors are kept, by whose dtype some code, such as
         Mamba's blocks, rounds what it passes to them.
         """
-        module, found = self.modules[name], {}
-        for key, parameter in module.named_parameters(remove_duplicate=False):
-            full = f"{name}.{key}" if name else key
-            if full.startswith(without) and parameter.dim() > 1:
-                continue
+        module, prefix, found = self.modules[name], f"{name}." if name else "", {}
+        named = module.named_parameters(remove_duplicate=False)
+        run = ((key, item) for key, item in named if item.dim() < 2 or not f"{prefix}{key}".startswith(without))
+        for key, parameter in {id(item): (key, item) for key, item in run}.values():
             if parameter.is_floating_point():
-                parameter = parameter.to(self._weights(full.rpartition(".")[0]))
+                parameter = parameter.to(self._weights(f"{prefix}{key}".rpartition(".")[0]))
             found[key] = parameter if dtype is None else _converted(parameter, dtype)
         if dtype is not None:
             found |= {key: _converted(item, dtype) for key, item in module.named_buffers()}

@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -720,6 +726,26 @@ def test_half_of_a_gradient_is_not_taken_for_that_of_a_module_that_is_called_twi
     parts = {(part.module.rpartition(".")[2], part.part) for part in pooled([step])}
     gradients = {(name, f"gradient of {what}") for name in ("query_proj", "value_proj") for what in ("weight", "bias")}
     assert parts & gradients == {item for item in gradients if "value" in item[0]}
+
+
+@pytest.mark.parametrize("manifest", [None, BF16])
+def test_a_head_that_holds_its_bias_twice_is_measured_and_so_is_the_loss(manifest: Manifest | None) -> None:
+    shape = AutoConfig.for_model("bert", **labelled.sizes("bert"), vocab_size=VOCABULARY)
+    reference, run = twins(lambda: AutoModelForMaskedLM.from_config(shape).eval())
+    run = run if manifest is None else copy.deepcopy(reference)
+    regions = None if manifest is None else Regions(run, manifest)
+    assert run.cls.predictions.bias is run.cls.predictions.decoder.bias
+    signatures, objective = Signatures(reference, run, compute=torch.bfloat16, regions=regions), LabelPrediction()
+    given, labels = torch.randint(1, VOCABULARY, (2, 4, 24), generator=torch.Generator().manual_seed(1))
+    watch = signatures.watch_loss(objective, {"input_ids": given}, labels, _own(objective))
+    with signatures.of_candidate():
+        loss = objective.score(run, {"input_ids": given}, labels).loss
+        watch(loss)
+        (loss / labels.numel()).backward()
+    step = signatures.measured()
+    assert named([step]) == () and step["not_measured"] == {}
+    parts = {(part.module, part.part) for part in pooled([step])}
+    assert {("cls.predictions", "output"), ("(loss)", "output")} <= parts
 
 
 def test_rows_of_equal_inputs_count_once() -> None:
