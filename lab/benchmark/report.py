@@ -122,7 +122,7 @@ def _mfu(found: Mapping[str, Any]) -> str:
     if found["flops_per_token"] is None:
         return "tokens/s: inputs that are not padding, in the mean over the timed steps."
     return (
-        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight of linear layers, 4 a "
+        f"MFU: tokens/s x {found['flops_per_token'] / 1e6:,.1f} MFLOP a token (6 a weight that multiplies a token, 4 a "
         "frozen one, and 12 x layers x heads x head size x sequence; nothing recomputed) over "
         f"{found['peak']['flops'] / 1e12:,.3f} TFLOP/s ({found['peak']['how']})."
     )

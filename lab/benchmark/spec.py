@@ -186,18 +186,26 @@ def _write_windows(resolved: Resolved, corpus: Corpus, path: Path) -> float:
 def flops_per_token(model: PreTrainedModel, sequence: int) -> float:
     """[FLOP] Forward and backward of one token, without recomputation.
 
-    6 for each weight of a linear layer, the output head included, and 12 x layers x heads x head size x sequence for
-    attention over the whole square (Chowdhery et al. 2022, "PaLM", appendix B). A frozen weight counts 4, since no
-    matmul computes its gradient; that layers below the first trained one need no backward pass is not subtracted.
+    6 for each weight of a linear layer, a router or an expert that the router chooses, the output head included, and
+    12 x layers x heads x head size x sequence for attention over the whole square (Chowdhery et al. 2022, "PaLM",
+    appendix B). A frozen weight counts 4, since no matmul computes its gradient; that layers below the first trained
+    one need no backward pass is not subtracted.
     """
     import torch
     from transformers.pytorch_utils import Conv1D
 
     from modeling.build import attention_sizes
+    from modeling.expert_parallel import expert_count, used_by_token
+    from precision.manifest import is_router
 
-    used = (module for name, module in model.named_modules() if ".original_module" not in name)  # of one fully trained
-    weights = [module.weight for module in used if isinstance(module, torch.nn.Linear | Conv1D)]
-    linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
-    config = model.config.get_text_config()
+    config, linear = model.config.get_text_config(), 0.0
+    for name, module in model.named_modules():
+        if ".original_module" in name:  # of one fully trained
+            continue
+        multiplies = isinstance(module, torch.nn.Linear | Conv1D) or is_router(module)
+        for weight in module.parameters(recurse=False):
+            fused = weight.dim() == 3 and weight.shape[0] == expert_count(config)
+            if fused or (multiplies and weight.dim() == 2):
+                linear += (6.0 if weight.requires_grad else 4.0) * used_by_token(weight.shape, config)
     widths = [heads * size for heads, _, size in attention_sizes(config)]
     return linear + 12.0 * config.num_hidden_layers * sum(widths) / len(widths) * sequence

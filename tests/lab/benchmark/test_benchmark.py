@@ -110,6 +110,18 @@ def test_flops_of_layers_that_differ_are_summed() -> None:
     assert flops_per_token(model, 24) - flops_per_token(model, 0) == pytest.approx(12 * 4 * (16 + 16 + 32) * 24)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+def test_flops_of_experts_are_those_of_the_chosen_ones(kind: str) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 96, "vocab_size": 50, "head_dim": 16, "num_experts_per_tok": 2}
+    sizes |= {"num_experts": 8, "moe_intermediate_size": 96} if kind == "qwen3_moe" else {"num_local_experts": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes), attn_implementation="eager")
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.randint(50, (1, 24)), use_cache=False).logits.sum().backward()
+    assert counter.get_total_flops() / 24 == pytest.approx(flops_per_token(model, 24), rel=1e-3)
+
+
 @pytest.mark.parametrize(("value", "holds"), [(0.99, True), (1.01, False)])
 def test_a_bound_is_compared_with_the_median_of_the_rounds(value, holds) -> None:
     speeds = (1.0, 1.0, 9.0)
