@@ -9,6 +9,7 @@ from typing import Any
 from config.errors import one_line
 from config.printable import line
 from tracking.events import Event
+from tracking.run_dir import RunDir
 from tracking.trackers.delivery import RUNNING, Delivery, log_traceback, report
 from tracking.wandb.charts import AXIS, FIRST, histograms
 from tracking.wandb.models import checkpoint_facts, log_artifact
@@ -46,6 +47,7 @@ class WandbDelivery(Delivery):
         super().__init__(job["log_every_steps"], delivered if run.offline else max(0, run.starting_step - 1))
         self._run, self.url = run, None if run.offline else run.url
         self._config, self._models = job["config"], job["models"]
+        self._checkpoints = RunDir(Path(job["events"]).parent).checkpoints
         self._folder = Path(run.settings.sync_file).parent
         self._tables, self._alerts = Tables(), Alerts()
         self._reported: set[str] = set()
@@ -66,12 +68,18 @@ class WandbDelivery(Delivery):
             self._run.config.update({"session": session}, allow_val_change=True)
             # The server has the verdict of the last session.
             self._try("the verdict", lambda: self._run.summary.update(RUNNING))
-        elif kind == "checkpoint" and ("://" in event["path"] or Path(event["path"]).is_dir()):  # else already deleted
-            self._try("a checkpoint", lambda: log_artifact(self._run, checkpoint_facts(event, self._config)))
+        elif kind == "checkpoint" and (place := self._place(event["path"])):
+            facts = checkpoint_facts(event | {"path": place}, self._config)
+            self._try("a checkpoint", lambda: log_artifact(self._run, facts))
         elif kind == "incident" and not self._run.offline:
             arguments = self._alerts.alert(event, self._run.name, time.time())
             if arguments is not None:
                 self._try("an alert", lambda: self._run.alert(**arguments))
+
+    def _place(self, path: str) -> str:
+        """URL or folder of a checkpoint, whose path may be relative to another folder; empty if already deleted."""
+        folder = self._checkpoints / Path(path).name
+        return path if "://" in path else str(folder) if folder.is_dir() else ""
 
     def flush(self) -> None:
         """Log the changed tables if due. Raises NoSpaceLeft."""

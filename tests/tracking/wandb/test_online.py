@@ -56,7 +56,7 @@ def _session(run_dir: RunDir, mode: str, first: int, last: int, *, status="done"
             if step == 3:
                 for _ in range(3):
                     run.incident("SKIP", reason=f"nan, key {os.environ.get('WANDB_API_KEY')}", modules=["lm_head"])
-        run.save(str(_checkpoint(run_dir, last)))
+        run.save(f"runs/demo/checkpoints/{_checkpoint(run_dir, last).name}")  # relative to where training started
         run.end(status, code)
 
 
@@ -69,6 +69,10 @@ def _checkpoint(run_dir: RunDir, step: int) -> Path:
 
 def _axis(server: StandIn) -> list[tuple[int, int]]:
     return [(row["attempt"], row["step"]) for row in server.history if "train/loss" in row]
+
+
+def _models(server: StandIn) -> list[dict[str, Any]]:
+    return [json.loads(item["metadata"]) for item in server.artifacts if item["artifactTypeName"] == "model"]
 
 
 ONE_RUN = [(1, 1), (2, 2), (3, 3), (4, 4), (5, 3), (6, 4), (7, 5)]
@@ -89,8 +93,7 @@ def test_a_preempted_run_and_its_resumption_are_one_online_run(run_dir, server, 
     assert [(alert["title"], alert["severity"]) for alert in server.alerts] == [("SKIP in demo", "WARN")] * 2
     tables = [row for row in server.history if "tables/incident" in row]
     assert tables[-1]["tables/incident"]["nrows"] == 6, "of both sessions"
-    models = [item for item in server.artifacts if item["artifactTypeName"] == "model"]
-    checkpoints = [json.loads(item["metadata"]) for item in models]
+    checkpoints = _models(server)
     assert [facts["step"] for facts in checkpoints] == [4, 5]
     assert checkpoints[0]["zero_stage"] == 2 and checkpoints[0]["dtype"] == "fp32" and checkpoints[0]["verified"]
     assert len(checkpoints[0]["manifest_sha256"]) == 64
@@ -104,6 +107,7 @@ def test_two_offline_sessions_become_one_run_by_wandb_sync(run_dir: RunDir, serv
     assert not server.history and not server.alerts
     _sync(run_dir)
     assert _axis(server) == ONE_RUN
+    assert [facts["step"] for facts in _models(server)] == [4, 5]
     _session(run_dir, "offline", 6, 6)
     _sync(run_dir)
     assert _axis(server) == [*ONE_RUN, (8, 6)], "also when the first are with the server already"
