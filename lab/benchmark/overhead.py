@@ -222,11 +222,15 @@ def require_comparable(resolved: Resolved) -> None:
     model, data = resolved.config.model, resolved.config.data
     refuse_sharing(resolved.batch, but=("tensor",), why="the plain loop has {what} on each rank")
     for key, value, allowed in (
+        ("task", resolved.config.task, ("pretrain",)),
+        ("adapter.kind", resolved.config.adapter.kind, ("none",)),
         ("ZeRO stage", resolved.zero_stage, (0, 1, 2)),
         ("precision.path", resolved.config.precision.path, ("cast",)),
         ("model.activation_checkpointing", model.activation_checkpointing, ("none", "full", "selective")),
         ("data.document_masking", data.document_masking, (False,)),
         ("model.compile", model.compile, (False,)),
+        ("model.balance_loss", model.balance_loss, (0.0,)),
+        ("model.router_z_loss", model.router_z_loss, (0.0,)),
     ):
         if value not in allowed:
             wanted = ", ".join(map(str, allowed))

@@ -306,17 +306,24 @@ def test_the_exit_code_is_a_gate(distance, ratio, at_least, code, said, capsys) 
     assert said in capsys.readouterr().err
 
 
+LOADED = ("model.architecture=null", "model.config={}", "model.name_or_path=some/model", "data.tokenizer=some/model")
+
+
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("overrides", "said"),
     [
-        ("deepspeed.config=ds_configs/zero3_fp32.json", "ZeRO stage = 3"),
-        ("model.activation_checkpointing=ops", "model.activation_checkpointing = ops"),
-        ("data.document_masking=true", "data.document_masking = True"),
+        (["deepspeed.config=ds_configs/zero3_fp32.json"], "ZeRO stage = 3"),
+        (["model.activation_checkpointing=ops"], "model.activation_checkpointing = ops"),
+        (["data.document_masking=true"], "data.document_masking = True"),
+        (["task=sft", "data.source=jsonl", "data.path=rows.jsonl", *LOADED], "task = sft"),
+        (["adapter.kind=lora", *LOADED], "adapter.kind = lora"),
+        (["model.architecture=mixtral", "model.balance_loss=0.01"], "model.balance_loss = 0.01"),
+        (["model.architecture=mixtral", "model.router_z_loss=0.01"], "model.router_z_loss = 0.01"),
     ],
 )
-def test_what_the_plain_loop_does_not_have_is_refused(override, said) -> None:
+def test_what_the_plain_loop_does_not_have_is_refused(overrides, said) -> None:
     with pytest.raises(UserError, match=said):
-        require_comparable(read_command_line(["--config", RECIPE, override]))
+        require_comparable(read_command_line(["--config", RECIPE, *overrides]))
 
 
 def test_what_is_timed_is_done_in_every_second_block_and_nothing_else_is(solo) -> None:
