@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from config.files import write_atomically
 from tracking.compare.differences import flat
 from tracking.events import Event
+from tracking.jsonl import Follower
 from tracking.trackers.delivery import RUNNING, Delivered, Delivery, run_client
 from tracking.trackers.tensorboard_client import TensorBoard
 from tracking.wandb.charts import AXIS
@@ -191,6 +192,9 @@ def deliver(job: dict[str, Any]) -> None:
     """Deliver the run described by a job of `tracking.trackers.sink`."""
     client = _CLIENTS[job["tracker"]](job)
     delivered = Delivered(Path(job["folder"]) / DELIVERED.format(job["tracker"]))
+    events = Follower(Path(job["events"]))
+    # A power failure takes the newest lines from the file, but not from the count, which is fsynced.
+    delivered.lines = min(delivered.lines, sum(events.offset <= job["earlier_bytes"] for _ in events.lines()))
     TrackerDelivery(client, delivered, job["log_every_steps"]).follow(job)
 
 

@@ -135,6 +135,7 @@ class TrackerSink(ClientSink):
             "tracker": tracker,
             "folder": str(run_dir.path.resolve()),
             "lock_wait_s": LOCK_WAIT_S,
+            "earlier_bytes": run_dir.events.stat().st_size if run_dir.events.exists() else 0,
             "log_every_steps": config["tracking"]["log_every_steps"],
             "config": redact(config),
             **described(config),

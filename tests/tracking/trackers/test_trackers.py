@@ -177,6 +177,16 @@ def test_csv_has_a_row_for_each_step_and_evaluation_also_after_a_torn_line(run_d
     assert [row["eval/loss"] for row in rows if row["eval/loss"]] == ["4.0", "4.0"]
 
 
+def test_a_session_after_a_power_failure_is_delivered_whole(run_dir: RunDir) -> None:
+    """The events lost their newest lines, which had been delivered and counted."""
+    track(run_dir, "csv", 1, 8, status=None)
+    start_and_four_steps = run_dir.events.read_bytes().splitlines(keepends=True)[:5]
+    run_dir.events.write_bytes(b"".join(start_and_four_steps))
+    track(run_dir, "csv", 5, 8)
+    rows = list(csv.DictReader((run_dir.path / "metrics.csv").open()))
+    assert [int(row["attempt"]) for row in rows if row["train/loss"]] == [*range(1, 9), *range(5, 9)]
+
+
 def test_a_client_that_fails_is_switched_off_and_training_continues(run_dir: RunDir, capsys: Any) -> None:
     (run_dir.path / "metrics.csv").mkdir()
     sink = TrackerSink("csv", run_dir, CONFIG)
