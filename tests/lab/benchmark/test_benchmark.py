@@ -315,7 +315,7 @@ LOADED = ("model.architecture=null", "model.config={}", "model.name_or_path=some
         (["deepspeed.config=ds_configs/zero3_fp32.json"], "ZeRO stage = 3"),
         (["model.activation_checkpointing=ops"], "model.activation_checkpointing = ops"),
         (["data.document_masking=true"], "data.document_masking = True"),
-        (["task=sft", "data.source=jsonl", "data.path=rows.jsonl", *LOADED], "task = sft"),
+        (["task=sft", "data.source=hub", "data.path=some/rows", *LOADED], "task = sft"),
         (["adapter.kind=lora", *LOADED], "adapter.kind = lora"),
         (["model.architecture=mixtral", "model.balance_loss=0.01"], "model.balance_loss = 0.01"),
         (["model.architecture=mixtral", "model.router_z_loss=0.01"], "model.router_z_loss = 0.01"),
