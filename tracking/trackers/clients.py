@@ -106,9 +106,13 @@ class Trackio:
         self._trackio = trackio
         config = dict(flat(job["config"]))
         options = {"group": job["group"]} if job["group"] else {}
-        # Trackio resumes runs by name, so that another run folder of the same name would continue this run.
-        resume = "allow" if (Path(job["folder"]) / DELIVERED.format("trackio")).exists() else "never"
-        trackio.init(project=job["project"], name=job["name"], config=config, resume=resume, **options)
+        known = Path(job["folder"]) / "trackio_run_id"
+        resume = "allow" if known.with_name(DELIVERED.format("trackio")).exists() else "never"
+        run = trackio.init(project=job["project"], name=job["name"], config=config, resume=resume, **options)
+        if resume == "allow" and known.exists():  # it resumed the newest run of this name, maybe of another run folder
+            run.id = known.read_text(encoding="utf-8")
+        else:
+            write_atomically(known, run.id.encode())
 
     def log(self, event: Event, numbers: dict[str, float], attempt: int) -> None:
         """Log metrics. Trackio's own axis is called "step", so the run's step becomes "train/step"."""
