@@ -92,8 +92,9 @@ def run_depth(arguments: Sequence[str], folder: Path, label: str, *, processes: 
     if host.exceeded:
         found["failed"] = f"took more than {limit / GIB:.1f} GiB of this machine's memory"
     if not found["failed"]:
-        found["step_seconds"] = median(event["step_seconds"] for event in steps[1:])
-        found["tokens_per_second"] = (steps[1]["tokens"] - steps[0]["tokens"]) / found["step_seconds"]
+        seconds = [event["step_seconds"] for event in steps[1:]]
+        found["step_seconds"] = median(seconds)
+        found["tokens_per_second"] = (steps[-1]["tokens"] - steps[0]["tokens"]) / sum(seconds)
     return found
 
 

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from lab.gpu_check.bench import Bench, ItemFailed, newest_log
@@ -66,8 +65,8 @@ def trained(events: Sequence[Event]) -> Figures:
         "memory GiB": max(event["memory_bytes"] for event in made) / GIB,
     }
     if len(made) > WARM_UP + 1:
-        tokens = made[-1]["tokens"] - made[-2]["tokens"]
-        found["tokens/s"] = tokens / median(event["step_seconds"] for event in made[WARM_UP:])
+        tokens = made[-1]["tokens"] - made[WARM_UP - 1]["tokens"]
+        found["tokens/s"] = tokens / sum(event["step_seconds"] for event in made[WARM_UP:])
     validation = [event["loss"] for event in events if event["event"] == "eval"]
     if validation:
         found["validation loss"] = validation[-1]

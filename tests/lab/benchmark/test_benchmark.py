@@ -28,6 +28,7 @@ from lab.benchmark.harness import in_rounds
 from lab.benchmark.overhead import Stages, estimate, median_ratio, ratio_of_sums, report_ratio, require_comparable
 from lab.benchmark.report import bound, compare, page
 from lab.benchmark.spec import Result, flops_per_token
+from lab.gpu_check.measure import trained
 from modeling.adapter import add_adapter
 from tests.lab.benchmark import benchmark_cases
 from tests.lab.benchmark.benchmark_cases import RECIPE
@@ -228,6 +229,20 @@ def test_a_benchmark_of_a_run_that_saves_into_a_store_leaves_the_store_alone(tmp
     store = ["checkpoint.dir=s3://bucket/runs", "checkpoint.storage_options={anon: true}"]
     options = command.read_options(["--config", RECIPE, "--out", str(tmp_path), *store])
     assert command.resolve(options, 1)[0].config.checkpoint.dir is None
+
+
+def test_rates_are_those_of_all_timed_tokens_where_steps_have_unequal_ones(tmp_path, monkeypatch) -> None:
+    """Rows are padded, and the first steps are slow."""
+    tokens, seconds = np.cumsum([500, 500, 500, 300, 100, 200]).tolist(), [9.0, 9.0, 9.0, 1.0, 4.0, 1.0]
+    steps = [
+        {"event": "step", "tokens": n, "step_seconds": each, "loss": 2.0, "applied": True, "memory_bytes": 1}
+        for n, each in zip(tokens, seconds, strict=True)
+    ]
+    events = [{"event": "run_start", "parameters": 1, "attention": "sdpa"}, *steps]
+    assert trained(events)["tokens/s"] == 100
+    monkeypatch.setattr(largest, "train", lambda *_, **__: (0, tmp_path, events[:1] + events[3:]))
+    found = largest.run_depth([], tmp_path, "one", processes=1, limit=math.inf)
+    assert (found["step_seconds"], found["tokens_per_second"]) == (1.0, 100)
 
 
 @pytest.mark.slow
