@@ -224,7 +224,11 @@ def _chats(path: Path, chat: "Chat") -> list[tuple[list[int], str]]:
             *asked, wanted = example.messages or [{}]
             if not asked or wanted["role"] != "assistant":
                 raise BadRow("messages", "do not end with an assistant's turn after another one; correct the row")
-            found.append((chat.prompt(replace(example, messages=asked)).tolist(), wanted["content"]))
+            content = wanted["content"]
+            texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+            if not all(isinstance(text, str) for text in texts):
+                raise BadRow("messages", "end with a turn that has other parts than text; write it as one text")
+            found.append((chat.prompt(replace(example, messages=asked)).tolist(), "".join(texts)))
         except BadRow as problem:
             raise UserError(f"{where}: {problem}") from problem
     if not found:

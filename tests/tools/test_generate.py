@@ -15,6 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config.cli import REPOSITORY
+from config.errors import UserError
 from config.machine.processes import free_port
 from config.printable import printable
 from tests.support.rows.chats import with_own_code, write_base
@@ -102,6 +103,21 @@ def test_it_counts_answers_to_rows_with_and_without_the_adapter(base, tmp_path, 
     assert read_notes(run) == Notes(("kept",), f"kept, too\n{count}")
     assert main([str(base), "--rows", str(rows), "--tokens", "8"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"exact match 1 of 2 ({rows})"
+
+
+def test_an_answer_in_parts_is_their_text(base, tmp_path, monkeypatch) -> None:
+    model, tokenizer = load(base, dtype="fp32")
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "rank"}]
+    row = {"messages": [{"role": "user", "content": "run"}, {"role": "assistant", "content": parts}]}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps(row))
+    monkeypatch.setattr("tools.generate.generate", lambda *_: "the rank")
+    options = read_options([str(base), "--rows", str(rows)])
+    assert [*scores(model, tokenizer, options)] == ["right: the rank", f"exact match 1 of 1 ({rows})"]
+    parts.append({"type": "image"})
+    rows.write_text(json.dumps(row))
+    with pytest.raises(UserError, match="messages: end with a turn that has other parts than text; write it as one"):
+        [*scores(model, tokenizer, options)]
 
 
 def test_the_model_is_given_what_training_would_give_it(base, tmp_path, monkeypatch) -> None:
