@@ -58,6 +58,8 @@ WALK = 2
 """Applied steps compared at the first point and the last, one at those between: the first step shows wrong computation,
 the second a wrong state after the first."""
 
+UNTRACKED = ("tracking.sinks=[]", "tracking.prometheus_port=null", "tracking.otlp_endpoint=null")
+"""Overrides that keep the gate's jobs out of the trackers of the user's own runs."""
 FEW_STEPS = 30
 """Length of a run below which two points are compared by default."""
 
@@ -262,7 +264,7 @@ def _train(chosen: Plan, name: str, seed: int, overrides: Sequence[str], program
         *chosen.arguments,
         *(f"run.dir={folder.path.parent}", f"run.name={name}", f"run.seed={seed}", "run.resume=never"),
         f"evaluate.every_steps={config.evaluate.every_steps or config.run.steps}",
-        *("tracking.wandb=disabled", "telemetry.every_steps=0", "generate.tokens=0", *NO_STORE),
+        *("telemetry.every_steps=0", "generate.tokens=0", *NO_STORE, *UNTRACKED),
         *overrides,
     ]
     output, energy = _log(chosen, name), None

@@ -44,9 +44,9 @@ SMALL = [
 
 
 def given(folder, *overrides):
-    """The overrides of a small gate on a run that saves into a store."""
+    """The overrides of a small gate on a run that saves into a store and is tracked."""
     store = [f"checkpoint.dir=file://{folder}/store", "checkpoint.storage_options={auto_mkdir: true}"]
-    return [*SMALL, f"data.cache_dir={folder.parent}/cache", *store, *overrides]
+    return [*SMALL, f"data.cache_dir={folder.parent}/cache", *store, "tracking.sinks=[csv]", *overrides]
 
 
 @contextmanager
@@ -71,6 +71,7 @@ def test_bf16_passes_and_the_report_says_under_which_conditions(folder, judged):
     assert found["verdict"] == "parity"
     assert not found["failed"]
     assert not (folder / "good/store").exists(), "the store is that of the user's own run"
+    assert not list(folder.rglob("metrics.csv")), "so are the trackers"
     checks = {check["name"]: check for check in found["checks"]}
     assert checks.keys() >= {"validation_delta", "nonfinite_events", "restored_share", "module_error"}
     assert checks.keys() >= {"gradient_cosine", "update_error"}
