@@ -166,8 +166,11 @@ class _Running:
         """Outcome according to the run's own run_end event, or else to the launcher's exit code."""
         self._history.refresh()
         end = self._history.ended or {}
-        code = code if end.get("exit_code") is None else int(end["exit_code"])
         reason = str(end.get("reason", "") or "")
+        if end.get("exit_code") is not None:
+            code = int(end["exit_code"])
+        elif code == 0:  # DeepSpeed's runner ends so when a signal has killed its launcher
+            code, reason = 1, "the launcher ended with exit code 0, but the run recorded no end"
         status: Status
         if code == 0:
             status, reason = "done", ""

@@ -233,6 +233,15 @@ def test_what_has_ended_is_not_repeated_and_what_crashed_goes_on(tmp_path):
     assert [trial["rank"] for trial in results(tmp_path)["trials"] if trial["status"] == "diverged"] == [3]
 
 
+def test_a_launcher_that_ends_with_0_before_its_run_has_not_finished_it(tmp_path):
+    path = sweep_file(tmp_path, trials=[{RATE: 1e-3}], grid=None, fixed={"run.hypothesis": "silent"})
+    finish(path, code=1)
+    told = record(tmp_path, 0)
+    assert (told["status"], told["exit_code"]) == ("crashed", 1) and "the run recorded no end" in told["reason"]
+    finish(path)
+    assert record(tmp_path, 0)["status"] == "done" and len(starts(tmp_path, 0)) == 2
+
+
 def test_when_all_fail_by_numerics_the_exit_code_says_so(tmp_path):
     finish(sweep_file(tmp_path, fixed={"run.hypothesis": "diverge"}), code=3)
 

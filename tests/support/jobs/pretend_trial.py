@@ -3,7 +3,8 @@
 The loss of a step is 1 + |log10(learning rate) + 3| + 9 / step, so 1e-3 is best. What else happens is set by other
 keys of the run config: optimizer.eps is the seconds of a step, of the first start only; run.hypothesis is `crash`,
 `diverge`, `refuse`, `late` (a crash once, after the first save), `time` (run.max_minutes is up after the first save),
-`resume` (a crash when it would resume), `deaf` (SIGUSR1 is ignored) or `leave` (a process is left behind).
+`resume` (a crash when it would resume), `silent` (as `late`, with exit code 0), `deaf` (SIGUSR1 is ignored) or
+`leave` (a process is left behind).
 """
 
 import json
@@ -44,8 +45,8 @@ def main() -> int:
         loss = 1 + abs(math.log10(rate) + 3) + 9 / step
         write(folder, "step", step, loss="nan" if how == "diverge" else loss, applied=True, tokens_per_second=1000.0)
         saved.mkdir(parents=True, exist_ok=True)
-        if how == "late" and first:
-            return 1
+        if how in ("late", "silent") and first:
+            return int(how == "late")
         if how == "time":
             return end(folder, step, "preempted", 75, "run.max_minutes is up")
         if asked and how != "deaf":
