@@ -70,6 +70,11 @@ class Hosts:
         slots = selected(read_hostfile(Path(path).expanduser()), launcher)
         return cls(slots, tuple(launcher), tuple(command[script:]), ssh)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the launcher starts the job here, as it does that of a single machine, whatever its name."""
+        return len(self.slots) == 1 and "--force-multi" not in {word.replace("_", "-") for word in self.launcher}
+
     def reachable(self) -> list[str]:
         """Names of the machines on which ssh can run a command, in hostfile order. Takes up to 20 s."""
         codes = self._run_on(list(self.slots), "true")
@@ -108,7 +113,8 @@ class Hosts:
         def one(name: str) -> int:
             with suppress(subprocess.TimeoutExpired, OSError):
                 quiet: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-                return subprocess.run([*self.ssh, name, script], timeout=seconds, check=False, **quiet).returncode
+                command = ["sh", "-c", script] if self.is_here else [*self.ssh, name, script]
+                return subprocess.run(command, timeout=seconds, check=False, **quiet).returncode
             return 255
 
         with ThreadPoolExecutor(64) as pool:

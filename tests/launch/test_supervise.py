@@ -237,6 +237,21 @@ def test_a_restart_needs_what_the_launchers_options_select(bench, selection):
     assert len(bench.started()) == 2
 
 
+@pytest.mark.parametrize("options", [(), ("--min-nodes", "1")])
+def test_the_job_of_one_machine_runs_here_whether_or_not_ssh_reaches_that_name(bench, options):
+    (bench.folder / "hosts").write_text("a slots=2\n")
+    bench.down("a")
+    job = bench.start(DIED, UNTIL_ASKED, options=options)
+    launches.wait_until(lambda: len(starts(bench.folder)) == 2)
+    asked_to_stop(job, bench.folder)
+
+
+def test_one_machine_with_force_multi_is_reached_over_ssh(bench):
+    bench.down("a", "b", "c")
+    given = {"options": ("--wait-nodes", "0.01"), "launcher": ("--num_nodes=1", "--force_multi")}
+    assert "no answer over ssh from a" in bench.ended(DIED, code=1, **given)
+
+
 def test_without_ssh_the_ranks_are_those_of_this_machine(bench):
     bench.down("a", "b", "c")
     job = bench.start(UNTIL_ASKED, options=(), launcher=("--no_ssh", "--node_rank", "0"))
