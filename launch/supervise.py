@@ -135,12 +135,14 @@ class Run:
 
 
 def final_exit_code(
-    session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None = None
+    session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None, time_up_code: int
 ) -> int | None:
     """The exit code to end with; None if a restart may help. codes: exit code of the launcher, then that of the rank
-    that failed first if the launcher reports it."""
+    that failed first if the launcher reports it. time_up_code: for run.max_minutes."""
+    if session.exit_code == PREEMPTED and stop_requested:
+        return PREEMPTED
     if session.exit_code == PREEMPTED:
-        return PREEMPTED if stop_requested or session.is_out_of_time(max_minutes) else None
+        return time_up_code if session.is_out_of_time(max_minutes) else None
     if session.exit_code is not None:
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
     final = next((code for code in codes if code in FINAL), None)
@@ -181,7 +183,11 @@ class Supervisor:
             session = self._run.session_since(position)
             codes = [code, *filter(None, [job.failed_code()])]
             final = final_exit_code(
-                session, codes, stop_requested=self._stop_requested, max_minutes=self._run.config.run.max_minutes
+                session,
+                codes,
+                stop_requested=self._stop_requested,
+                max_minutes=self._run.config.run.max_minutes,
+                time_up_code=self._options.time_up_code,
             )
             if final is not None:
                 return final
@@ -255,6 +261,7 @@ def main(arguments: Sequence[str]) -> int:
     number("--wait", type=float, default=5.0, help="seconds before a restart (%(default)g)")
     number("--min-nodes", type=int, help="machines of the hostfile to continue with when others are lost (all)")
     number("--wait-nodes", type=float, default=30.0, help="minutes to wait for that many (%(default)g)")
+    number("--time-up-code", type=int, default=PREEMPTED, help="exit code for run.max_minutes (%(default)s)")
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:split])
     with tempfile.TemporaryDirectory(prefix="supervise-") as folder:

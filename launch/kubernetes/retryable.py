@@ -2,8 +2,9 @@
 
     python -m launch.kubernetes.retryable --restarts 0 -- torchrun train.py --config my.yaml
 
-That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 are kept; every other exit code,
-including a save on request (75), becomes 143, as if SIGTERM had killed the job.
+That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 are kept, and 0 is also that of a run
+whose run.max_minutes are up; every other exit code, including a save on request (75), becomes 143, as if SIGTERM had
+killed the job.
 """
 
 import sys
@@ -15,7 +16,7 @@ TRY_AGAIN = 143
 
 
 def main(arguments: list[str]) -> int:
-    code = supervise.main(arguments)
+    code = supervise.main(["--time-up-code", str(DONE), *arguments])
     return code if code in (DONE, *supervise.FINAL) else TRY_AGAIN
 
 

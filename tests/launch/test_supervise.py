@@ -75,6 +75,11 @@ def test_what_has_ended_is_not_started_again(tmp_path, told, code):
     ended(tmp_path, told, code=code, count=1)
 
 
+def test_a_run_whose_time_is_up_ends_with_the_given_exit_code(tmp_path):
+    told = {"exit": 75, "steps": 3, "end": [75, "run.max_minutes is up"]}
+    ended(tmp_path, told, options=["--time-up-code", "0"], code=0, count=1)
+
+
 def test_the_time_is_up_also_when_only_another_rank_noticed(tmp_path):
     """Rank 0, which writes the record, may be a moment behind the rank whose clock ran out first."""
     told = {"exit": 75, "steps": 3, "end": [75, "another rank was asked to stop by SIGTERM or SIGUSR1"]}
@@ -109,7 +114,8 @@ def test_restarts_are_bounded_also_when_each_gets_further(tmp_path):
 )
 def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number, program):
     """A run without a launcher, and not its helper: wandb's service inherits the RANK that the run gave itself."""
-    job = pretended(tmp_path, {**UNTIL_ASKED, "exit": 1, "helper": True}, program=program)
+    options = ["--time-up-code", "0"]
+    job = pretended(tmp_path, {**UNTIL_ASKED, "exit": 1, "helper": True}, options=options, program=program)
     assert f"{number.name}: the run saves and ends" in asked_to_stop(job, tmp_path, number)
     assert len(starts(tmp_path)) == 1
 

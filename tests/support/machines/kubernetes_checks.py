@@ -304,6 +304,8 @@ def _failures(pod: Pod) -> Iterator[str]:
         if "launch.kubernetes.retryable" not in arguments(pod)[0]:
             yield "the operator would take 75 for final"
         return
+    if " --time-up-code 0" not in " ".join(arguments(pod)[0]):
+        yield "run.max_minutes would start it again"
     final = [cli.CONFIG_ERROR, cli.DIVERGED, cli.BROKEN, cli.UNSAVED]
     codes = {"containerName": pod.container["name"], "operator": "In"}
     rules = [
