@@ -147,6 +147,8 @@ def final_exit_code(
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
     final = next((code for code in codes if code in FINAL), None)
     if final is None and stop_requested:
+        if session.furthest < 0:
+            return PREEMPTED  # there was nothing to save yet, and the signal ended the rank
         return codes[0] if codes[0] > 0 else 1
     return final
 
@@ -249,7 +251,7 @@ class Supervisor:
             log(f"{name}: the job is killed")
             self._job.kill()
         else:
-            log(f"{name}: the run saves and ends; a second signal kills it")
+            log(f"{name}: the run is asked to save and end; a second signal kills it")
 
 
 @entry_point()

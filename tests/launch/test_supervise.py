@@ -116,7 +116,14 @@ def test_a_signal_to_the_supervisor_saves_and_ends_the_run(tmp_path, number, pro
     """A run without a launcher, and not its helper: wandb's service inherits the RANK that the run gave itself."""
     options = ["--time-up-code", "0"]
     job = pretended(tmp_path, {**UNTIL_ASKED, "exit": 1, "helper": True}, options=options, program=program)
-    assert f"{number.name}: the run saves and ends" in asked_to_stop(job, tmp_path, number)
+    assert f"{number.name}: the run is asked to save and end" in asked_to_stop(job, tmp_path, number)
+    assert len(starts(tmp_path)) == 1
+
+
+def test_a_stop_before_the_first_step_leaves_a_job_that_can_be_started_again(tmp_path):
+    """A rank has no handler before its model is built: the signal ends it."""
+    job = pretended(tmp_path, {"exit": 0, "wait": True, "deadly": True})
+    asked_to_stop(job, tmp_path)
     assert len(starts(tmp_path)) == 1
 
 
@@ -281,7 +288,7 @@ def test_a_mistake_in_hosts_is_one_line_and_exit_code_2(bench, options, launcher
 
 def test_a_signal_reaches_rank_0_over_ssh(bench):
     job = bench.start(UNTIL_ASKED, options=())
-    assert "SIGTERM: the run saves and ends" in asked_to_stop(job, bench.folder)
+    assert "SIGTERM: the run is asked to save and end" in asked_to_stop(job, bench.folder)
 
 
 def test_only_the_jobs_own_processes_are_ended(bench, monkeypatch):

@@ -3,12 +3,13 @@
 The environment's PRETEND is a JSON list: what to do at each start, the last one again and again. `steps`: last step
 attempted, `saved`: step of a checkpoint, `end`: [exit code, reason] of its run_end, `exit`: its own exit code, `leave`:
 leave a process behind that outlives it, `helper`: start one that has the RANK which torch gives a run without a
-launcher, `wait`: until SIGUSR1 comes, `terminate`: end a rank as DeepSpeed's launcher does when another one has failed,
-and write to the file `terminated` how many seconds that took.
+launcher, `wait`: until SIGUSR1 comes, `deadly`: that signal ends it, `terminate`: end a rank as DeepSpeed's launcher
+does when another one has failed, and write to the file `terminated` how many seconds that took.
 """
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ def main() -> int:
         count = len(starts.readlines())
     plan = json.loads(os.environ["PRETEND"])
     start = plan[min(count, len(plan)) - 1]
+    if start.get("deadly"):
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     write(folder, "run_start", 0)
     if start.get("steps"):
         write(folder, "step", start["steps"])

@@ -193,5 +193,5 @@ def test_a_stop_asked_of_the_supervisor_reaches_rank_0_over_ssh(machines):
     job.seconds_until("step +3/", time.monotonic(), within=START_SECONDS)
     subprocess.run(["pkill", "-TERM", "-P", str(job.process.pid)], check=True)
     assert job.end(90) == 75, job.output
-    assert "SIGTERM: the run saves and ends" in job.output
+    assert "SIGTERM: the run is asked to save and end" in job.output
     assert [event["exit_code"] for event in events(job.folder, "asked", "run_end")] == [75]
