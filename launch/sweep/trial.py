@@ -84,9 +84,9 @@ class _Running:
 
     def __init__(self, plan: Plan, entry: Entry, before: Outcome) -> None:
         self._plan, self._entry, self._before = plan, entry, before
-        histories = {other.index: History(plan.run_folder(other) / "events.jsonl") for other in plan.trials}
-        self._history = histories.pop(entry.index)
-        self._others = list(histories.values())
+        self._history = History(plan.run_folder(entry) / "events.jsonl")
+        others = [other for other in plan.current if other.index != entry.index]
+        self._others = [History(plan.run_folder(other) / "events.jsonl") for other in others]
         self._judged_step = 0
         self._hopeless: str | None = None
         self._stop_requested = self._terminated = self._kill = False

@@ -220,6 +220,13 @@ def test_trials_are_ranked_priced_and_stopped_when_hopeless(tmp_path):
     assert (tmp_path / "runs/it/sweep.md").read_text() in output
 
 
+def test_trials_that_are_no_longer_in_the_file_do_not_judge(tmp_path):
+    stop = {"hopeless": {"after_steps": 10, "every_steps": 5, "trials": 1}}
+    finish(sweep_file(tmp_path, grid={RATE: [1e-3]}))
+    finish(sweep_file(tmp_path, grid={RATE: [10.0]}, stop=stop, fixed={"optimizer.eps": 0.1}))
+    assert [record(tmp_path, index)["status"] for index in range(2)] == ["done", "done"]
+
+
 def test_what_has_ended_is_not_repeated_and_what_crashed_goes_on(tmp_path):
     trials = [{"run.hypothesis": how} for how in ("", "late", "diverge")]
     path = sweep_file(tmp_path, trials=trials, grid=None, fixed={RATE: 1e-3})
