@@ -112,12 +112,15 @@ class _Running:
 
     def _run_job(self, began: float, output: TextIO) -> int:
         entry, starts = self._entry, self._before.starts + 1
-        command = command_of(self._plan, entry, on_gpus=bool(os.environ.get("CUDA_VISIBLE_DEVICES")))
+        devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+        command = command_of(self._plan, entry, on_gpus=bool(devices))
         output.write(job.first_line(command))
         self._plan.record(entry, dataclasses.replace(self._before, status="running", starts=starts))
         again = f", start {starts}" if starts > 1 else ""
         log(f"trial {entry.index} ({entry.label}) runs{again}; {self._plan.log_path(entry)}")
         own = {RUN_FOLDER_VARIABLE: str(self._plan.run_folder(entry)), "MASTER_PORT": str(free_port())}
+        if devices:  # under Slurm there may be more, and deepspeed would start a process on each
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(devices.split(",")[: self._plan.processes])
         self._job = running = Job(command, environment=job_environment(**own), output=output)
         codes: list[int] = []
         waiter = threading.Thread(target=lambda: codes.append(running.wait()), daemon=True)

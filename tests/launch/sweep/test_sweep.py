@@ -384,8 +384,9 @@ def test_a_sweep_that_is_running_is_not_run_twice(tmp_path):
 
 def test_a_trial_of_an_array_is_one_command_and_the_report_another(tmp_path):
     plan, _ = prepare(read_sweep(sweep_file(tmp_path)))
-    output = finish("--trial", 1, plan.folder)
+    output = finish("--trial", 1, plan.folder, CUDA_VISIBLE_DEVICES="4,6")
     assert "trial 1 (optimizer.learning_rate=0.01) done" in output
+    assert starts(tmp_path, 1)[0]["CUDA_VISIBLE_DEVICES"] == "4"
     assert "has the trials 0 to 1" in finish("--trial", 2, plan.folder, code=2)
     finish("--report", plan.folder)
     assert [trial["status"] for trial in results(tmp_path)["trials"]] == ["done", "waiting"]
