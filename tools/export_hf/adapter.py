@@ -6,9 +6,11 @@ place of a weight is lost, so the loss is measured.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -131,10 +133,14 @@ def merge(
         if key not in parameters or parameters[key].shape != saved.tensors[key].shape:
             raise UserError(f"{name}: has no {key} of the checkpoint's shape; it is not the base that was trained on")
         parameters[key].copy_(saved.tensors[key].read())
+    _untie_adapted(adapted)
     before = {
         weight: getattr(layer.get_base_layer(), weight.rpartition(".")[2]).clone()
         for weight, layer in layers_with_factors(adapted).items()
     }
+    rows = rows_of_run(corpus, config)
+    adapted.eval()
+    exact = [adapted(**row.inputs).logits for row in rows]
     model: Any = wrapped.merge_and_unload(safe_merge=True)
     # each copy is freed here: the comparison on rows makes another copy of the model
     lost = {
@@ -146,12 +152,12 @@ def merge(
         "lost by rounding": {layer: share for layer, (share, _) in sorted(lost.items(), key=lambda item: -item[1][0])},
         "weights that did not change": sum(kept for _, kept in lost.values()) / max(len(lost), 1),
     }
-    rows = rows_of_run(corpus, config)
     if rows:
         facts |= {"unit": rows[0].unit, "rows": len(rows)}
-        facts |= _apart(model, rows, lambda name, weight: weight.to(dtype).float())
+        facts |= _apart(exact, model, rows, lambda name, weight: weight.to(dtype).float())
     if config.adapter.base != "compute":
-        original = _apart(model, rows, lambda name, weight: weight + quantised.get(name.removesuffix(".weight"), 0.0))
+        floats = {f"{name}.weight": difference for name, difference in quantised.items()}
+        original = _apart(exact, model, rows, lambda name, weight: weight + floats.get(name, 0.0))
         facts |= {"base": config.adapter.base, "on the base in floats": original}
     tensors = {key: SavedTensor(value.shape, value.detach) for key, value in model.named_parameters()}
     for key, value in model.named_parameters(remove_duplicate=False):  # a weight with two names is two tensors in files
@@ -194,17 +200,34 @@ def _as_computed(base: Any, config: Config, shape: PretrainedConfig) -> dict[str
     return taken
 
 
+def _untie_adapted(adapted: Any) -> None:
+    """Give each layer with factors a weight of its own: `peft` merges in place, which changes a tied weight twice."""
+    names = Counter(id(value) for _, value in adapted.named_parameters(remove_duplicate=False))
+    for weight, layer in layers_with_factors(adapted).items():
+        owner, own = layer.get_base_layer(), weight.rpartition(".")[2]
+        value = getattr(owner, own)
+        if names[id(value)] > 1:
+            setattr(owner, own, torch.nn.Parameter(value.clone(), requires_grad=False))
+            adapted.config.get_text_config().tie_word_embeddings = adapted.config.tie_word_embeddings = False
+
+
 def _apart(
-    model: PreTrainedModel, rows: Sequence[Row], change: Callable[[str, torch.Tensor], torch.Tensor]
+    exact: Sequence[torch.Tensor],
+    model: PreTrainedModel,
+    rows: Sequence[Row],
+    change: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> dict[str, float]:
-    """How far a copy of the merged model is from it on these rows, in FP32; empty without rows. change: a weight of the
-    copy, from its name and the merged one."""
+    """How far a copy of the merged model is from base and adapter on these rows, in FP32; empty without rows.
+
+    exact: base and adapter's logits. change: a weight of the copy, from its name and the merged one.
+    """
     if not rows:
         return {}
-    other: Any = copy.deepcopy(model.eval())
+    other: Any = copy.deepcopy(model)
     for name, parameter in other.named_parameters():
         parameter.copy_(change(name, parameter))
-    found = figures(summary([row_gap(model, other, row) for row in rows]))
+    outputs = (SimpleNamespace(logits=logits) for logits in exact)
+    found = figures(summary([row_gap(lambda **inputs: next(outputs), other, row) for row in rows]))
     return {key.removesuffix(" difference"): value for key, value in found.items()}
 
 

@@ -49,6 +49,9 @@ class VllmSampler(TransformersSampler):
         """Raises UserError where a server cannot be reached or cannot take weights."""
         if expert_count(model.config):  # vLLM keeps them in tensors of its own, which have no names of the trainer's
             raise UserError("grpo.engine = vllm: no mixture of experts can be proven there; set it to transformers")
+        tied = model.get_input_embeddings(), model.get_output_embeddings()
+        if model.config.get_text_config().tie_word_embeddings and any("peft" in type(end).__module__ for end in tied):
+            raise UserError("grpo.engine = vllm: a tied embedding and head are one weight there; adapt neither of them")
         super().__init__(model, section, world, ends=ends)
         self._urls = [url.rstrip("/") for url in section.urls]
         self._own = self._urls[world.rank % len(self._urls)]

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from config.errors import UserError
 from config.machine.processes import free_port
-from config.schema import GrpoSection
+from config.schema import AdapterSection, GrpoSection
+from modeling.adapter import add_adapter
 from training.distributed import World
 from training.rollouts import vllm_sampler
 from training.rollouts.vllm_sampler import ServerError, VllmSampler
@@ -88,6 +89,13 @@ def test_a_mixture_of_experts_is_refused_before_a_server_is_asked(url: str) -> N
     model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_key_value_heads=1, num_local_experts=2))
     with pytest.raises(UserError, match=r"^grpo\.engine = vllm: no mixture of experts"):
         _sampler("http://127.0.0.1:1", 1.0, model)
+
+
+@pytest.mark.parametrize("given", [{"target_modules": ("lm_head",)}, {"modules_to_save": ("embed_tokens",)}])
+def test_an_adapter_on_a_tied_weight_is_refused_before_a_server_is_asked(given: dict[str, Any]) -> None:
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True))
+    with pytest.raises(UserError, match=r"^grpo\.engine = vllm: a tied embedding and head are one weight there"):
+        _sampler("http://127.0.0.1:1", 1.0, add_adapter(model, AdapterSection(kind="lora", r=2, **given), seed=0))
 
 
 def test_a_server_of_two_workers_is_refused_in_one_line(url: str) -> None:
