@@ -152,11 +152,11 @@ def require_shares(config: PretrainedConfig) -> None:
 def dropout_keys(config: PretrainedConfig) -> list[str]:
     """The keys of an architecture's config that are a dropout probability above 0."""
     values: dict[str, Any] = config.to_dict()
-    named = ((key, value) for key, value in values.items() if _is_dropout(key))
+    named = ((key, value) for key, value in values.items() if is_dropout(key))
     return [key for key, value in named if isinstance(value, float) and math.isfinite(value) and value > 0]
 
 
-def _is_dropout(key: str) -> bool:
+def is_dropout(key: str) -> bool:
     return "dropout" in key or key.endswith("pdrop")
 
 
@@ -571,7 +571,7 @@ def _check_keys(given: dict, config: PretrainedConfig, model_class: str) -> None
         least, usual = int(own.get(key, key) in _NEEDED), defaults.get(config.attribute_map.get(key, key))
         if _SIZE.fullmatch(key) and value < least and not (isinstance(usual, int) and usual < least):
             raise UserError(f"model.config.{key} = {value}: is not a valid size; give {least} or more")
-        if _is_dropout(key) and not 0 <= value < 1:
+        if is_dropout(key) and not 0 <= value < 1:
             raise UserError(f"model.config.{key} = {value}: is not a probability; give 0 or more, and less than 1")
 
 

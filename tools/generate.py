@@ -98,7 +98,7 @@ def model_folder(given: Path) -> Iterator[Path]:
 def load(folder: Path, *, dtype: str, trusted: bool = False) -> tuple[Any, Any]:
     """The model in evaluation mode, on the device, and its tokenizer. trusted: run its own code. Raises UserError."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
     from modeling import quantised_base
     from precision.dtypes import DTYPES
@@ -108,14 +108,24 @@ def load(folder: Path, *, dtype: str, trusted: bool = False) -> tuple[Any, Any]:
     options: dict[str, Any] = {"dtype": DTYPES[dtype], "trust_remote_code": trusted}
     try:
         if (folder / "adapter_config.json").is_file():
-            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM
+            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSeq2SeqLM, PeftModel
 
-            answers = json_text.object_in(folder / "adapter_config.json").get("task_type") == "SEQ_2_SEQ_LM"
-            adapted = AutoPeftModelForSeq2SeqLM if answers else AutoPeftModelForCausalLM
-            section = _base_of(folder)
+            adapter = json_text.object_in(folder / "adapter_config.json")
+            auto: Any = AutoModelForCausalLM
+            adapted: Any = AutoPeftModelForCausalLM
+            if adapter.get("task_type") == "SEQ_2_SEQ_LM":
+                auto, adapted = AutoModelForSeq2SeqLM, AutoPeftModelForSeq2SeqLM
+            section, changed = _base_of(folder)
             quantised = section.base != "compute"
             options |= {"quantization_config": quantised_base.settings(section)} if quantised else {}
-            model: Any = adapted.from_pretrained(str(folder), **options)
+            if changed:
+                name = adapter["base_model_name_or_path"]
+                config = AutoConfig.from_pretrained(name, trust_remote_code=trusted)
+                config.update(changed)
+                base = auto.from_pretrained(name, config=config, **options)
+                model: Any = PeftModel.from_pretrained(base, str(folder))
+            else:
+                model = adapted.from_pretrained(str(folder), **options)
             if quantised:
                 quantised_base.compute_as_inputs(model)
         else:
@@ -133,13 +143,15 @@ def load(folder: Path, *, dtype: str, trusted: bool = False) -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def _base_of(folder: Path) -> AdapterSection:
-    """How an exported adapter's base was stored in training; as floats if nothing says so."""
+def _base_of(folder: Path) -> tuple[AdapterSection, dict[str, Any]]:
+    """How an exported adapter's base was stored in training, as floats if nothing says so, and its `model.config`."""
     facts = json_text.object_in(folder / "mantissa.json").get("adapter")
     known = facts if isinstance(facts, dict) else {}
-    if known.get("base") not in ("nf4", "int8"):
-        return AdapterSection()
-    return AdapterSection(base=known["base"], double_quant=known.get("double_quant") is True)
+    settings = known.get("model.config")
+    section = AdapterSection()
+    if known.get("base") in ("nf4", "int8"):
+        section = AdapterSection(base=known["base"], double_quant=known.get("double_quant") is True)
+    return section, settings if isinstance(settings, dict) else {}
 
 
 def _require_generative(folder: Path) -> None:

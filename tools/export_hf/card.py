@@ -14,6 +14,7 @@ _PIPELINES = {
     SEQUENCE_CLASSIFICATION: "text-classification",
     TOKEN_CLASSIFICATION: "token-classification",
 }
+_NOT_LISTED = ("merged", "model.config")  # the latter is in the example
 LONGEST_MANIFEST = 60
 """[lines] A longer precision manifest is only in mantissa.json."""
 
@@ -21,7 +22,7 @@ LONGEST_MANIFEST = 60
 def model_card(facts: Mapping[str, Any]) -> str:
     """Markdown with the hub's front matter, from the export's `mantissa.json`; without what was not recorded."""
     model, adapter = facts["model"], facts.get("adapter")
-    held = {key: _listed(value) for key, value in (adapter or {}).items() if key != "merged"}
+    held = {key: _listed(value) for key, value in (adapter or {}).items() if key not in _NOT_LISTED}
     return page(
         _front_matter(facts),
         f"# {text(facts['run'])}",
@@ -42,23 +43,30 @@ def model_card(facts: Mapping[str, Any]) -> str:
 
 def _example(model: Mapping[str, Any], adapter: Mapping[str, Any] | None) -> str:
     """Python that loads the export."""
-    auto, peft = model["auto_class"], "from peft import AutoPeftModelForCausalLM"
-    imports = [f"from transformers import {auto}, AutoTokenizer"]
+    auto, peft, load, given = model["auto_class"], "", list[str](), ""
+    names = {auto, "AutoTokenizer"}
     if adapter is None or adapter["merged"] is not None:
-        load = [f'model = {auto}.from_pretrained(FOLDER, dtype="auto")']
-    elif adapter.get("base", "compute") != "compute":
-        nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={adapter["double_quant"]}'
-        held = {"nf4": nf4, "int8": "load_in_8bit=True"}[adapter["base"]]
-        imports = [peft, "from transformers import AutoTokenizer, BitsAndBytesConfig"]
-        load = [f"held = BitsAndBytesConfig({held})"]
-        load.append("model = AutoPeftModelForCausalLM.from_pretrained(FOLDER, quantization_config=held)")
-    elif auto == CAUSAL_LM:
-        imports = [peft, "from transformers import AutoTokenizer"]
-        load = ["model = AutoPeftModelForCausalLM.from_pretrained(FOLDER)"]
+        load.append(f'model = {auto}.from_pretrained(FOLDER, dtype="auto")')
     else:
-        labels = f", num_labels={len(adapter['labels']) or 1}" if adapter["labels"] is not None else ""
-        imports = ["from peft import PeftModel", *imports]
-        load = [f"base = {auto}.from_pretrained(BASE{labels})", "model = PeftModel.from_pretrained(base, FOLDER)"]
+        peft = "PeftModel"
+        if adapter["labels"] is not None:
+            given = f", num_labels={len(adapter['labels']) or 1}"
+        if settings := adapter.get("model.config"):
+            names.add("AutoConfig")
+            load += [f"config = AutoConfig.from_pretrained(BASE{given})", f"config.update({settings!r})"]
+            given = ", config=config"
+        if adapter.get("base", "compute") != "compute":
+            names.add("BitsAndBytesConfig")
+            nf4 = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant={adapter["double_quant"]}'
+            load.append(f"held = BitsAndBytesConfig({nf4 if adapter['base'] == 'nf4' else 'load_in_8bit=True'})")
+            given += ", quantization_config=held"
+        if auto == CAUSAL_LM and not settings:
+            names, peft = names - {auto}, "AutoPeftModelForCausalLM"
+            load.append(f"model = {peft}.from_pretrained(FOLDER{given})")
+        else:
+            load += [f"base = {auto}.from_pretrained(BASE{given})", "model = PeftModel.from_pretrained(base, FOLDER)"]
+    imports = [f"from peft import {peft}"] if peft else []
+    imports.append(f"from transformers import {', '.join(sorted(names))}")
     return "\n".join([*imports, "", *load, "tokenizer = AutoTokenizer.from_pretrained(FOLDER)", ""])
 
 

@@ -27,7 +27,7 @@ from config.task import ENCODER_TASKS, model_class_of
 from data.corpora.corpus import TOKENIZER
 from data.sources.chat import Chat
 from data.text.tokenizer import is_made, load_tokenizer, origin_of, vocabulary_size
-from modeling.build import count_parameters, empty_model, model_config
+from modeling.build import count_parameters, empty_model, is_dropout, model_config
 from precision.dtypes import DTYPES
 from tools.export_hf import facts as export_facts
 from tools.export_hf.adapter import merge, trained, whole_modules, words_of, write_adapter
@@ -132,11 +132,13 @@ def export(
         if tensors is not None:
             _require_loadable(aside, skeleton, source.config)
         facts = _facts(source, saved, skeleton, dtype=dtype, compared=compared, parity=parity)
+        settings = {key: value for key, value in source.config.model.config.items() if not is_dropout(key)}
         if adapted:
             facts["adapter"] = {
                 **asdict(source.config.adapter),
                 "modules_to_save": whole_modules(trained(saved)),
                 "labels": _labels(source.config, shape),
+                "model.config": settings,
                 "merged": {"from": merge_from, **found.facts} if found else None,
             }
         if comparison is not None:
@@ -153,6 +155,8 @@ def export(
     log(facts["export"]["compared"])
     for line in words_of(found.facts, dtype) if found else ():
         log(line)
+    if adapted and not merged and settings:
+        log(f"its base needs the run's model.config, which no file of peft holds: load it as {out / CARD} does")
     log(f"exported {source.checkpoint} to {out} as {dtype} in {time.perf_counter() - started:.1f} s")
     command = ["python", "-m", "tracking.wandb.sync", str(source.run.path), "--export", str(out), "--online"]
     log(f"record it in wandb: {shlex.join(command)}")

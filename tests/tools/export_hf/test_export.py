@@ -38,6 +38,7 @@ from tools.export_hf.facts import run_facts
 from tools.export_hf.gap import row_gap
 from tools.export_hf.rows import rows_of_run
 from tools.export_hf.tensors import Tensors, TensorsDiffer, compare_with_second_copy, rounded, write_shards
+from tools.generate import load
 from tracking.run_dir import RunDir
 from training.checkpoint.partitions import SavedTensor, open_saved_model
 
@@ -551,6 +552,25 @@ def test_a_merge_that_changes_another_weight_has_a_large_distance(pair, tmp_path
     monkeypatch.setattr(LoraLinear, "merge", lambda self, **options: None)
     facts, _ = exported(checkpoint, tmp_path / "merged", merged=True)
     assert facts["adapter"]["merged"]["kl"] > 1e-6
+
+
+def test_an_adapter_of_a_run_with_another_model_config_says_how_its_base_is_loaded(pair, tmp_path) -> None:
+    """`tools.generate` and the model card's lines compute what the merged model does."""
+    base, rope = write_folder(tmp_path) / "base", {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0}
+    overrides = cases.task_job(tmp_path, "adapter={kind: lora, r: 4}", "precision.compute=fp32", "deepspeed.stage=2")
+    overrides.append(f"model.config={{attention_dropout: 0.1, rope_parameters: {json.dumps(rope)}}}")
+    checkpoint = cases.checkpoint_of(pair, tmp_path, "lora", overrides)
+    facts, said = exported(checkpoint, tmp_path / "adapter")
+    exported(checkpoint, tmp_path / "merged", merged=True)
+    assert facts["adapter"]["model.config"] == {"rope_parameters": rope}
+    assert f"model.config, which no file of peft holds: load it as {tmp_path / 'adapter/README.md'} does" in said[-3]
+    by_card: dict[str, Any] = {"BASE": base, "FOLDER": tmp_path / "adapter"}
+    exec((tmp_path / "adapter/README.md").read_text().partition("```python\n")[2].partition("```")[0], by_card)
+    models = [load(tmp_path / name, dtype="fp32")[0] for name in ("merged", "adapter")]
+    with torch.no_grad():
+        wanted, *found = (model.eval()(torch.arange(40)[None]).logits for model in (*models, by_card["model"]))
+    for logits in found:
+        torch.testing.assert_close(logits, wanted, atol=2e-5, rtol=0)
 
 
 def test_a_run_without_adapter_has_none_to_merge(finished: Path, tmp_path: Path) -> None:
