@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -22,6 +23,8 @@ class Recorded:
     """The guard's `incident` event, if the step was one."""
     session: Event
     """The `run_start` event of its session: a run may resume in another layout."""
+    checked: Mapping[int, tuple[int, Event]]
+    """For each of `steps` that the self-check compared, how many its session had compared before, and its event."""
 
     @property
     def step(self) -> int:
@@ -42,21 +45,38 @@ def read_recorded(events: list[Event], step: int) -> Recorded:
     starts = [event for event in events[:at] if event["event"] == "run_start"]
     if not starts:
         raise UserError(f"--step {step}: no run_start is recorded before it, so its layout is not known")
-    backwards = [events[at]]
-    for event in reversed(events[:at]):
-        if event["event"] == "step" and event["step"] == backwards[-1]["step"] - 1:
-            backwards.append(event)
+    backwards = [at]
+    for i in range(at - 1, -1, -1):
+        if events[i]["event"] == "step" and events[i]["step"] == events[backwards[-1]]["step"] - 1:
+            backwards.append(i)
     further = [event for event in events[at + 1 :] if event["event"] == "step"]
     follows = takewhile(
         lambda pair: pair[1]["position"] == events[at]["position"] + pair[0] and pair[1]["step"] == step + pair[0],
         enumerate(further, start=1),
     )
+    checks = _self_checks(events)
     return Recorded(
-        steps=backwards[::-1],
+        steps=[events[i] for i in reversed(backwards)],
         after=[event for _, event in follows],
         incident=_incident(events, at),
         session=starts[-1],
+        checked={events[i]["step"]: checks[i] for i in backwards if i in checks},
     )
+
+
+def _self_checks(events: list[Event]) -> dict[int, tuple[int, Event]]:
+    """By index of its `step` event, each step's `self_check` and how many came before it in its session."""
+    found, turn, step = dict[int, tuple[int, Event]](), 0, -1
+    for i, event in enumerate(events):
+        if event["event"] == "run_start":
+            turn = 0
+        elif event["event"] == "step":
+            step = i
+        elif event["event"] == "self_check":
+            if "evaluation" not in event["checks"]:
+                found[step] = turn, event
+            turn += 1
+    return found
 
 
 def _incident(events: list[Event], at: int) -> Event | None:

@@ -21,11 +21,12 @@ from training.build import assemble
 from training.checkpoint.choice import by_step, step_of
 from training.checkpoint.manifest import is_whole
 from training.corruption.rerun import is_exact
+from training.corruption.self_check import SIGNAL, SelfCheck
 from training.distributed import World
 from training.engine.health import NORM_ROUNDING
 from training.parts import Parts
 from training.progress import Progress
-from training.session import session
+from training.session import Session, session
 from training.step import train_step
 from training.telemetry import Telemetry
 
@@ -77,6 +78,24 @@ class Restored:
         return self.collector.of_kind("step")[-1], judgement
 
 
+class _SameChecks(SelfCheck):
+    """The self-check, whose warnings the guard answers, of the steps that the run compared, on the same values."""
+
+    def __init__(self, opened: Session, recorded: Recorded) -> None:
+        super().__init__(opened.engine, opened.resolved, opened.model_config, opened.corpus)
+        self._recorded = recorded
+
+    def due(self, step: int, first: int) -> bool:
+        """Whether the record says that the step was compared; of later steps, whether the config does."""
+        planned = super().due(step, first)
+        if step > self._recorded.step:
+            return planned
+        self._turn, event = self._recorded.checked.get(step, (self._turn, {"checks": {}, "skipped": {}}))
+        self._recomputes = "modules" in event["checks"]
+        self._whole = self._recomputes or "updates" in {**event["checks"], **event["skipped"]}
+        return step in self._recorded.checked
+
+
 @contextmanager
 def restored(
     run_dir: RunDir,
@@ -104,6 +123,7 @@ def restored(
             state = {**state, "scaler": None}
         config, engine = resolved.config, opened.engine
         judged = config.guard.warnings and config.telemetry.every_steps  # signals that the guard judges steps by
+        compared = SIGNAL in config.guard.warnings and opened.world.tensor is None
         parts, progress = assemble(
             resolved,
             engine,
@@ -112,6 +132,7 @@ def restored(
             checkpoints=checkpoints,
             state=state,
             telemetry=Telemetry(engine, probe=False) if judged else None,
+            self_check=_SameChecks(opened, recorded) if compared else None,
         )
         log(f"from {found or 'the seed'}, {target - progress.step} steps to go")
         steps = [event for event in recorded.steps if event["step"] > progress.step]

@@ -213,6 +213,17 @@ def test_a_replay_judges_by_the_warnings_of_telemetry_as_the_run_did(folder):
         assert replay(folder, "warned", step).splitlines()[-1] == "reproduced"
 
 
+def test_a_replay_compares_with_plain_torch_what_the_run_compared(folder):
+    """Step 3 is one of those that a session compares, step 5 is not, also where it is the first after a checkpoint."""
+    flip = "{{kind: flipped_bit, place: gradient, module: model.layers.0.mlp.up_proj, bit: 27, step: {}}}"
+    given = [f"faults=[{flip.format(3)}, {flip.format(5)}]", "guard.warnings=[self_check]", "guard.reactions=[skip]"]
+    finish(command("python", folder, "checked", *given, "guard.self_check_every=500", "evaluate.every_steps=0"))
+    assert {event["step"] for event in events(folder, "checked", "self_check")} & {3, 5} == {3}
+    assert [event["applied"] for event in events(folder, "checked", "step")][2:5] == [False, True, True]
+    for step in (3, 5):
+        assert replay(folder, "checked", step).splitlines()[-1] == "reproduced"
+
+
 def test_a_replay_says_which_step_came_out_differently(folder, finished):
     copy = folder / "runs" / "doctored"
     shutil.copytree(finished / "runs" / "it", copy)
