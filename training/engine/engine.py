@@ -48,6 +48,7 @@ from training.engine.split_masters import SplitMasters
 from training.engine.teacher import Teacher
 from training.engine.tensor_slices import Replicas, attach_slices
 from training.engine.work_time import WorkTime, by_rank, peak_memory_bytes
+from training.engine.zero3_trace import renew_stale_traces
 from training.loss_scaler import LossScaler
 from training.progress import START, Progress
 from training.tasks.task import objective_of
@@ -97,6 +98,8 @@ class Engine:
                 ),
                 config=initializable(resolved.deepspeed),
             )
+        if self.stage == 3:
+            renew_stale_traces(self.deepspeed.optimizer.parameter_offload.get_param_coordinator())
         attach_slices(self.model, world.tensor)
         self.split_masters: SplitMasters | None = None
         """The split masters; None if masters are FP32 tensors."""

@@ -226,6 +226,26 @@ def stepped_back(world: World, *, folder: str, compute: str, secondary: int) -> 
         return {"losses": losses, "copies": copies, "masters": masters_of(engine)}
 
 
+def of_mixers(world: World, *, stage: int, folder: str) -> list[float]:
+    """Losses of a resumed Mamba, whose mixers read the parameters of other modules."""
+    sizes = "model.config={hidden_size: 32, state_size: 8, num_hidden_layers: 2}"
+    overrides = ["model.architecture=mamba", sizes]
+    resolved = resolve(world, stage=stage, compute="fp32", micro=2, overrides=overrides)
+    batch = batch_of(world, 2, seed=9)
+    with engine_of(world, resolved) as engine:
+        engine.save(Path(folder), f"mixers-{stage}")
+        engine.load(Path(folder), f"mixers-{stage}", TorchCheckpointEngine())  # gathers small parameters
+        losses = [engine.evaluate([batch, batch]).loss]
+        for parameter in engine.model.parameters():
+            whole_weight(engine, parameter)  # which partitions them again
+        for step in (1, 2):
+            losses.append(engine.evaluate([batch]).loss)
+            outcome = engine.forward_backward(batch_of(world, 2, seed=step), step=step)
+            engine.step(health := engine.health(outcome), 0.01)
+            losses.append(health.loss)
+        return losses
+
+
 def rounded_buffer(world: World, *, stage: int) -> tuple[dict[str, str], str]:
     """The ledger of a Gemma in BF16, and what it says when a buffer has been cast to 16 bits behind its back."""
     overrides = ["model.architecture=gemma"]

@@ -212,6 +212,12 @@ def test_a_second_copy_of_the_weights_in_each_node_changes_no_bit(request, tmp_p
         assert difference(with_copies["masters"], without["masters"]) == 0.0
 
 
+def test_a_module_may_begin_to_read_parameters_of_another_one(pair, tmp_path):
+    """ZeRO-3 gathers parameters ahead in an order that it has recorded before."""
+    plain, sharded = (pair.run(engine_cases.of_mixers, stage=stage, folder=str(tmp_path)) for stage in (0, 3))
+    assert sharded[0] == pytest.approx(plain[0], abs=1e-5)
+
+
 SPLIT = ("precision.masters=split",)
 
 
