@@ -118,13 +118,6 @@ def test_asserts_are_left_out(ground: Path, losses) -> None:
     lives(Place(ground / "python -O", variables={"PYTHONOPTIMIZE": "1"}), losses)
 
 
-def test_docstrings_are_left_out_too(ground: Path, losses) -> None:
-    """transformers builds no model then."""
-    place = Place(ground / "python -OO", variables={"PYTHONOPTIMIZE": "2"})
-    assert "error: environment: Python runs with -OO" in demo(place, f"run.steps={STEPS}", exit_code=None)
-    assert not place.run.exists()
-
-
 @pytest.mark.parametrize("variables", WANDB.values(), ids=WANDB)
 def test_variables_of_wandb(ground: Path, losses, variables: dict[str, str | None], request) -> None:
     starts(Place(ground / f"wandb {request.node.callspec.id}", variables=variables), losses)
