@@ -18,7 +18,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +88,8 @@ class Supervised:
         self._launcher = launcher
         self._mark = uuid.uuid4().hex
         self._process: subprocess.Popen[bytes] | None = None
+        self.mapped: set[str] = set()
+        """Names in /dev/shm that its processes were seen to map."""
 
     def start(self) -> None:
         """Start the supervisor."""
@@ -117,6 +119,7 @@ class Supervised:
             with suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == self._mark:
                     found.append(process)
+        self.mapped |= mapped(found)
         return found
 
     def find(self, target: str) -> psutil.Process | None:
@@ -190,6 +193,7 @@ def disturb(run: Supervised, target: str, delay: float, figures: Figures) -> Non
         if resumed():
             figures.resumed[target] += 1
             break
+        run.processes()  # for the memory that new ones map
         time.sleep(0.2)
     else:
         left = [f"{kind_of(process)} (pid {process.pid})" for process in run.processes()]
@@ -233,14 +237,19 @@ def wait_for(found, *, unless=lambda: False, seconds: float = 120.0):
     return None
 
 
-def shared_memory() -> set[str]:
-    """Files in /dev/shm that no process has mapped."""
-    mapped = set()
-    for process in psutil.process_iter():
+def mapped(processes: Iterable[psutil.Process]) -> set[str]:
+    """Names in /dev/shm that these processes map."""
+    names = set()
+    for process in processes:
         with suppress(psutil.Error, OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text()
-            mapped |= {line.rsplit("/dev/shm/", 1)[1] for line in maps.splitlines() if "/dev/shm/" in line}
-    return {path.name for path in Path("/dev/shm").iterdir()} - mapped
+            names |= {line.rsplit("/dev/shm/", 1)[1] for line in maps.splitlines() if "/dev/shm/" in line}
+    return names
+
+
+def shared_memory() -> set[str]:
+    """Files in /dev/shm that no process has mapped."""
+    return {path.name for path in Path("/dev/shm").iterdir()} - mapped(psutil.process_iter())
 
 
 def complete(run: Supervised) -> None:
@@ -268,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
     folder, launcher = options.folder.resolve(), options.launcher
-    draw, figures, before = random.Random(options.seed), Figures(), shared_memory()
+    draw, figures, ours = random.Random(options.seed), Figures(), set[str]()
     targets = [target for target in TARGETS if (launcher, target) != ("torchrun", "runner")]
     undisturbed = Supervised(folder, "undisturbed", launcher)
     complete(undisturbed)
@@ -282,12 +291,13 @@ def main(arguments: Sequence[str]) -> int:
                 run.start()
             disturb(run, draw.choice(targets), draw.uniform(0.0, options.longest_delay), figures)
         complete(run)
+        ours |= run.mapped  # other programs of this machine have memory there, too
         _, steps = run.steps()
         figures.steps += steps
         figures.repeated += steps - STEPS
         if last_attempts(folder, run.name) != truth:
             figures.different.append(run.name)
-    left = shared_memory() - before
+    left = shared_memory() & ours
     time.sleep(5.0)
     figures.shared_memory = sorted(left & shared_memory())
     print(figures.report())
