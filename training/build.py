@@ -1,5 +1,6 @@
 """Build a run around a session: checkpoints, guard, record and observers; restored if the run resumes."""
 
+from dataclasses import asdict
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -174,8 +175,7 @@ def open_checkpoints(
 ) -> Checkpoints:
     """The run's checkpoints as configured. Raises UserError for a missing key."""
     section = resolved.config.checkpoint
-    keep = Retention(section.keep, every=section.keep_every, best=section.keep_best)
-    store = store_of(resolved)
+    keep, store = Retention(section.keep, every=section.keep_every, best=section.keep_best), store_of(resolved)
     return Checkpoints(
         folder,
         keep=keep,
@@ -191,8 +191,7 @@ def open_checkpoints(
 
 
 def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
-    resolved, engine = parts.resolved, parts.engine
-    config = resolved.config
+    resolved, config, engine, regions = parts.resolved, parts.resolved.config, parts.engine, parts.engine.regions
     parts.record.event(
         "run_start",
         step=progress.step,
@@ -216,5 +215,6 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         expert_ranks=resolved.batch.expert,
         hypothesis=config.run.hypothesis,
         loss_unit=loss_unit(config),
-        regions=engine.regions.dtypes if engine.regions is not None else None,
+        regions=regions and regions.dtypes,
+        manifest=regions and {"default": regions.manifest.default, "rules": [*map(asdict, regions.manifest.rules)]},
     )

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from config.cli import REPOSITORY
 from config.errors import UserError
 from config.redact import redact
 from config.schema import Config
@@ -69,7 +68,7 @@ def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[s
             "gradients reduced in": precision.reduce,
             "regions": ", ".join(f"{count} in {dtype}" for dtype, count in sorted(regions.items())) or None,
             "ZeRO stage": start.get("zero_stage"),
-            "manifest": _manifest(config),
+            "manifest": _manifest(config, start),
         },
         "versions": {
             **environment.get("versions", {}),
@@ -80,14 +79,15 @@ def run_facts(run: RunDir, checkpoint: Path, config: Config, environment: dict[s
     }
 
 
-def _manifest(config: Config) -> Any:
-    """The content of the run's manifest, if it has one."""
+def _manifest(config: Config, start: Event) -> Any:
+    """The content of the run's manifest, if it has one, as the session that made the step read it."""
     if config.precision.path != "manifest" or not config.precision.manifest:
         return None
-    try:
-        return json.loads((REPOSITORY / config.precision.manifest).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "deleted: " + Path(config.precision.manifest).name
+    recorded = start.get("manifest")  # runs of earlier versions did not record it, and the file may have changed since
+    if recorded is None:
+        return "not recorded: " + Path(config.precision.manifest).name
+    rules = [{key: value for key, value in rule.items() if value is not None} for rule in recorded["rules"]]
+    return {"default": recorded["default"], "rules": rules}
 
 
 def without_path(spec: str) -> str:

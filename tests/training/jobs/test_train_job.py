@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from config.cli import REPOSITORY
+from config.load import load_config
 from config.schema import Config
 from tests.support.jobs.launches import (
     LAUNCHERS,
@@ -29,6 +30,8 @@ from tests.support.jobs.launches import (
 )
 from tests.support.marks import slow
 from tests.support.models.small_models import small_model
+from tools.export_hf.facts import run_facts
+from tracking.run_dir import RunDir
 from training import build
 
 
@@ -260,6 +263,18 @@ def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
     finish(command("python", folder, "demoted", *on_probation, "run.steps=9"))
     regions = [event["regions"]["model.layers.1.mlp.up_proj"] for event in events(folder, "demoted", "run_start")]
     assert regions == ["bf16", "bf16"]
+
+
+def test_a_manifest_is_recorded_as_it_was_trained(folder):
+    manifest, run = folder / "edited.json", folder / "runs/edited"
+    rules = [{"match": f"*.layers.1.mlp.{name}_proj", "compute": "bf16", "reason": name} for name in ("up", "down")]
+    manifest.write_text(json.dumps({"$schema": "x", "default": "fp32", "rules": rules}))
+    given = ["run.steps=2", "schedule.warmup_steps=0", "precision.path=manifest", f"precision.manifest={manifest}"]
+    finish(command("python", folder, "edited", *given, "checkpoint.every_steps=2"))
+    manifest.write_text(json.dumps({"default": "fp32", "rules": rules[:1]}))
+    config = load_config(run / "config.yaml", [], None, started=True)
+    facts = run_facts(RunDir(run), run / "checkpoints/step-2", config, {})
+    assert facts["precision"]["manifest"] == {"default": "fp32", "rules": rules}
 
 
 FP16 = ["deepspeed.config=ds_configs/zero1_fp16.json", "precision.compute=fp16"]
