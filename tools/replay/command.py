@@ -28,7 +28,7 @@ from config.errors import UserError
 from config.launcher import as_launched, without_accelerate
 from config.options import positive_int
 from launch.job import job_command, visible_gpus
-from tools.replay.recorded import last_step, read_recorded, require_layout
+from tools.replay.recorded import last_step, read_recorded, require_layout, require_manifest
 from tracking.compare.surviving import read_run_events
 from tracking.run_dir import RunDir
 
@@ -67,6 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         from tools.replay.what_if import under
 
         other = under(resolved, options.what_if, environment)
+    else:
+        require_manifest(recorded.session, resolved)
     if launches:
         given = sys.argv[1:] if arguments is None else arguments
         again = ["-m", "tools.replay", *given]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 
+from config.cli import REPOSITORY
 from config.errors import UserError
 from config.resolved import Resolved
 from tracking.events import Event
@@ -104,6 +105,26 @@ def require_layout(session: Event, resolved: Resolved) -> None:
         before = session.get(field, now)  # runs of earlier versions did not record it
         if before != now:
             raise UserError(f"{later}, with {key} = {now}; the step was made with {before}, which {why}")
+
+
+def require_manifest(session: Event, resolved: Resolved) -> None:
+    """Raises UserError if the run's manifest has been edited since the session that made the step read it."""
+    name, before = resolved.config.precision.manifest, session.get("manifest")
+    if name is None or before is None:  # runs of earlier versions did not record it
+        return
+    from precision.manifest import load_manifest  # needs torch
+
+    now = load_manifest(REPOSITORY / name)
+    keys = ("match", "module_class", "compute")  # a reason computes nothing
+    rules = zip_longest(
+        ([rule[key] for key in keys] for rule in before["rules"]),
+        ([getattr(rule, key) for key in keys] for rule in now.rules),
+    )
+    wrong = "default" if now.default != before["default"] else ""
+    wrong = wrong or next((f"rules[{number}]" for number, (then, here) in enumerate(rules) if then != here), "")
+    if wrong:
+        problem = f"{wrong} is not what the step was made with, and another manifest makes another step"
+        raise UserError(f"{now.path}: {problem}; undo the edit, or try it by --what-if precision.manifest=ANOTHER")
 
 
 def last_step(events: list[Event]) -> int:

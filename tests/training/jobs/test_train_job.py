@@ -265,13 +265,17 @@ def test_the_blamed_module_is_promoted_and_the_checkpoint_remembers_it(folder):
     assert regions == ["bf16", "bf16"]
 
 
-def test_a_manifest_is_recorded_as_it_was_trained(folder):
+def test_a_manifest_is_recorded_as_it_was_trained_and_a_replay_refuses_another(folder):
     manifest, run = folder / "edited.json", folder / "runs/edited"
     rules = [{"match": f"*.layers.1.mlp.{name}_proj", "compute": "bf16", "reason": name} for name in ("up", "down")]
     manifest.write_text(json.dumps({"$schema": "x", "default": "fp32", "rules": rules}))
     given = ["run.steps=2", "schedule.warmup_steps=0", "precision.path=manifest", f"precision.manifest={manifest}"]
     finish(command("python", folder, "edited", *given, "checkpoint.every_steps=2"))
-    manifest.write_text(json.dumps({"default": "fp32", "rules": rules[:1]}))
+    edits = [rules[0] | {"reason": "other words"}, rules[1]], [rules[0], rules[1] | {"compute": "fp16"}], rules[:1]
+    for edited, code in zip(edits, (0, 2, 2), strict=True):
+        manifest.write_text(json.dumps({"default": "fp32", "rules": edited}))
+        said = replay(folder, "edited", 2, exit_code=code)
+        assert (f"{manifest}: rules[1] is not what the step was made with" in said) == (code == 2)
     config = load_config(run / "config.yaml", [], None, started=True)
     facts = run_facts(RunDir(run), run / "checkpoints/step-2", config, {})
     assert facts["precision"]["manifest"] == {"default": "fp32", "rules": rules}
