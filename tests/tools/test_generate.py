@@ -200,7 +200,7 @@ def test_the_chat_demo_teaches_a_real_model_a_format_it_did_not_keep(tmp_path: P
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, folder / name)
     (folder / ".venv").symlink_to(REPOSITORY / ".venv")
-    apart = {"MAKEFLAGS": "", "ARGS": ""}  # of the make that runs this test
+    apart = {"MAKEFLAGS": "", "MAKELEVEL": "0", "ARGS": ""}  # of the make that runs this test
     environment = {**os.environ, "HOME": str(tmp_path / "home"), **apart}
     (tmp_path / "home").mkdir()
     make = ["make", "-o", ".venv/.running", "SMOLLM2=packages", f"PORT={free_port()}"]
