@@ -27,6 +27,8 @@ class History:
     speeds: list[float] = field(default_factory=list)
     """[tokens/s] Throughput of each step."""
     world_size: int | None = None
+    began: float = 0.0
+    """[seconds since the epoch] Start of the last session."""
     ended: dict[str, Any] | None = None
     """The last run_end, unless a new session started after it."""
 
@@ -46,7 +48,7 @@ class History:
     def _take(self, event: dict[str, Any]) -> None:
         match event["event"]:
             case "run_start":
-                self.world_size, self.ended = event["world_size"], None
+                self.world_size, self.began, self.ended = event["world_size"], event["time"], None
             case "step":
                 for later in range(event["step"] + 1, self.steps + 1):
                     self.losses.pop(later, None)

@@ -24,9 +24,10 @@ from config.load import show
 from launch.sweep.file import Settings, Sweep, Trial
 from launch.sweep.rule import Hopeless
 
-Status = Literal["waiting", "running", "done", "hopeless", "diverged", "stopped", "refused", "crashed"]
-ENDED = ("done", "hopeless", "diverged")
-"""Statuses of trials that are not restarted. Of the others, refused is exit code 2 of train.py; crashed includes 74."""
+Status = Literal["waiting", "running", "done", "hopeless", "diverged", "out of time", "stopped", "refused", "crashed"]
+ENDED = ("done", "hopeless", "diverged", "out of time")
+"""Statuses of trials that are not restarted; out of time: run.max_minutes is up. Of the others, refused is exit code 2
+of train.py; crashed includes 74."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from launch.sweep.file import as_setting, label_of
 from launch.sweep.folder import ENDED, Plan
 from tracking.pages.markdown import Table, page, text
 
-_STATUS_ORDER = ("done", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
+_STATUS_ORDER = ("done", "out of time", "running", "stopped", "hopeless", "crashed", "refused", "diverged", "waiting")
 """Rank order: finished trials come before unfinished ones, whose losses belong to other steps."""
 _LOSSES = {"validation_loss": "validation loss", "training_loss": f"training loss, mean of the last {LAST_STEPS} steps"}
 """Fields that trials may be ranked by, and their display names."""

@@ -38,7 +38,7 @@ RECORD_SECONDS = 20.0
 """Interval at which the elapsed time of a running trial is recorded."""
 _PR_SET_PDEATHSIG = 1
 log = partial(job.log, program="sweep")
-_EXIT_CODES: dict[Status, int] = {"done": 0, "hopeless": 0, "diverged": DIVERGED, "refused": CONFIG_ERROR}
+_EXIT_CODES = {**dict.fromkeys(ENDED, 0), "diverged": DIVERGED, "stopped": PREEMPTED, "refused": CONFIG_ERROR}
 
 
 def run_trial(plan: Plan, entry: Entry) -> int:
@@ -46,15 +46,12 @@ def run_trial(plan: Plan, entry: Entry) -> int:
     2 refused, 3 numerics, 75 stopped on request, 1 anything else."""
     _end_with_sweep()
     with exclusive_lock(plan.folder / "trials" / f"{entry.index:03d}.lock", -1):
-        outcome = before = plan.outcome(entry)
+        outcome = plan.outcome(entry)
         end_leftover_processes(plan.run_folder(entry))
         if outcome.status not in ENDED:
             outcome = _Running(plan, entry, outcome).run()
             plan.record(entry, outcome)
     log(f"trial {entry.index} ({entry.label}) {outcome.status}" + (f": {outcome.reason}" if outcome.reason else ""))
-    session = Session(reason=outcome.reason, seconds=outcome.seconds - before.seconds)
-    if outcome.status == "stopped":
-        return 0 if session.is_out_of_time(entry.resolved["run"]["max_minutes"]) else PREEMPTED
     return _EXIT_CODES.get(outcome.status, 1)
 
 
@@ -174,6 +171,7 @@ class _Running:
             code = int(end["exit_code"])
         elif code == 0:  # DeepSpeed's runner ends so when a signal has killed its launcher
             code, reason = 1, "the launcher ended with exit code 0, but the run recorded no end"
+        session = Session(reason=reason, seconds=end.get("time", 0.0) - self._history.began)
         status: Status
         if code == 0:
             status, reason = "done", ""
@@ -181,6 +179,8 @@ class _Running:
             status, reason = "diverged", reason or error
         elif code == PREEMPTED and self._hopeless:
             status, reason = "hopeless", self._hopeless
+        elif code == PREEMPTED and session.is_out_of_time(self._entry.resolved["run"]["max_minutes"]):
+            status, reason = "out of time", "run.max_minutes is up"
         elif self._stop_requested or code == PREEMPTED:
             status = "stopped"
         elif code == CONFIG_ERROR:

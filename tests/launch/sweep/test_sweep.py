@@ -392,10 +392,18 @@ def test_a_trial_of_an_array_is_one_command_and_the_report_another(tmp_path):
     assert [trial["status"] for trial in results(tmp_path)["trials"]] == ["done", "waiting"]
 
 
-def test_a_trial_that_is_out_of_time_asks_for_no_restart(tmp_path):
-    plan, _ = prepare(read_sweep(sweep_file(tmp_path, fixed={"run.max_minutes": 1, "run.hypothesis": "time"})))
-    assert "stopped: run.max_minutes is up" in finish("--trial", 0, plan.folder, code=0)
-    assert record(tmp_path, 0)["status"] == "stopped"
+def test_a_trial_that_is_out_of_time_has_ended(tmp_path):
+    path = sweep_file(tmp_path, fixed={"run.max_minutes": 1, "run.hypothesis": "time"})
+    assert "it-001 out of time: run.max_minutes is up" in finish(path)
+    assert "2 of 2 trials have ended before" in finish(path)
+    assert [len(starts(tmp_path, index)) for index in range(2)] == [1, 1]
+
+
+def test_a_trial_is_out_of_time_also_when_only_another_rank_noticed(tmp_path):
+    """Rank 0, which writes the reason, may be a moment behind the rank whose clock ran out first."""
+    fixed = {"run.max_minutes": 0.001, "optimizer.eps": 0.3}
+    finish(sweep_file(tmp_path, minutes=0.05, fixed=fixed), code=75)
+    assert record(tmp_path, 0)["status"] == "out of time" and starts(tmp_path, 1) == []
 
 
 def test_a_trial_that_torchrun_ends_has_the_exit_code_of_its_rank(tmp_path):
