@@ -45,4 +45,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    train.leave(main(sys.argv[1:]))  # as train.py does, past threads of gloo
