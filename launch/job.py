@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 TRAIN = (str(REPOSITORY / "train.py"),)
 NO_STORE = ("checkpoint.dir=null", "checkpoint.storage_options={}")
-"""Overrides that keep a job's checkpoints out of the store that the user's config names for his own run."""
+"""Overrides that keep a job's checkpoints out of the store that the config names for the user's own run."""
 REPORT_SECONDS = 30.0
 """[seconds] Interval between calls of the `report` given to `launch`."""
 LINGER_SECONDS = 60.0

@@ -175,7 +175,8 @@ def open_checkpoints(
 ) -> Checkpoints:
     """The run's checkpoints as configured. Raises UserError for a missing key."""
     section = resolved.config.checkpoint
-    keep, store = Retention(section.keep, every=section.keep_every, best=section.keep_best), store_of(resolved)
+    keep = Retention(section.keep, every=section.keep_every, best=section.keep_best)
+    store = store_of(resolved)
     return Checkpoints(
         folder,
         keep=keep,
@@ -191,7 +192,10 @@ def open_checkpoints(
 
 
 def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
-    resolved, config, engine, regions = parts.resolved, parts.resolved.config, parts.engine, parts.engine.regions
+    resolved, engine = parts.resolved, parts.engine
+    config, regions, manifest = resolved.config, engine.regions, None
+    if regions is not None:
+        manifest = {"default": regions.manifest.default, "rules": [asdict(rule) for rule in regions.manifest.rules]}
     parts.record.event(
         "run_start",
         step=progress.step,
@@ -215,6 +219,6 @@ def _record_start(parts: Parts, progress: Progress, found: Path | None) -> None:
         expert_ranks=resolved.batch.expert,
         hypothesis=config.run.hypothesis,
         loss_unit=loss_unit(config),
-        regions=regions and regions.dtypes,
-        manifest=regions and {"default": regions.manifest.default, "rules": [*map(asdict, regions.manifest.rules)]},
+        regions=None if regions is None else regions.dtypes,
+        manifest=manifest,
     )

@@ -2,9 +2,9 @@
 
     python -m launch.kubernetes.retryable --restarts 0 -- torchrun train.py --config my.yaml
 
-That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 are kept, and 0 is also that of a run
-whose run.max_minutes are up; every other exit code, including a save on request (75), becomes 143, as if SIGTERM had
-killed the job.
+That is the rule of a PyTorchJob with restartPolicy ExitCode. 0, 2, 3, 71 and 74 are kept; 0 also says that
+run.max_minutes is up. Every other exit code, including a save on request (75), becomes 143, as if SIGTERM had killed
+the job.
 """
 
 import sys

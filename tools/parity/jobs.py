@@ -59,7 +59,7 @@ WALK = 2
 the second a wrong state after the first."""
 
 UNTRACKED = ("tracking.sinks=[]", "tracking.prometheus_port=null", "tracking.otlp_endpoint=null")
-"""Overrides that keep the gate's jobs out of the trackers of the user's own runs."""
+"""Overrides that keep the gate's jobs out of the trackers of the user's own run."""
 FEW_STEPS = 30
 """Length of a run below which two points are compared by default."""
 

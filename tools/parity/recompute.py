@@ -171,8 +171,8 @@ def _again(
             if code is None:
                 output = functional_call(module, own, args, kwargs)
             else:
-                named = dict(module.named_parameters(remove_duplicate=False))
-                output = own_code(module, {key: own[key] for key in named.keys() & own.keys()}, args, kwargs)
+                named = {key for key, _ in module.named_parameters(remove_duplicate=False)}
+                output = own_code(module, {key: item for key, item in own.items() if key in named}, args, kwargs)
     return {"output": output, **given}
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3's record of the order in which modules use parameters, by which it gathers them ahead."""
+"""The order in which modules use parameters, as ZeRO-3 records it to gather them ahead of their use."""
 
 from typing import Any
 from weakref import WeakSet
@@ -10,8 +10,8 @@ _COORDINATORS: WeakSet[Any] = WeakSet()
 
 
 def renew_stale_traces(coordinator: Any) -> None:
-    """Record anew once a module is seen to read a parameter of another one, as Mamba's mixers do of other ones in
-    evaluation than in training. DeepSpeed 0.19.8 ends the next pass with a "tracing error" instead."""
+    """Invalidate the recorded order when a module first reads another module's parameter, as Mamba's mixers read those
+    of their convolutions. DeepSpeed 0.19.8 keeps the stale order and raises a "tracing error" in the next pass."""
     _COORDINATORS.add(coordinator)
     parameter_offload.register_external_parameter = _register
 
