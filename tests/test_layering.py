@@ -136,9 +136,9 @@ NOT_OF_A_RUN = {
     **dict.fromkeys(ROLLOUTS, "of a task that samples answers, imported by its name"),
     "training.teacher": "of a distillation, imported by its name",
     "training.engine.faults": "of a run with faults, by its name",
-    **dict.fromkeys(("training.tracing.otlp", "training.tracing.spans"), "of a run that sends spans, by its name"),
 }
 MOST_LINES_OF_A_RUN = 35_000
+MOST_LINES_OF_TRAINING = 14_500
 
 
 def test_a_run_imports_all_of_training() -> None:
@@ -148,6 +148,11 @@ def test_a_run_imports_all_of_training() -> None:
 
 def test_a_run_imports_no_more_lines_than_this() -> None:
     assert 30_000 < lines_imported("train", REPOSITORY) <= MOST_LINES_OF_A_RUN
+
+
+def test_training_has_no_more_lines_than_this() -> None:
+    files = (REPOSITORY / "training").rglob("*.py")
+    assert 10_000 < sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= MOST_LINES_OF_TRAINING
 
 
 def test_what_a_package_imports_is_imported_with_its_modules(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Build a run around a session: checkpoints, guard, record and observers; restored if the run resumes."""
 
+import secrets
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
@@ -22,6 +23,7 @@ from data.text.tokenizer import load_tokenizer
 from modeling.build import count_parameters, drawn_notes
 from modeling.generate import sample_text
 from precision.guard import Guard
+from precision.promotions import Promotions
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.reader import Opener
@@ -37,12 +39,11 @@ from training.parts import Parts
 from training.preemption import Preemption
 from training.profile.profiler import open_profiling
 from training.progress import START, Progress
-from training.promotions import Promotions
 from training.session import Session, run_dir_of, store_of
 from training.sinks import open_record
 from training.telemetry import Telemetry
 
-_TRACING = "training.tracing.spans"  # loaded by runs that send spans
+_TRACING = "tracking.tracing.spans"  # loaded by runs that send spans
 
 
 def build(opened: Session) -> tuple[Parts, Progress]:
@@ -72,7 +73,8 @@ def build(opened: Session) -> tuple[Parts, Progress]:
     telemetry = Telemetry(engine, probe=config.telemetry.probe) if config.telemetry.every_steps else None
     watched: dict[str, Any] = {"engine": engine, "batches": batches, "note": record.note}
     if config.tracking.otlp_endpoint:  # last of what may refuse the run, since its exporter runs from here on
-        tracing = import_module(_TRACING).open_tracing(resolved, world, checkpoints=checkpoints, **watched)
+        session = world.from_main(secrets.token_hex(16))
+        tracing = import_module(_TRACING).open_tracing(resolved, session, checkpoints=checkpoints, **watched)
     parts, progress = assemble(
         resolved,
         engine,

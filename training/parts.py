@@ -8,6 +8,7 @@ from typing import Any
 from config.resolved import Resolved
 from data.batches.loader import Batch, Batches
 from precision.guard import Guard
+from precision.promotions import Promotions
 from tracking.record import Record
 from training.checkpoint.checkpoints import Checkpoints
 from training.corruption.checks import Checks
@@ -17,7 +18,6 @@ from training.engine import Engine
 from training.preemption import Preemption
 from training.profile.profiler import Profiling
 from training.progress import Progress
-from training.promotions import Promotions
 from training.telemetry import Telemetry
 
 
@@ -48,7 +48,7 @@ class Parts:
     self_check: SelfCheck | None = None
     telemetry: Telemetry | None = None
     tracing: Any = None
-    """A `training.tracing.spans.Tracing`, if configured."""
+    """A `tracking.tracing.spans.Tracing`, if configured."""
     profiling: Profiling | None = None
 
     def state_dict(self, progress: Progress) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class Parts:
         if self.profiling is not None:
             stack.enter_context(self.profiling.step(progress.step + 1))
         if self.tracing is not None:
-            stack.enter_context(self.tracing.step(progress))
+            stack.enter_context(self.tracing.step(progress.step + 1, progress.tokens))
         return stack
 
     def stop_watching(self) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from config.errors import UserError
 from config.schema import SAMPLING_TASKS
 from precision.guard import Judgement, Verdict, rollback_skip
+from precision.promotions import Causes, promotable, promote
 from training.parts import Parts
 from training.progress import Progress
-from training.promotions import Causes, promotable, promote
 from training.record import record_incident
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from data.batches.loader import Batch, sample_ids_sha256
 from precision.guard import Judgement
+from precision.promotions import Causes
 from precision.step_health import Health
 from training.checkpoint.outcome import Saved
 from training.early_warnings import EarlyWarning
@@ -15,7 +16,6 @@ from training.engine.health import Evaluation, Update
 from training.engine.tensors import momentum_norm
 from training.parts import Parts
 from training.progress import Progress
-from training.promotions import Causes
 
 
 def record_step(

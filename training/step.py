@@ -13,6 +13,7 @@ from modeling.linear_cross_entropy import is_making_gradients
 from precision.guard import Judgement, Verdict
 from precision.inner_dtypes import over_ranks, promises
 from precision.observe import Observation, verify
+from precision.promotions import Causes, demote_due, promotable
 from precision.step_health import Health
 from training.attribution import attribute
 from training.corruption.checks import Events
@@ -21,7 +22,6 @@ from training.engine.health import Outcome
 from training.engine.ledger import read_ledger
 from training.parts import Parts
 from training.progress import Progress
-from training.promotions import Causes, demote_due, promotable
 from training.reactions import react
 from training.record import record_causes, record_step, record_warnings
 from training.schedule import scheduled_rate

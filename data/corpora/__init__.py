@@ -1,1 +1,1 @@
-"""Published corpora: their files, mixtures of them, and the order of their sequences."""
+"""Published corpora: their files, mixtures of them, the order of their sequences, and the answers sampled."""

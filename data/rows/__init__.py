@@ -1,1 +1,1 @@
-"""Rows rendered, tokenized and packed once, and published as a corpus."""
+"""Rows rendered, tokenized and packed once, and published as a corpus; reward functions."""

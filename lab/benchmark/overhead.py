@@ -58,6 +58,7 @@ from modeling.build import build_model, count_parameters
 from precision.guard import Verdict
 from tracking.pages.markdown import Table
 from tracking.run_dir import RunDir
+from tracking.tracing.follow import follow
 from training.build import assemble
 from training.checkpoint.outcome import Saved
 from training.corruption.checks import Checks
@@ -71,7 +72,6 @@ from training.sinks import open_record
 from training.step import train_step
 from training.tasks.shape import shape_of_model
 from training.telemetry import FIGURES, Figure, Telemetry
-from training.tracing.follow import follow
 
 T = TypeVar("T")
 Interval = tuple[float, float, float]

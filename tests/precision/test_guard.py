@@ -16,9 +16,9 @@ from config.schema import GuardSection
 from precision.corruption import different_bits, judge_reexecution, majority, odd_ranks
 from precision.guard import Guard, Judgement, Verdict, rollback_skip
 from precision.manifest import load_manifest
+from precision.promotions import Promotions, demote_due, promote
 from precision.regions import Regions
 from precision.step_health import Health
-from training.promotions import Promotions, demote_due, promote
 
 NONE_USED = dict.fromkeys(("skip", "cut_lr", "correct", "promote", "rollback"), 0)
 EVERYTHING = ("skip", "cut_lr", "promote", "rollback", "abort")

@@ -20,12 +20,11 @@ MAY_IMPORT = {
 # The order inside training/, from below: a file or package imports itself and what stands on floors below its own.
 FLOORS = (
     ("start", "tasks"),
-    ("distributed", "progress", "schedule", "promotions", "loss_scaler", "preemption"),
+    ("distributed", "progress", "schedule", "loss_scaler", "preemption"),
     ("engine", "watchdog"),
     ("checkpoint", "telemetry", "attribution", "sinks", "references", "early_warnings"),
     ("teacher", "corruption", "rollouts"),
-    ("tracing", "session"),
-    ("profile",),
+    ("session", "profile"),
     ("parts",),
     ("build", "record"),
     ("reactions",),

@@ -24,6 +24,7 @@ from config.schema import SAMPLING_TASKS
 from config.task import model_class_of
 from data.batches.loader import NO_SAMPLE, Batch
 from data.corpora.corpus import Corpus
+from data.corpora.source_check import wrong_preparation
 from modeling.adapter import add_adapter
 from modeling.build import empty_model
 from modeling.document_masking import LARGEST_LEAK
@@ -32,7 +33,6 @@ from precision.step_health import Health
 from training.corruption.copies import Copies, follows_length
 from training.corruption.passes import Passes, Row, verdicts
 from training.corruption.plain import drops, is_random
-from training.corruption.prepared import wrong_preparation
 from training.corruption.rates import SAME_RATE, schedule
 from training.corruption.samples import are_evaluated, is_in_order, wrong_samples
 from training.corruption.settings import decay_and_factor

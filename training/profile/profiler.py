@@ -25,8 +25,8 @@ from config.cli import REPOSITORY
 from config.printable import tell
 from config.resolved import Resolved
 from tracking.profile.timeline import MODULE, STAGE, STEP
+from tracking.tracing.follow import follow
 from training.engine import Engine
-from training.tracing.follow import follow
 
 _UNPROFILED_STEPS = 20
 

@@ -24,27 +24,27 @@ from config.json_text import json_sha256
 from config.printable import tell
 from config.resolved import Resolved
 from data.batches.loader import IGNORED_LABEL, NO_SAMPLE, Batch, Batches, batch_of, padded_length
+from data.corpora import rollouts as files
 from data.corpora.corpus import Corpus
+from data.corpora.rollouts import Rollouts, padded
 from data.corpora.row_shards import RowShards
 from data.rows.prepare_prompts import read_prompt, row_of
 from data.rows.prepare_rows import template_of
+from data.rows.rewards import Reward, Rewards
 from data.sources.chat import Chat
 from data.text.tokenizer import load_tokenizer
 from modeling.adapter import adapter_off
 from modeling.log_probs import answer_log_probs
 from modeling.objectives.objective import Forward
 from modeling.objectives.policy import ADVANTAGE, ENDED, OLD, REFERENCE, REWARD, SAMPLER, advantages, counts_of
+from precision.sampler_gap import measure
 from tracking.run_dir import RunDir
 from training.checkpoint.choice import by_step, step_of
 from training.engine import Engine
 from training.engine.flips import bit_sums
 from training.engine.ledger import PrecisionError
-from training.rollouts import rollouts as files
 from training.rollouts.continuous_sampler import ContinuousSampler
-from training.rollouts.gap import measure
 from training.rollouts.remedies import Remedies
-from training.rollouts.rewards import Reward, Rewards
-from training.rollouts.rollouts import Rollouts, padded
 from training.rollouts.sync import require_start, synchronise
 from training.rollouts.transformers_sampler import Answer, Request, TransformersSampler, copy_of_model
 from training.rollouts.vllm_sampler import VllmSampler

@@ -97,7 +97,7 @@ def test_the_table_has_every_tool_that_could_refuse():
         path for path in sources if re.search(r"\brefuse_sharing\(|\bsession\(", path.read_text(encoding="utf-8"))
     }
     modules = {".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in asking}
-    for module in modules - {"training.session", "training.loop", "training.tracing.otlp"}:
+    for module in modules - {"training.session", "training.loop", "tracking.tracing.otlp"}:
         assert any(module == tool or module.startswith(f"{tool}.") for tool in told), module
 
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from config.errors import UserError
 from config.resolved import Resolved
+from data.corpora.rollouts import Rollouts
 from modeling.objectives import policy
 from tests.training.checkpoint import resume_cases
 from tests.training.tasks import sft_cases
@@ -30,7 +31,6 @@ from training.corruption.self_check import SelfCheck
 from training.distributed import World
 from training.loop import save_now
 from training.rollouts import batches
-from training.rollouts.rollouts import Rollouts
 from training.rollouts.transformers_sampler import Answer
 from training.session import Session, session
 from training.step import train_step

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from config.task import ALGORITHMS
+from data.corpora import rollouts as files
 from modeling.build import config_identity, weights_identity
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.marks import slow
@@ -20,7 +21,6 @@ from tests.training.checkpoint import resume_cases
 from tests.training.rollouts import grpo_cases as cases
 from tests.training.tasks import sft_cases
 from training.checkpoint.contents import CONFIGS, REFERENCE
-from training.rollouts import rollouts as files
 
 
 @pytest.fixture(scope="module")

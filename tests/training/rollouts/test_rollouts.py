@@ -16,10 +16,10 @@ from config.errors import UserError
 from config.json_text import json_sha256
 from config.schema import DataSection, GrpoSection
 from data.array_file import read_arrays, write_arrays
+from data.corpora.rollouts import Rollouts, interleaved, padded, path_of, read, write
+from data.rows.rewards import SHIPPED, Rewards
+from precision.sampler_gap import FLOOR, measure
 from training.rollouts.batches import RolloutBatches
-from training.rollouts.gap import FLOOR, measure
-from training.rollouts.rewards import SHIPPED, Rewards
-from training.rollouts.rollouts import Rollouts, interleaved, padded, path_of, read, write
 
 GROUP, WIDTH = 2, 12
 

@@ -26,10 +26,10 @@ from config.errors import UserError
 from config.machine.processes import free_port
 from config.schema import AdapterSection, GrpoSection
 from modeling.adapter import add_adapter
+from precision.sampler_gap import FLOOR
 from tests.support.jobs.launches import events, finish, last_attempts, start, wait_until
 from training.distributed import World
 from training.rollouts import vllm_sampler
-from training.rollouts.gap import FLOOR
 from training.rollouts.transformers_sampler import Request, digest
 from training.rollouts.vllm_sampler import VllmSampler
 

@@ -28,12 +28,12 @@ from config.errors import UserError
 from config.schema import Config, DistillSection, GrpoSection, PreferenceSection
 from data.corpora.corpus import Corpus
 from data.corpora.labelled_shards import LabelledShards
+from data.corpora.rollouts import Rollouts, path_of, read
 from data.text.tokenizer import load_tokenizer
 from modeling.objectives.policy import OLD, REFERENCE, SAMPLER
 from precision.dtypes import DTYPES
 from tools.parity.oracle.rules import IGNORED, Order, unit_interval
 from tools.parity.plain import sigmoid_preference
-from training.rollouts.rollouts import Rollouts, path_of, read
 
 
 class Part(NamedTuple):

@@ -16,10 +16,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from config.cli import REPOSITORY
 from tests.support.jobs.launches import command, finish
 from tests.support.servers import threads
-from tests.training.tracing import tracing_cases
-from training.progress import Progress
-from training.tracing.otlp import Export
-from training.tracing.spans import Tracing
+from tests.tracking.tracing import tracing_cases
+from tracking.tracing.otlp import Export
+from tracking.tracing.spans import Tracing
 
 
 class Collector:
@@ -129,7 +128,7 @@ def test_every_step_is_one_trace_of_all_ranks(pair, tmp_path):
 def test_an_evaluation_before_the_first_step_has_a_trace_of_its_own():
     with collector() as taken:
         tracing = Tracing(taken.url, {}, session="s", rank=0, note=pytest.fail)
-        with tracing.span("evaluation"), tracing.step(Progress()):
+        with tracing.span("evaluation"), tracing.step(1, 0):
             pass
         tracing.close()
     traces = {span["trace"] for span in taken.spans}
@@ -192,7 +191,7 @@ def test_a_collector_that_takes_nothing_costs_one_note(pair, plain, tmp_path, ki
 
 
 def test_without_an_endpoint_nothing_of_opentelemetry_is_imported():
-    program = "import sys, training.tracing.spans; print([name for name in sys.modules if 'opentelemetry' in name])"
+    program = "import sys, tracking.tracing.spans; print([name for name in sys.modules if 'opentelemetry' in name])"
     found = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

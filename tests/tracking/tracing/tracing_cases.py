@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 from tests.support.models.small_run import batch_of, engine_of, masters_of, resolve, state_of
 from tests.training.profile.profiler_cases import Repeated
+from tracking.tracing.spans import Tracing
 from training.checkpoint.checkpoints import Checkpoints
 from training.checkpoint.retention import Retention
 from training.distributed import World
 from training.progress import Progress
-from training.tracing.spans import Tracing
 
 TOKENS = 100
 """Tokens of a global batch of 128 places, without padding."""
@@ -71,7 +71,7 @@ def steps_of(
             tracing.follow(*targets)
         for step in range(1, steps + 1):
             started = time.perf_counter()
-            with tracing.step(progress) if tracing else nullcontext():
+            with tracing.step(progress.step + 1, progress.tokens) if tracing else nullcontext():
                 batch = batches.next_step()
                 health = engine.health(engine.forward_backward(batch, step=step))
                 update = engine.step(health, 0.001)
@@ -116,5 +116,5 @@ def full_disk(world: World, *, endpoint: str, folder: str) -> dict[str, Any]:
 
 
 def _fail(tracing: Tracing, progress: Progress) -> None:
-    with suppress(Spoiled), tracing.step(progress), tracing.span("forward_backward"):
+    with suppress(Spoiled), tracing.step(progress.step + 1, progress.tokens), tracing.span("forward_backward"):
         raise Spoiled("what must not leave this machine")

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast
 from config.load import load_config
 from config.schema import Config
 from config.task import settle_task
+from data.corpora.source_check import wrong_preparation
 from data.rows import prepare_rows as rows
 from data.sources import chat
 from data.text import prepare
 from tests.support.rows.chat_templates import SHAPES
 from tests.support.rows.chats import WORDS, byte_level, unigram, write_chats, write_pairs
-from training.corruption.prepared import wrong_preparation
 
 Change = Callable[[chat.Tokens, PreTrainedTokenizerFast], tuple[np.ndarray, np.ndarray]]
 

@@ -7,7 +7,6 @@ drops a step on all ranks alike.
 from __future__ import annotations
 
 import os
-import secrets
 import socket
 import time
 from collections import deque
@@ -16,34 +15,32 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from config.printable import tell
-from training.tracing.follow import follow
+from tracking.tracing.follow import follow
 
 if TYPE_CHECKING:
     from config.resolved import Resolved
-    from training.distributed import World
-    from training.progress import Progress
 
 
 def open_tracing(
-    resolved: Resolved, world: World, *, engine: Any, batches: Any, checkpoints: Any, note: Callable[[str], None]
+    resolved: Resolved, session: str, *, engine: Any, batches: Any, checkpoints: Any, note: Callable[[str], None]
 ) -> Tracing:
-    """The configured tracing, on every rank. note: called with one line when spans are lost. A collective."""
+    """The configured tracing of one rank. session: as for `Tracing`. note: called with one line when spans are lost."""
     run = resolved.config.run.name
     facts = {
         "service.namespace": "mantissa",
-        "service.instance.id": f"{run}/{world.rank}",
+        "service.instance.id": f"{run}/{resolved.rank}",
         "host.name": socket.gethostname(),
         "process.pid": os.getpid(),
         "run": run,
-        "rank": world.rank,
-        "world_size": world.world_size,
+        "rank": resolved.rank,
+        "world_size": resolved.world_size,
         "compute": resolved.compute,
         "zero_stage": resolved.zero_stage,
     }
     if "OTEL_SERVICE_NAME" not in os.environ:
         facts["service.name"] = "mantissa"
-    endpoint, session = str(resolved.config.tracking.otlp_endpoint), world.from_main(secrets.token_hex(16))
-    tracing = Tracing(endpoint, facts, session=session, rank=world.rank, note=note)
+    endpoint = str(resolved.config.tracking.otlp_endpoint)
+    tracing = Tracing(endpoint, facts, session=session, rank=resolved.rank, note=note)
     tracing.follow(engine, batches, checkpoints)
     return tracing
 
@@ -57,7 +54,7 @@ class Tracing:
         """facts: resource attributes. session: the same on every rank, and different for every start of a run."""
         from opentelemetry import trace
 
-        from training.tracing.otlp import Export, derived_id
+        from tracking.tracing.otlp import Export, derived_id
 
         self._api, self._derived_id = trace, derived_id
         self._export = Export(endpoint, facts)
@@ -87,10 +84,10 @@ class Tracing:
         )
 
     @contextmanager
-    def step(self, progress: Progress) -> Iterator[None]:
-        """Context of the root span of one attempted step. progress: before the step."""
+    def step(self, number: int, tokens: int) -> Iterator[None]:
+        """Context of the root span of one attempt at a step. tokens: trained on before it."""
         span = self._start_step()
-        self._attributes = {"step": progress.step + 1, "tokens": progress.tokens}
+        self._attributes = {"step": number, "tokens": tokens}
         with self._ended(span):
             try:
                 yield
