@@ -3,8 +3,9 @@
     python -m launch.supervise [options] -- deepspeed --num_gpus 8 train.py --config config/recipes/demo.yaml
 
 Restarts a job if a rank or the launcher was killed or crashed, but not if it ended by itself: done, a wrong config,
-numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. How the run ended is read from
-its events.jsonl, since torchrun and accelerate turn every exit code into 1.
+numerics, checkpoints that cannot be written, run.max_minutes, or a stop requested here. Exit code 2 after a start that
+trained is restarted too: the config was right, so a store or a hub may be down. How the run ended is read from its
+events.jsonl, since torchrun and accelerate turn every exit code into 1.
 
 With `deepspeed --hostfile FILE` a restart can continue without lost machines: --min-nodes.
 
@@ -135,17 +136,23 @@ class Run:
 
 
 def final_exit_code(
-    session: Session, codes: Sequence[int], *, stop_requested: bool, max_minutes: float | None, time_up_code: int
+    session: Session,
+    codes: Sequence[int],
+    *,
+    stop_requested: bool,
+    max_minutes: float | None,
+    time_up_code: int,
+    has_trained: bool,
 ) -> int | None:
     """The exit code to end with; None if a restart may help. codes: exit code of the launcher, then that of the rank
-    that failed first if the launcher reports it. time_up_code: for run.max_minutes."""
+    that failed first if the launcher reports it. time_up_code: for run.max_minutes. has_trained: before this start."""
     if session.exit_code == PREEMPTED and stop_requested:
         return PREEMPTED
     if session.exit_code == PREEMPTED:
         return time_up_code if session.is_out_of_time(max_minutes) else None
     if session.exit_code is not None:
         return session.exit_code or abs(codes[0])  # after 0 the launcher may still fail, as in the report
-    final = next((code for code in codes if code in FINAL), None)
+    final = next((code for code in codes if code in FINAL and (code != CONFIG_ERROR or not has_trained)), None)
     if final is None and stop_requested:
         if session.furthest < 0:
             return PREEMPTED  # there was nothing to save yet, and the signal ended the rank
@@ -190,6 +197,7 @@ class Supervisor:
                 stop_requested=self._stop_requested,
                 max_minutes=self._run.config.run.max_minutes,
                 time_up_code=self._options.time_up_code,
+                has_trained=furthest >= 0,
             )
             if final is not None:
                 return final

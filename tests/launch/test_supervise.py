@@ -28,7 +28,6 @@ DIED = {"exit": 1, "steps": 3, "saved": 2}
 DONE = {"exit": 0, "steps": 6, "end": [0, ""]}
 ASKED_TO_STOP = {"exit": 75, "steps": 3, "end": [75, "asked to stop by SIGTERM or SIGUSR1"]}
 UNTIL_ASKED = {**ASKED_TO_STOP, "wait": True}
-UNTIL_ASKED = {**ASKED_TO_STOP, "wait": True}
 
 
 def pretended(folder, *plan, options=(), overrides=(), program=("python",), environment=()):
@@ -91,6 +90,12 @@ def test_what_died_is_started_again_and_its_end_is_ours(tmp_path, first):
     output = ended(tmp_path, first, {"exit": 1, "steps": 6, "end": [3, "nan"]}, code=3, count=2)
     assert "restart 1 of 5 in 0.1 s" in output
     assert starts(tmp_path) == ["never", "auto" if first.get("saved") else "never"]
+
+
+@pytest.mark.parametrize(("then", "code", "count"), [(DONE, 0, 3), ({"exit": 2}, 2, 3)])
+def test_a_start_refused_after_one_that_trained_is_tried_again(tmp_path, then, code, count):
+    """A store or a hub that is down is the reason, not the config."""
+    ended(tmp_path, DIED, {"exit": 2}, then, code=code, count=count)
 
 
 def test_a_job_that_gets_no_further_is_given_up(tmp_path):
