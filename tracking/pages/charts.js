@@ -126,8 +126,7 @@ function lineOf(chart, run, add) {
       add(run, x, edge(1), { width: 0, top: true });
       add(run, x, edge(-1), { width: 0, bottom: true });
     }
-    const marked = dots || y.length === 1; // a line needs two points
-    add(run, x, y, { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots: marked, ...look });
+    add(run, x, y, { width: smooth ? 1 : below ? 3.5 : 1.5, faint: smooth, dots, ...look });
     if (smooth) add(run, means[state.axis], smoothed(means[key], state.smoothing), { width: 2.2, ...look });
   });
 }
@@ -355,6 +354,12 @@ function zoomTo(range) {
   drawn.forEach((u) => u.setScale("x", { min, max }));
 }
 
+// Values between two gaps, such as the only finite one: a line needs two points.
+function isolated(u, series) {
+  const y = u.data[series];
+  return y.flatMap((value, index) => (value !== null && (y[index - 1] ?? null) === null && (y[index + 1] ?? null) === null ? [index] : []));
+}
+
 function options(chart) {
   const log = isLog(chart);
   const empty = chart.series.every((one) => one.data[1].every((value) => value === null)); // then its range is meaningless
@@ -379,7 +384,7 @@ function options(chart) {
       width: one.width,
       dash: one.faint ? [] : one.dashes === undefined ? dash(one.run) : DASHES[one.dashes % 4],
       paths: chart.step ? uPlot.paths.stepped({ align: 1 }) : undefined,
-      points: { show: Boolean(one.dots), size: 7, fill: () => colour(one.run) },
+      points: { show: Boolean(one.dots), size: 7, fill: () => colour(one.run), filter: one.dots ? null : isolated },
     }))],
     bands: chart.series.flatMap((one, index) => (one.top ? [{ series: [index + 1, index + 2], fill: () => pale(colour(one.run), 0.18) }] : [])),
     hooks: {

@@ -118,6 +118,20 @@ def test_an_evaluation_before_the_first_step_is_drawn(page, tmp_path):
         assert page.value("drawn[CHARTS.findIndex((chart) => chart.name === 'validation')].scales.y.max") > 9
 
 
+def test_the_only_finite_value_is_drawn(page, tmp_path):
+    lost = {"loss": math.nan, "grad_norm": math.nan, "applied": False}
+    write_run(tmp_path, "a", change=lambda step, fields: fields if step == 3 else fields | lost)
+    with served(tmp_path) as client:
+        page.open(f"{client.address}/run?key=a", ready=RUN_DRAWN)
+        at_it = """(() => {
+          const u = drawn[CHARTS.findIndex((chart) => chart.name === 'grad_norm')], [x, y] = u.data;
+          const place = [u.valToPos(x[2], 'x', true), u.valToPos(y[2], 'y', true)].map(Math.round);
+          return [...u.ctx.getImageData(...place, 1, 1).data];
+        })()"""
+        assert page.value(f"({at_it})[3]") == 255
+        assert page.value(f"new Set({at_it}.slice(0, 3)).size") > 1, "grey, as the grid is"
+
+
 def test_a_row_of_a_heat_map_is_unfolded(page, client):
     page.size(1400, 900)
     page.open(f"{client.address}/run?key=grows", ready=RUN_DRAWN)
