@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ def judged(
 ) -> dict[str, Any]:
     """{"found_by", "modules", "ranks", "said", "oracle", "chaotic"} of a finished run.
 
-    whole: its checks `of_whole_runs`. code: its exit code. recomputed: first steps that `--oracle` recomputes; 0: none.
+    whole: its checks `of_whole_runs`. code: its exit code; unless 0, a check that compared nothing finds nothing.
+    recomputed: first steps that `--oracle` recomputes; 0: none.
     points: attempted steps after which the gate's oracle recomputes one of the twin; None: the twin is not recomputed.
     found_by: names of checks, `oracle: quantity`, or `corruption`. said: a line each. oracle: why it was not asked.
     """
@@ -49,7 +51,7 @@ def judged(
     if points is not None:
         other = Run(twin, True, "", None)
         checks += outside(other, _silent, "fp32_evaluation", steps=bounds.oracle_steps, points=points)
-    found = _of_checks(checks)
+    found = _of_checks(check for check in checks if code == 0 or check.modules or not math.isnan(check.measured))
     found["chaotic"] = [check.name for check in checks if check.note.startswith("not judged: chaotic")]
     for event in read_events(run_dir.events):
         if event["event"] in ("corruption", "reexecution"):
@@ -102,7 +104,7 @@ def judged_steps(measured: Sequence[dict[str, Any]], resolved: Resolved) -> dict
     return _of_checks(judge_steps(walks, resolved.config.parity))
 
 
-def _of_checks(checks: Sequence[Check]) -> dict[str, Any]:
+def _of_checks(checks: Iterable[Check]) -> dict[str, Any]:
     failed = [check for check in checks if not check.passed]
     return {
         "found_by": [check.name for check in failed],

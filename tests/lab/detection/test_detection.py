@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from config.cli import REPOSITORY
-from lab.detection import gate, run
-from lab.detection.cells import Cell, all_cells, cell_of, defect_of, wide_cells
+from config.command_line import read_command_line
+from lab.detection import gate, judge, run
+from lab.detection.cells import Cell, all_cells, base, cell_of, defect_of, wide_cells
 from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
@@ -23,7 +24,9 @@ from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES
 from tools.parity.jobs import TWIN, References
+from tools.parity.judge_steps import Check
 from tracking.compare.surviving import read_events
+from tracking.run_dir import RunDir
 from training import session
 
 SCALED = "attention of one layer times 1.01"
@@ -137,6 +140,21 @@ def test_a_run_that_crashes_is_no_defect_found_and_one_that_refuses_is(
     else:
         found = cells.result(cell)
         assert found["found_by"] == [f"refused: {found_by}"] and found["said"] == [ranks[0].partition(": ")[2]]
+
+
+def test_a_check_that_had_no_step_to_compare_finds_no_defect_in_a_run_that_ended_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("judge_every_step", "by_rule"):
+        monkeypatch.setattr(judge, name, lambda *_: Check("", 0.0, 0.0, passed=True))
+    monkeypatch.setattr(judge, "outside", lambda *_: [])
+    (tmp_path / "events.jsonl").touch()
+    resolved: Any = SimpleNamespace(config=read_command_line(base(tmp_path, "plain")).config)
+    options: dict[str, Any] = {"recomputed": 0, "points": None}
+    ended, done = (
+        judge.judged(RunDir(tmp_path), RunDir(tmp_path), [], resolved, [], code=code, **options) for code in (5, 0)
+    )
+    assert ended["found_by"] == ["finished_runs"] and "update_error" in done["found_by"]
 
 
 @pytest.mark.parametrize("line", [["{kind: nope}", "train.py"], ["[1]", "train.py"], ["{kind: silent_skip}"], []])
