@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -32,23 +33,38 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     """The whole page as Markdown; a cell without a result is said to be not run."""
     planted = [cell for cell in cells if cell.planted is not None]
     healthy = [cell for cell in cells if cell.planted is None]
-    alarms = {(cell.variant, cell.path): set[str]() for cell in cells}
-    for cell in healthy:
-        alarms[cell.variant, cell.path] |= set(results.get(cell.name, {}).get("found_by", ()))
-    for cell in planted:
-        if cell.name in results:
-            known = alarms[cell.variant, cell.path]
-            found_by = [name for name in results[cell.name]["found_by"] if name not in known]
-            results = {**results, cell.name: {**results[cell.name], "found_by": found_by}}
+    counted = _less_false_alarms(cells, results)
     return markdown.page(
-        _opening(planted, healthy, results, conditions),
+        _opening(planted, healthy, counted, conditions),
         by_kind(cells, results),
         _false_alarms(healthy, results),
         wide_alarms(results),
-        *(_group(group, planted, results) for group in _TITLES),
+        *(_group(group, planted, counted) for group in _TITLES),
         _smallest(results),
         _how(conditions),
     )
+
+
+def _less_false_alarms(cells: Sequence[Cell], results: Results) -> Results:
+    """The results; checks that healthy runs of the same model and precision failed do not count in planted ones."""
+    known = {(cell.variant, cell.path): set[str]() for cell in cells}
+    for cell in cells:
+        if cell.planted is None and (result := results.get(cell.name)):
+            known[cell.variant, cell.path] |= {*result["found_by"], *map(_check_of, result.get("alone", ()))}
+    found = dict(results)
+    for cell in cells:
+        if cell.planted is not None and cell.name in results:
+            others, result = known[cell.variant, cell.path], results[cell.name]
+            found_by = [name for name in result["found_by"] if name not in others]
+            alone = [line for line in result.get("alone", ()) if _check_of(line) not in others]
+            found[cell.name] = {**result, "found_by": found_by, "alone": alone}
+    return found
+
+
+def _check_of(line: str) -> str:
+    """The comparison that a line of a plain run is about, without module, rank and numbers; else the line."""
+    said = re.search(r", step \d+: (.*) \(error ", line)
+    return said[1] if said else line
 
 
 def is_found(result: dict[str, Any]) -> bool:
@@ -112,6 +128,7 @@ was finished, are in [detection_later.md](detection_later.md).""",
 def by_kind(cells: Sequence[Cell], results: Results) -> str:
     """The section on who found what: of each kind a plain run, the gate, the oracle; and of healthy runs."""
     done = [cell for cell in cells if cell.name in results and not cell.is_wide]
+    results = _less_false_alarms(cells, results)
     kinds = dict.fromkeys(cell.defect.group if cell.defect else "" for cell in done)
     planted, rows = [cell for cell in done if cell.defect], list[tuple[object, ...]]()
     for kind in kinds:

@@ -12,11 +12,11 @@ import pytest
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
 from lab.detection import gate, judge, run
-from lab.detection.cells import Cell, all_cells, base, cell_of, defect_of, wide_cells
+from lab.detection.cells import Cell, all_cells, base, cell_of, defect_of, later_cells, wide_cells
 from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
-from lab.detection.page import is_found, is_named, page, wide_alarms
+from lab.detection.page import by_kind, is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
 from lab.detection.plants.bits import HIT
@@ -251,3 +251,17 @@ def test_the_page_says_what_was_found_named_missed_and_not_run() -> None:
     results[healthy[0]] = {**said("module_error"), "said": ["module_error: 1"]}
     alarmed = page(cells, results, CONDITIONS)
     assert "1 of 40 healthy runs raised an alarm" in alarmed and f"- {healthy[0]}: module_error: 1" in alarmed
+
+
+def test_a_check_that_a_healthy_run_fails_too_finds_no_later_defect() -> None:
+    cells = later_cells()
+    healthy = next(cell for cell in cells if cell.planted is None and cell.variant == "gemma2")
+    planted = next(cell for cell in cells if cell.planted and (cell.variant, cell.path) == ("gemma2", healthy.path))
+    reason = "{}, rank 0, step {}: it is wrong (error {}, bound 1); run python -m tools.parity on this config"
+    results = {
+        healthy.name: {**said("unexplained"), "alone": [reason.format("lm_head", 4, 2)]},
+        planted.name: {**said("unexplained", "oracle: loss"), "alone": [reason.format(ATTENTION, 1, 3)]},
+    }
+    assert "| all planted | 1 | 0: 0% (0% to 79%) | 0: 0% (0% to 79%) | 1: 100% (21% to 100%) |" in by_kind(
+        cells, results
+    )
