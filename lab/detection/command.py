@@ -73,8 +73,22 @@ class Cells:
     def result(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
         """The findings of one cell. A run that refuses to go on counts as found, by the line that says why.
 
-        Raises NoAnswer.
+        "alone" is what a plain run of the same config reported of itself; of a healthy set-up over all architectures
+        there is none. Raises NoAnswer.
         """
+        return {"alone": [] if cell.is_wide else self._alone(cell, size), **self._judged(cell, size)}
+
+    def _alone(self, cell: Cell, size: float | None) -> list[str]:
+        name = f"candidate-{self._job}-alone"
+        try:
+            found: list[str] = self._pair.run(
+                run.alone, folder=str(self._folder), cell=cell, name=name, size=size, seconds=SECONDS
+            )[0]
+        except AssertionError as problem:
+            return [self._refusal(cell, problem)]
+        return found
+
+    def _judged(self, cell: Cell, size: float | None = None) -> dict[str, Any]:
         folder, name = str(self._folder), run.twin_name(cell)
         try:
             with _TWINS:
@@ -100,7 +114,7 @@ class Cells:
         found, size = None, defect.size
         for _ in range(HALVINGS):
             if defect.unit == "bit":
-                judged = self.result(cell, size)
+                judged = self._judged(cell, size)
             else:
                 name = f"steps-alone-{self._job}"
                 where = {"folder": str(self._folder), "cell": cell, "name": name, "size": size}
@@ -117,14 +131,17 @@ class Cells:
         return {"smallest": found, "not_found": size if found is None or size != found["size"] else None}
 
     def _refused(self, cell: Cell, problem: AssertionError) -> dict[str, Any]:
+        kind, _, said = self._refusal(cell, problem).partition(": ")
+        by = [f"refused: {kind.rpartition('.')[2]}"]
+        return {"found_by": by, "said": [said[:300]], "modules": [], "ranks": [], "oracle": ""}
+
+    def _refusal(self, cell: Cell, problem: AssertionError) -> str:
+        """The line by which a run ended itself. Raises NoAnswer."""
         line = next((text for text in str(problem).splitlines() if text.startswith(_REFUSALS)), None)
         if line is None:
             raise NoAnswer(f"{cell.name}: {_last_line(problem)}") from problem
         (self._folder / f"refused-{self._job}.txt").write_text(f"{cell.name}\n{problem}\n", encoding="utf-8")
-        kind, _, said = line.partition(": ")
-        by = [f"refused: {kind.rpartition('.')[2]}"]
-        alone = [line] if f"in {run.alone.__name__}\n" in str(problem) else []
-        return {"found_by": by, "said": [said[:300]], "modules": [], "ranks": [], "oracle": "", "alone": alone}
+        return line
 
 
 def _last_line(problem: AssertionError) -> str:

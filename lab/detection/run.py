@@ -74,13 +74,8 @@ def shares_defect(cell: Cell) -> bool:
 
 
 def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None = None) -> dict[str, Any] | None:
-    """Train as the run `name`, compare single steps, judge; what was found, on rank 0.
-
-    "alone" is what a plain run of the same config reported of itself; of a healthy set-up over all architectures there
-    is none.
-    """
+    """Train as the run `name`, compare single steps, judge; what was found, on rank 0."""
     where = Path(folder)
-    by_itself = [] if cell.is_wide else alone(world, where, cell, name, size)
     started, cpu = time.monotonic(), time.process_time()
     overrides = [f"checkpoint.every_steps={cell.every}", f"checkpoint.also_after=[{cell.points[-1]}]"]
     overrides = [*precision(where, cell.path, cell.stage), *overrides, "checkpoint.keep=4", *cell.overrides]
@@ -124,18 +119,19 @@ def run(world: World, *, folder: str, cell: Cell, name: str, size: float | None 
         recomputed=recomputed,
         points=points,
     )
-    return {**found, "alone": by_itself, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
+    return {**found, "seconds": time.monotonic() - started, "cpu": time.process_time() - cpu}
 
 
-def alone(world: World, folder: Path, cell: Cell, name: str, size: float | None) -> list[str]:
+def alone(world: World, *, folder: str, cell: Cell, name: str, size: float | None = None) -> list[str]:
     """The findings of a plain run with default checks; one with a defect of its state is resumed."""
-    overrides = [*precision(folder, cell.path, cell.stage), *cell.overrides, "checkpoint.every_steps=0"]
+    where = Path(folder)
+    overrides = [*precision(where, cell.path, cell.stage), *cell.overrides, "checkpoint.every_steps=0"]
     half = [f"run.steps={cell.steps // 2}", f"schedule.steps={cell.steps}"]
     resumes = cell.defect is not None and cell.defect.group == "state"
-    code, resolved = 0, _resolve(folder, cell, f"{name}-alone", overrides)
+    code, resolved = 0, _resolve(where, cell, name, overrides)
     if resumes:
-        code = _train(world, _resolve(folder, cell, f"{name}-alone", [*overrides, *half]), cell.defect, size)
-        resolved = _resolve(folder, cell, f"{name}-alone", [*overrides, "run.resume=auto", half[1]])
+        code = _train(world, _resolve(where, cell, name, [*overrides, *half]), cell.defect, size)
+        resolved = _resolve(where, cell, name, [*overrides, "run.resume=auto", half[1]])
     if not code:
         code = _train(world, resolved, cell.defect, size, anew=not resumes)
     return said_by_itself(run_dir_of(resolved).events, code)

@@ -129,17 +129,23 @@ def test_a_run_that_crashes_is_no_defect_found_and_one_that_refuses_is(
 ) -> None:
     text = "\n".join(f"rank {rank}:\nTraceback (most recent call last):\n{line}" for rank, line in enumerate(ranks))
 
-    def fail(function: object, **_: object) -> None:
-        if function is run.run:
+    def fail(function: object, **_: object) -> list[object]:
+        if function is part:
             raise AssertionError(text)
+        return [["its output is off"] if function is run.alone else {"found_by": ["unexplained"], "said": []}]
 
     cells, cell = Cells(SimpleNamespace(run=fail), tmp_path, "this"), Cell(SCALED, "bf16", 2)  # type: ignore[arg-type]
-    if found_by is None:
-        with pytest.raises(NoAnswer):
-            cells.result(cell)
-    else:
+    for part in (run.run, run.alone):
+        if found_by is None:
+            with pytest.raises(NoAnswer):
+                cells.result(cell)
+            continue
         found = cells.result(cell)
-        assert found["found_by"] == [f"refused: {found_by}"] and found["said"] == [ranks[0].partition(": ")[2]]
+        if part is run.run:
+            assert found["found_by"] == [f"refused: {found_by}"] and found["said"] == [ranks[0].partition(": ")[2]]
+            assert found["alone"] == ["its output is off"]
+        else:
+            assert found["found_by"] == ["unexplained"] and found["alone"] == [ranks[0]]
 
 
 def test_a_check_that_had_no_step_to_compare_finds_no_defect_in_a_run_that_ended_itself(
