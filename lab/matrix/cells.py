@@ -77,6 +77,8 @@ _TAKEN = {"parallel.expert": 4, "model.balance_loss": 2}
 """[experts] Number out of four that a token is routed to in cells of these settings, whose model is _MIXTURE instead of
 the Llama: all four when ranks share them, so that rounding cannot change the choice; two for the balance loss, since
 using all is always balanced."""
+_DIVIDES = ("parallel.sequence", "parallel.tensor", "parallel.expert", "zero_optimization.zero_hpz_partition_size")
+"""Settings that are numbers of processes, which have to divide the number of all."""
 _SMALL = {"reduce_bucket_size": 4096, "allgather_bucket_size": 4096}
 _SMALL_ZERO3 = {
     "reduce_bucket_size": 4096,
@@ -151,6 +153,10 @@ class Cell:
         """[processes] Number that share each sequence or each matrix."""
         shares = self.setting is not None and self.setting.key in ("parallel.sequence", "parallel.tensor")
         return self.setting.other if self.setting and shares else 1
+
+    def fits(self, processes: int) -> bool:
+        """Whether a matrix on that many processes can measure it."""
+        return self.setting is None or self.setting.key not in _DIVIDES or processes % self.setting.other == 0
 
     @property
     def name(self) -> str:

@@ -72,6 +72,8 @@ def lead(options: argparse.Namespace) -> int:
     """Start processes until no cell is missing, then write the page."""
     log, path = options.folder / "matrix.log", options.folder / "results.jsonl"
     now = conditions(options.processes, options.steps)
+    if left_out := sum(not cell.fits(options.processes) for cell in _cells(options)):
+        print(f"{left_out} cells are left out: their settings do not divide {options.processes} processes")
     for processes in sorted({cell.ranks or options.processes for cell in _missing(options, now)}, reverse=True):
         while missing := _missing(options, now, processes):
             print(f"{len(missing)} cells to go on {processes} processes; tail -f {log}", flush=True)
@@ -85,7 +87,7 @@ def lead(options: argparse.Namespace) -> int:
                 crashed = {"verdict": "raised", "reason": error_line_of(log), "errors": {}}
                 keep_result(path, {"cell": left[0].name, **crashed, "seconds": 0.0, "conditions": now})
     found = results(path, now)
-    cells = [cell for cell in all_cells() if options.only in cell.name]
+    cells = _cells(options, options.processes)
     different = unexpected(cells, found)
     for line in different:
         print(line)
@@ -104,8 +106,14 @@ def lead(options: argparse.Namespace) -> int:
 def _missing(options: argparse.Namespace, now: dict[str, Any], processes: int | None = None) -> list[Cell]:
     """Cells without a result: those measured on `processes` processes, or all of them."""
     done, usual = results(options.folder / "results.jsonl", now), now["processes"]
-    wanted = (cell for cell in all_cells() if processes in (None, cell.ranks or usual))
-    return [cell for cell in wanted if options.only in cell.name and cell.name not in done]
+    wanted = (cell for cell in _cells(options, usual) if processes in (None, cell.ranks or usual))
+    return [cell for cell in wanted if cell.name not in done]
+
+
+def _cells(options: argparse.Namespace, processes: int | None = None) -> list[Cell]:
+    """Cells that were asked for: those that a matrix on `processes` processes can measure, or all of them."""
+    asked = (cell for cell in all_cells() if options.only in cell.name)
+    return [cell for cell in asked if processes is None or cell.fits(processes)]
 
 
 @entry_point(launched=True)
@@ -127,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"--into {options.into}: is for --only; the whole page goes to --out")
     if options.into and not options.into.is_file():
         raise UserError(f"--into {options.into}: there is no such page; write it with --out")
-    if not any(options.only in cell.name for cell in all_cells()):
-        raise UserError(f"--only {options.only}: no cell has this in its name, such as {next(all_cells()).name}")
+    if not _cells(options, options.processes):
+        who = f"no cell has this in its name and runs on {options.processes} processes"
+        raise UserError(f"--only {options.only}: {who}, such as {next(all_cells()).name}")
     options.folder.mkdir(parents=True, exist_ok=True)
     return lead(options)

@@ -131,9 +131,20 @@ def test_a_rank_that_raises_is_a_result(pair) -> None:
         assert (result["verdict"], result["reason"]) == ("raised", "ValueError: only here")
 
 
-def test_a_cell_that_is_not_named_is_one_line(capsys, tmp_path) -> None:
-    assert main(["--only", "ZeRO-4", "--folder", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith("error: --only ZeRO-4: no cell has this in its name")
+@pytest.mark.parametrize("only", ["ZeRO-4", "parallel.tensor"])
+def test_a_cell_that_is_not_named_or_has_too_few_processes_is_one_line(capsys, tmp_path, only) -> None:
+    assert main(["--only", only, "--processes", "1", "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --only {only}: no cell has this in its name and runs on 1 ")
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_every_cell_of_a_number_of_processes_is_a_config(monkeypatch, tmp_path, processes) -> None:
+    for name, value in (("WORLD_SIZE", processes), ("RANK", 0), ("LOCAL_RANK", 0)):
+        monkeypatch.setenv(name, str(value))
+    cells = [cell for cell in CELLS if cell.fits(processes)]
+    assert (cells == CELLS) == (processes == 2)
+    for cell in (cell for cell in cells if cell.setting):
+        cell.resolve(tmp_path)
 
 
 def test_a_matrix_goes_on_after_a_line_that_was_cut_short(tmp_path: Path) -> None:
