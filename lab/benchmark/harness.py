@@ -25,6 +25,7 @@ from config.files import write_atomically
 from config.options import positive_int
 from config.redact import redact_arguments
 from config.resolved import Resolved
+from lab.detection.made_of import gpu_name
 from launch.job import add_processes_option, in_turn
 from tracking.environment import environment
 from tracking.jsonl import plain
@@ -137,9 +138,7 @@ def conditions(module: str, resolved: Resolved, processes: int, **more: Any) -> 
 
 def device_name() -> str:
     """The GPU's name, or "cpu" without one."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return gpu_name() or "cpu"
 
 
 def in_own_process(function: Callable[..., T], *arguments: Any, **options: Any) -> T:

@@ -22,11 +22,12 @@ _ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "gate.py", "planted.py")
 
 
 def made_of(repository: Path = REPOSITORY, *, folder: str = "lab/detection") -> str:
-    """16 hex digits of a hash over the code, its configs and manifests, and the versions of what it stands on.
+    """16 hex digits of a hash over the code, its configs and manifests, what it stands on, and the GPU if there is one.
 
     folder: of what measures, as well.
     """
-    digest = hashlib.sha256(json.dumps([version(name) for name in PACKAGES]).encode())
+    stands_on = [*map(version, PACKAGES), *filter(None, [gpu_name()])]
+    digest = hashlib.sha256(json.dumps(stands_on).encode())
     for each in (*_FOLDERS, folder):
         for path in sorted((repository / each).rglob("*")):
             if path.suffix in _KINDS and path.is_file() and not _is_only_shown(path):
@@ -38,7 +39,14 @@ def _is_only_shown(path: Path) -> bool:
     return path.parent.parent.name == "lab" and path.name in _ONLY_SHOWN
 
 
+def gpu_name() -> str:
+    """The name of this machine's GPU; empty without one."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
 def measured_on(facts: dict[str, Any]) -> dict[str, str]:
-    """Versions of these packages, and the machine by `tracking.environment`: for pages."""
-    machine = f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
-    return {**{name: version(name) for name in PACKAGES}, "machine": machine}
+    """Versions of these packages, the GPU, and the machine by `tracking.environment`: for pages."""
+    gpu, cores = gpu_name(), f"{facts['cpu']['usable_cores']} cores of {facts['cpu']['model']}"
+    return {**{name: version(name) for name in PACKAGES}, "gpu": gpu, "machine": f"{cores}, {gpu}" if gpu else cores}

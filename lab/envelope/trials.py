@@ -25,6 +25,7 @@ from config.resolved import Resolved, resolve_run
 from config.schema import ParitySection
 from data.corpora.corpus import Corpus
 from lab.benchmark.harness import SHARES
+from lab.detection.made_of import gpu_name
 from lab.envelope.search import CONTROL, Cell, DivergenceWatch, Setting, Trial, explore
 from tools.parity.judge_runs import NUDGE
 from tracking.compare.surviving import read_events
@@ -116,9 +117,7 @@ def read_trials(folder: Path) -> dict[str, Trial]:
 
 def device_name() -> str:
     """The GPU's name, or without one the processor's."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else str(environment({})["cpu"]["model"])
+    return gpu_name() or str(environment({})["cpu"]["model"])
 
 
 def explore_finished(study: Study) -> tuple[list[Cell], set[str], str]:

@@ -52,7 +52,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
         by_scripts(),
         *(_path_section(path, cells, results) for path in COMPUTES),
         *(write(cells, results, conditions) for _, write in _BY_THEMSELVES.values()),
-        _limits(),
+        _limits(conditions),
     )
 
 
@@ -325,11 +325,17 @@ _BY_THEMSELVES: dict[str, tuple[Callable[[Cell], bool], Callable[[Sequence[Cell]
 """Sections that can be replaced separately: the cells of each, and the function that writes it."""
 
 
-def _limits() -> str:
-    return """## Limits
+def _limits(conditions: dict[str, Any]) -> str:
+    device = (
+        f"Streams, pinned copies and kernels are those of {conditions['gpu']}: another GPU's may round differently,\n"
+        "  and race where these do not."
+        if conditions["gpu"]
+        else "Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies that an offload could"
+        " read too\n  early, and no NCCL. A GPU's kernels also round differently."
+    )
+    return f"""## Limits
 
-- Without a GPU there are no streams for `overlap_comm` to race on, no pinned copies that an offload could read too
-  early, and no NCCL. A GPU's kernels also round differently. Run `make matrix` on the machine you train on.
+- {device} Run `make matrix` on the machine you train on.
 - The model is tiny. Buckets and ZeRO-3's thresholds are scaled down with it, but there are no thousands of ranks, and
   no sums of thousands of terms.
 

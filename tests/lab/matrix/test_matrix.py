@@ -11,6 +11,7 @@ import pytest
 from config.cli import REPOSITORY
 from config.deepspeed.combinations import FP8, OFFLOADS, SETTINGS, UPSTREAM, combinations, refusal
 from config.optimizers import OPTIMIZERS
+from lab.detection.made_of import made_of
 from lab.matrix import command
 from lab.matrix.cells import ACCUMULATIONS, CHECKPOINTINGS, Cell, all_cells
 from lab.matrix.command import main
@@ -161,6 +162,19 @@ def test_a_matrix_goes_on_after_a_line_that_was_cut_short(tmp_path: Path) -> Non
     assert command.results(path, now) == {"a": first, "c": second}
 
 
+def test_results_of_another_device_are_not_used_and_the_page_names_a_gpu(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    without, code = command.conditions(2, 6), made_of()
+    keep_result(tmp_path / "results.jsonl", {"cell": "a", "conditions": without})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA H200")
+    on_gpu = command.conditions(2, 6)
+    assert command.results(tmp_path / "results.jsonl", on_gpu) == {}
+    assert made_of() != code
+    assert "there are no streams" in page(CELLS, made_up(), without) and "H200" not in page(CELLS, made_up(), without)
+    assert "there are no streams" not in page(CELLS, made_up(), on_gpu) and "H200" in page(CELLS, made_up(), on_gpu)
+
+
 def rows_of(text: str) -> list[list[str]]:
     """The cells of every table row of a page."""
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line.startswith("|")]
@@ -213,7 +227,7 @@ def test_the_committed_page_and_the_table_agree() -> None:
 
 
 def test_what_is_not_as_the_table_says_stands_out() -> None:
-    conditions = {"processes": 2, "steps": 6, "deepspeed": "d", "torch": "t", "transformers": "f", "machine": "m"}
+    conditions = command.conditions(2, 6)
     cell = next(cell for cell in PLAIN if str(cell.combination) == "BF16, ZeRO-2" and cell.clipping)
     results = made_up(**{cell.name: {"verdict": "wrong", "reason": "masters 3.0e-01"}})
     assert "**WRONG**" in page(CELLS, results, conditions)
