@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,33 @@ from config.cli import REPOSITORY
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 _FOLDERS = ("config", "data", "ds_configs", "modeling", "precision", "tools", "tracking", "training")
+_DETECTION = ("lab/detection", "tests/support/models", "tests/support/rows")
 _KINDS = (".py", ".yaml", ".json")
 _ONLY_SHOWN = ("page.py", "command.py", "made_of.py", "gate.py", "planted.py")
-"""Files that run and show the cells of a table, and do not decide what they are."""
 
 
-def made_of(repository: Path = REPOSITORY, *, folder: str = "lab/detection") -> str:
+def made_of(repository: Path = REPOSITORY, *, folders: Sequence[str] = _DETECTION) -> str:
     """16 hex digits of a hash over the code, its configs and manifests, what it stands on, and the GPU if there is one.
 
-    folder: of what measures, as well.
+    folders: of what measures, as well.
     """
     stands_on = [*map(version, PACKAGES), *filter(None, [gpu_name()])]
     digest = hashlib.sha256(json.dumps(stands_on).encode())
-    for each in (*_FOLDERS, folder):
-        for path in sorted((repository / each).rglob("*")):
-            if path.suffix in _KINDS and path.is_file() and not _is_only_shown(path):
-                digest.update(f"\0{path.relative_to(repository)}\0".encode() + path.read_bytes())
+    for path in hashed(repository, folders=folders):
+        digest.update(f"\0{path.relative_to(repository)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _is_only_shown(path: Path) -> bool:
+def hashed(repository: Path = REPOSITORY, *, folders: Sequence[str] = _DETECTION) -> Iterator[Path]:
+    """The files that `made_of` reads."""
+    for each in (*_FOLDERS, *folders):
+        for path in sorted((repository / each).rglob("*")):
+            if path.suffix in _KINDS and path.is_file() and not is_only_shown(path):
+                yield path
+
+
+def is_only_shown(path: Path) -> bool:
+    """Whether it runs or shows the cells of a table, and does not decide what they are."""
     return path.parent.parent.name == "lab" and path.name in _ONLY_SHOWN
 
 

@@ -142,7 +142,7 @@ def make_study(options: argparse.Namespace) -> Study:
         rates=tuple(options.rates),
         bounds=config.parity,
         processes=options.processes,
-        code=made_of(folder="lab/envelope"),
+        code=made_of(folders=["lab/envelope"]),
     )
     for setting in dict.fromkeys([*settings, *(setting.reference for setting in settings)]):
         refuse_sharing(study.resolve(setting, study.rates[0]).batch, but=SHARES)

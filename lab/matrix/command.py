@@ -32,7 +32,7 @@ _HANG_MINUTES = 5.0
 
 def conditions(processes: int, steps: int) -> dict[str, Any]:
     """The conditions that all results of one matrix must share."""
-    made = {"code": made_of(folder="lab/matrix")}
+    made = {"code": made_of(folders=["lab/matrix"])}
     return {"processes": processes, "steps": steps} | measured_on(environment({})) | made
 
 

@@ -16,11 +16,13 @@ from lab.detection.cells import Cell, all_cells, base, cell_of, defect_of, later
 from lab.detection.command import Cells, NoAnswer, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
+from lab.detection.made_of import hashed, is_only_shown
 from lab.detection.page import by_kind, is_found, is_named, page, wide_alarms
 from lab.detection.planted import is_no_twin
 from lab.detection.planted import main as run_planted
 from lab.detection.plants.bits import HIT
 from lab.detection.plants.site import ATTENTION, BAD_RANK, on_engine, planted
+from tests.support.imports import imported_names
 from tests.support.jobs.process_group import ProcessGroup
 from tests.support.models.architectures import CASES
 from tools.parity.jobs import TWIN, References
@@ -176,6 +178,16 @@ def test_results_of_other_code_and_lines_cut_short_are_not_used(tmp_path: Path) 
     path.write_text("\n".join(map(json.dumps, lines))[:-3], encoding="utf-8")
     assert results(path, "this") == ({"a": lines[1]}, 2)
     assert results(tmp_path / "none", "this") == ({}, 0)
+
+
+def test_a_result_knows_every_file_that_decides_what_is_planted_and_trained() -> None:
+    """Files that start processes or show results decide nothing."""
+    known = {*hashed()}
+    for path in (path for path in known if path.is_relative_to(REPOSITORY / "lab") and path.suffix == ".py"):
+        for _, name in imported_names(path.read_text(encoding="utf-8")):
+            module = REPOSITORY / name.replace(".", "/")
+            files = [each.with_suffix(".py") for each in (module, module.parent)]
+            assert all(file in known or is_only_shown(file) for file in files if file.is_file()), f"{path}: {name}"
 
 
 @pytest.mark.slow
