@@ -5,8 +5,8 @@
 
 Each job runs one cell after another in two processes that stay up, and every result is appended to FOLDER/results.jsonl
 as soon as it is there, so that an interrupted table resumes where it stopped. Results and FP32 twins know the code that
-made them (`made_of`): those of other code are not used, and made again. The page is written from what is there, and
-says what is not.
+made them (`made_of`): those of other code are not used, and made again. Until every cell has a result, the page goes to
+FOLDER/detection.md, and says what is not there.
 """
 
 from __future__ import annotations
@@ -272,8 +272,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     elif options.later:
         print(by_kind(later_cells(), found))
     elif not options.only:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        left = sum(cell.name not in found for cell in (*all_cells(), *wide_cells()))
+        out = options.folder / "detection.md" if left else options.out
+        out.parent.mkdir(parents=True, exist_ok=True)
         minutes = sum(each["seconds"] for each in found.values()) / 60
-        options.out.write_text(page(all_cells(), found, conditions() | {"minutes": minutes}), encoding="utf-8")
-        print(f"wrote {options.out}")
+        out.write_text(page(all_cells(), found, conditions() | {"minutes": minutes}), encoding="utf-8")
+        print(f"wrote {out}" + (f", of a part: {left} runs have no result yet" if left else ""))
     return 0

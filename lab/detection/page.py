@@ -205,7 +205,7 @@ def wide_alarms(results: Results) -> str:
 [models.md](models.md), 2 to 48 layers of width 32, learning rates from 1e-6 to 3e-2, BF16, FP16 or a manifest, ZeRO-1
 to 3, {WIDE_STEPS} steps on two processes. All checks of the gate judge each of them, including those outside of the
 engine. No bound or check was changed for them. `python -m lab.detection --wide` runs them, and `make detection` runs
-them with the rest.""",
+them with the rest. What raised alarms: [details](detection_later.md#sound-runs-over-all-architectures).""",
         Table(("architecture", "set-ups", "alarms"), rows),
         [f"{cell.name}: {'; '.join(results[cell.name]['said'])}" for cell in alarms],
     )

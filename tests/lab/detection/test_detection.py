@@ -11,9 +11,9 @@ import pytest
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
-from lab.detection import gate, judge, run
+from lab.detection import command, gate, judge, run
 from lab.detection.cells import Cell, all_cells, base, cell_of, defect_of, later_cells, wide_cells
-from lab.detection.command import Cells, NoAnswer, prepare_data, results
+from lab.detection.command import Cells, NoAnswer, main, prepare_data, results
 from lab.detection.defects import DEFECTS, PATHS
 from lab.detection.healthy import drawn
 from lab.detection.made_of import hashed, is_only_shown
@@ -283,3 +283,19 @@ def test_a_check_that_a_healthy_run_fails_too_finds_no_later_defect() -> None:
     assert "| all planted | 1 | 0: 0% (0% to 79%) | 0: 0% (0% to 79%) | 1: 100% (21% to 100%) |" in by_kind(
         cells, results
     )
+
+
+def test_the_committed_page_has_titles_that_are_written_and_no_part_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, written = [*all_cells(), *wide_cells()], REPOSITORY / "docs/detection.md"
+    out, found = tmp_path / "page.md", {cell.name: {**said(), "seconds": 1.0} for cell in cells}
+    for name, fake in (("prepare_data", None), ("measure", None), ("results", (found, 0)), ("made_of", "this")):
+        monkeypatch.setattr(command, name, lambda *_, fake=fake, **__: fake)
+    assert main(["--out", str(out), "--folder", str(tmp_path)]) == 0
+    titles = {line for line in out.read_text(encoding="utf-8").splitlines() if line.startswith("## ")}
+    assert {line for line in written.read_text(encoding="utf-8").splitlines() if line.startswith("## ")} <= titles
+    complete = out.read_text(encoding="utf-8")
+    del found[cells[-1].name]
+    assert main(["--out", str(out), "--folder", str(tmp_path)]) == 0
+    assert out.read_text(encoding="utf-8") == complete != (tmp_path / "detection.md").read_text(encoding="utf-8")
