@@ -1,9 +1,12 @@
 """Target figures for one GPU, checked against the measurements."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lab.benchmark.report import TOLERANCE
+from lab.gpu_check.items import PARTS
 from lab.gpu_check.measure import Figures
 from tracking.pages.markdown import Table, text
 
@@ -24,6 +27,8 @@ class Goal:
     least: float | None = None
     most: float | None = None
     """Bounds on a number; a value without either is only reported."""
+    against: str | None = None
+    """Item whose losses those of the others are compared with, in place of `read`."""
 
     @property
     def bound(self) -> str:
@@ -67,6 +72,18 @@ def resumes(figures: Figures) -> bool:
     return bool(figures["bit-equal"] or after <= 10 * before)
 
 
+def loss_difference(mine: Sequence[Any], other: Sequence[Any]) -> float:
+    """Largest relative difference of two runs' losses in a step; infinite if they cannot be compared."""
+    if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
+        return math.inf  # one is not finite
+    return max(abs(a / b - 1) for a, b in zip(mine, other, strict=True))
+
+
+def as_expected(figures: Figures) -> bool:
+    """Whether no cell of the precision matrix differs from its table."""
+    return not figures["not as expected"]
+
+
 AT_2048, OVER = ("peers-2048", "peers-2048-again"), "mantissa over "
 GOALS = (
     Goal(1, ("replay",), "a planted NaN: is its module named?", lambda f: f["named the right module"]),
@@ -94,6 +111,17 @@ GOALS = (
     Goal(6, ("guard",), "guarded steps over a plain loop's, tokens/s", lambda f: f["tokens/s over a plain loop"], 0.99),
     Goal(6, ("telemetry",), "telemetry, share of a step, amortised", lambda f: f["amortised"], most=0.005),
     Goal(6, ("observation",), "observation, share of a step, amortised", lambda f: f["amortised"], most=0.005),
+    *(Goal(2, (f"matrix-zero{stage}",), f"ZeRO-{stage}: are cells as expected?", as_expected) for stage in range(4)),
+    *(
+        Goal(
+            *(number, (item.name,), f"losses of {item.name} from those of {item.against}", lambda f: f["losses"]),
+            most=TOLERANCE.get(item.name.rpartition("-")[2], TOLERANCE["bf16"]),
+            against=item.against,
+        )
+        for number, part in PARTS.items()
+        for item in part.items
+        if item.against
+    ),
 )
 """Targets of docs/performance.md and docs/gpu-check.md, and a few more."""
 
@@ -115,14 +143,18 @@ def goals_table(part: int, results: Mapping[str, Mapping[str, Any] | None], *, t
     table = Table(["goal", "bound", "measured", "outcome"])
     for goal in GOALS:
         if goal.part == part:
-            found = [value for name in goal.items if (value := _value(goal, results.get(name))) is not None]
+            found = [value for name in goal.items if (value := _value(goal, name, results)) is not None]
             table.add(text(goal.what), text(goal.bound), text(_shown(found, goal, results)), verdict(goal, found, tiny))
     return table
 
 
-def _value(goal: Goal, result: Mapping[str, Any] | None) -> Any:
+def _value(goal: Goal, name: str, results: Mapping[str, Mapping[str, Any] | None]) -> Any:
+    result, reference = results.get(name), results.get(goal.against or "")
     try:
-        return None if result is None else goal.read(result["figures"])
+        found = None if result is None else goal.read(result["figures"])
+        if goal.against is None or found is None:
+            return found
+        return None if reference is None else loss_difference(found, reference["figures"]["losses"])
     except (KeyError, TypeError):
         return None
 
@@ -130,6 +162,8 @@ def _value(goal: Goal, result: Mapping[str, Any] | None) -> Any:
 def _shown(found: list[Any], goal: Goal, results: Mapping[str, Mapping[str, Any] | None]) -> str:
     if found:
         return "; ".join(_words(value) for value in found)
+    if goal.against and results.get(goal.against) is None:
+        return f"{goal.against} was not run"
     tried = [result for name in goal.items if (result := results.get(name)) is not None]
     return tried[0]["error"] or "losses differ, or it took no part" if tried else f"{goal.items[0]} was not run"
 

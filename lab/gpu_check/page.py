@@ -1,9 +1,10 @@
 """Markdown pages of results: part-N.md and goals.md."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lab.gpu_check.goals import goals_table
+from lab.gpu_check.goals import goals_table, loss_difference
 from lab.gpu_check.items import PARTS, Part
 from lab.gpu_check.run import DONE, SKIPPED, Check
 from tracking.pages import markdown
@@ -64,19 +65,14 @@ def lines(
     own = {name: value for name, value in figures.items() if name != "losses" and not isinstance(value, Mapping)}
     said = [f"{text(name)} {words(value)}" for name, value in own.items()]
     if reference is not None and "losses" in reference and "losses" in figures:
-        said.append(f"losses {loss_difference(figures['losses'], reference['losses'])} from those of {code(against)}")
+        difference = loss_difference(figures["losses"], reference["losses"])
+        shown = f"{difference:.1e}" if math.isfinite(difference) else "cannot be compared"
+        said.append(f"losses {shown} from those of {code(against)}")
     if said:
         yield ", ".join(said)
     for name, value in figures.items():
         if isinstance(value, Mapping):
             yield f"**{text(name)}**: " + ", ".join(f"{text(key)} {words(each)}" for key, each in value.items())
-
-
-def loss_difference(mine: list[Any], other: list[Any]) -> str:
-    """Largest relative loss difference over the steps, as text."""
-    if len(mine) != len(other) or any(isinstance(loss, str) for loss in (*mine, *other)):
-        return "cannot be compared"  # one is not finite
-    return f"{max(abs(a / b - 1) for a, b in zip(mine, other, strict=True)):.1e}"
 
 
 def words(value: object) -> str:

@@ -337,3 +337,22 @@ def test_a_resumed_run_may_differ_as_two_runs_do(equal: bool, before: float, aft
     figures = {"bit-equal": equal, "largest difference after it": after, "and before it, of two runs": before}
     found = outcomes(1, {"resume": done(figures)})["does a killed run resume as two runs agree?"]
     assert found == ("yes" if outcome == HOLDS else "no", outcome)
+
+
+def test_a_wrong_cell_and_other_losses_than_the_references_miss_a_goal() -> None:
+    cell = "FP16 manifest, ZeRO-1, accumulation 4: wrong, not verified: masters 3.0e-01"
+    results = {"matrix-zero0": done({"not as expected": []}), "matrix-zero1": done({"not as expected": [cell]})}
+    found = outcomes(2, results | {"fp8-emulate": done({"losses": [4.0]}), "fp8-scaled_mm": done({"losses": ["nan"]})})
+    assert found["ZeRO-0: are cells as expected?"] == ("yes", HOLDS)
+    assert found["ZeRO-1: are cells as expected?"] == ("no", MISSED)
+    assert found["ZeRO-2: are cells as expected?"][1] == "not measured"
+    assert found["losses of fp8-scaled_mm from those of fp8-emulate"] == ("inf", MISSED)
+    losses = {"zero0-fp32": [4.0, 3.0], "zero1-bf16": [4.0, 3.003], "zero1-fp32": [4.0, 3.003]}
+    found = outcomes(1, {name: done({"losses": each}) for name, each in losses.items()})
+    assert found["losses of zero1-bf16 from those of zero0-fp32"] == ("0.001", HOLDS)
+    assert found["losses of zero1-fp32 from those of zero0-fp32"] == ("0.001", MISSED)
+    assert found["losses of zero2-fp32 from those of zero1-fp32"] == ("zero2-fp32 was not run", "not measured")
+    assert found["losses of attention-eager from those of kernels-torch"] == (
+        "kernels-torch was not run",
+        "not measured",
+    )
