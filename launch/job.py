@@ -92,7 +92,7 @@ def visible_gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    _, listed = run_program(["nvidia-smi", "-L"], 60.0)
+    _, listed, _ = run_program(["nvidia-smi", "-L"], 60.0)
     return [str(n) for n in range(sum(line.startswith("GPU ") for line in listed.splitlines()))]
 
 

@@ -84,7 +84,7 @@ def normalised(name: str) -> str:
 def _install(wheels: list[Path], target: Path) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
     command += ["--disable-pip-version-check", "--root-user-action=ignore", "--target", str(target)]
-    code, said = run_program([*command, *map(str, wheels)], 600.0)
+    code, _, said = run_program([*command, *map(str, wheels)], 600.0)
     if code:
         why = next((line for line in said.splitlines() if line.startswith("ERROR:")), error_line(said))
         raise UserError(f"--wheels: pip could not install them: {why.removeprefix('ERROR: ')}")

@@ -34,6 +34,8 @@ _GPU_FIELDS = (
     *("ecc.errors.uncorrected.volatile.total", "clocks_event_reasons.hw_slowdown"),
 )
 _CODE = ("train.py", "config", "data", "launch", "modeling", "precision", "tracking", "training")
+_INFOROM_CORRUPTED = 14
+"""Exit code of nvidia-smi that warns and lists the GPUs nevertheless."""
 AS_TEXT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
 """Options of `subprocess` for a program whose output and errors are read together."""
 
@@ -94,13 +96,13 @@ def _code(folder: Path) -> str | None:
     return total.hexdigest()[:12]
 
 
-def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str]:
-    """(exit code, output) of a program; code -1 if it cannot be started or does not end in time."""
+def run_program(command: list[str], seconds: float = 10.0) -> tuple[int, str, str]:
+    """(exit code, output, errors) of a program; code -1 if it cannot be started or does not end in time."""
     try:
-        done = subprocess.run(command, timeout=seconds, check=False, **AS_TEXT)
+        done = subprocess.run(command, timeout=seconds, check=False, **AS_TEXT | {"stderr": subprocess.PIPE})
     except (OSError, subprocess.TimeoutExpired) as error:
-        return -1, str(error)
-    return done.returncode, done.stdout.strip()
+        return -1, "", str(error)
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
 
 
 def _programs() -> dict[str, list[dict[str, str | None]]]:
@@ -118,7 +120,7 @@ def _programs() -> dict[str, list[dict[str, str | None]]]:
 def _versions(pattern: str, *paths: str | None) -> list[dict[str, str | None]]:
     found: list[dict[str, str | None]] = []
     for path in filter(None, dict.fromkeys(paths)):
-        code, text = run_program([path, "--version"])
+        code, text, _ = run_program([path, "--version"])
         match = re.search(pattern, text)
         found.append({"path": path, "version": match[1] if code == 0 and match else None})
     return found
@@ -150,21 +152,24 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def gpus(only: Sequence[str] = ()) -> dict[str, Any]:
-    """GPUs of this machine as listed by the driver, number of device files, and why the driver lists none, if so.
-    only: index or UUID of each to list."""
+    """GPUs of this machine as listed by the driver, number of device files, why the driver lists none, if so, and what
+    it warns of. only: index or UUID of each to list."""
     program = shutil.which("nvidia-smi")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if program is None:
-        return {"devices": devices, "error": "there is no nvidia-smi" if devices else None, "list": []}
+        error = "there is no nvidia-smi" if devices else None
+        return {"devices": devices, "error": error, "warning": None, "list": []}
     for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 lack the last field
         asked = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-        code, text = run_program([program, *asked, *([f"--id={','.join(only)}"] if only else [])], 30.0)
-        if not code:
+        code, text, errors = run_program([program, *asked, *([f"--id={','.join(only)}"] if only else [])], 30.0)
+        if code in (0, _INFOROM_CORRUPTED):
             break
-    if code:
-        return {"devices": devices, "error": text.splitlines()[-1][:200] if text else f"exit code {code}", "list": []}
-    rows = [dict(zip(_GPU_FIELDS, (item.strip() for item in line.split(",")))) for line in text.splitlines()]  # noqa: B905
-    return {"devices": devices, "error": None, "list": rows}
+    lines = [[item.strip() for item in line.split(",")] for line in text.splitlines()]
+    rows = [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
+    said = [f"exit code {code}", *errors.splitlines(), *(", ".join(line) for line in lines if len(line) != len(fields))]
+    if not rows or code not in (0, _INFOROM_CORRUPTED):
+        return {"devices": devices, "error": said[-1][:200], "warning": None, "list": []}
+    return {"devices": devices, "error": None, "warning": said[-1][:200] if code else None, "list": rows}
 
 
 def _addresses(name: str) -> dict[str, Any]:

@@ -169,6 +169,8 @@ def _gpus(host: str, gpus: Facts, processes: int) -> Iterator[Finding]:
         yield red("gpu", f"nvidia-smi: {gpus['error']}", "load the driver, or give the container the GPUs", host)
     elif not gpus["list"]:
         yield green("gpu", "none here; training runs on the CPU", host)
+    if gpus["warning"]:
+        yield amber("gpu", f"nvidia-smi: {gpus['warning']}", "have that GPU checked, or replaced", host)
     for index, gpu in enumerate(gpus["list"]):
         errors, slowed = gpu["ecc.errors.uncorrected.volatile.total"], gpu.get("clocks_event_reasons.hw_slowdown")
         heat, used, total = (_number(gpu[key]) for key in ("temperature.gpu", "memory.used", "memory.total"))

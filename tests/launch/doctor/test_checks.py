@@ -1,6 +1,7 @@
 """The doctor's verdicts on facts that this machine cannot produce: GPUs, InfiniBand, many hosts, wrong sums."""
 
 import copy
+import os
 import random
 import re
 
@@ -13,6 +14,7 @@ from launch.doctor import facts as doctor_facts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_pdsh
 from launch.doctor.host_checks import check_host, check_offload
 from launch.hosts import read_hostfile
+from launch.job import visible_gpus
 
 GIB = 2**30
 ADAMW = OPTIMIZERS["adamw"]
@@ -92,10 +94,48 @@ def test_cuda_toolkits_and_infiniband(facts, changes, check, level):
     assert levels(check_host("a", facts), check) == ([level] if level else [])
 
 
+NOISE = "ld.so: object '/opt/7.1/a, b, c, d, e, f.so' cannot be preloaded: ignored."
+INFOROM = "WARNING: infoROM is corrupted at gpu 0000:02:00.0"
+ROW = "NVIDIA H200, 575.1, 143771, 4, 34, 0, Not Active"
+
+
+@pytest.mark.parametrize(
+    ("code", "warned", "told", "error", "warning"),
+    [
+        (0, "", "", None, None),
+        (0, NOISE, "", None, None),
+        (0, INFOROM, INFOROM, None, None),
+        (14, INFOROM, "", None, INFOROM),
+        (14, NOISE, INFOROM, None, INFOROM),
+        (9, NOISE, "it has failed", "it has failed", None),
+        (9, "it has failed", "", "it has failed", None),
+    ],
+)
+def test_programs_are_read_whatever_they_warn_of(tmp_path, monkeypatch, code, warned, told, error, warning):
+    """Only lines with a value for each field are GPUs, and nothing on stderr is."""
+    listed = [] if code == 9 else [ROW, ROW]
+    lines = "\n".join([*listed, told])
+    smi = f'[ $1 = -L ] && echo "GPU 0: H200" || echo "{lines}"; exit {code}'
+    outputs = {"nvidia-smi": smi, "c++": "echo c++ 12.3", "ninja": "echo 1.11", "bin/nvcc": "echo release 12.4"}
+    (tmp_path / "bin").mkdir()
+    for name, commands in outputs.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{warned}" >&2\n{commands}\n')
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    for name in ("CXX", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    found, programs = doctor_facts.gpus(), doctor_facts._programs()
+    assert (found["error"], found["warning"]) == (error, warning)
+    assert found["list"] == [dict(zip(doctor_facts._GPU_FIELDS, ROW.split(", "), strict=True))] * len(listed)
+    assert [programs[name][0]["version"] for name in ("c++", "ninja", "nvcc")] == ["12.3", "1.11", "12.4"]
+    assert visible_gpus() == ["0"]
+
+
 def test_gpus(facts):
     values = ["NVIDIA H200", "575.1", "143771", "4", "34", "[N/A]", "Not Active"]
     gpu = dict(zip(doctor_facts._GPU_FIELDS, values, strict=True))
-    facts["gpus"] = {"devices": 2, "error": None, "list": [gpu, dict(gpu)]}
+    facts["gpus"] = {"devices": 2, "error": None, "warning": None, "list": [gpu, dict(gpu)]}
     assert levels(check_host("a", facts), "gpu") == ["green", "green"]
     facts["gpus"]["list"][1]["memory.used"] = "90000"
     assert levels(check_host("a", facts), "gpu") == ["green", "amber"]
@@ -103,6 +143,8 @@ def test_gpus(facts):
     assert levels(check_host("a", facts), "gpu") == ["red", "amber"]
     facts["processes"] = 4
     assert levels(check_host("a", facts), "slots") == ["red"]
+    facts["gpus"] |= {"warning": INFOROM, "list": [gpu]}
+    assert levels(check_host("a", facts), "gpu") == ["amber", "red"]
 
 
 @pytest.mark.parametrize(("parameters", "level"), [(10**9, "green"), (32 * 10**8, "amber"), (4 * 10**9, "red")])
