@@ -54,8 +54,7 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     connected = on_all(scope.hosts, lambda host: host.connect(scope.options.ssh))
     hosts = [host for host in scope.hosts if not isinstance(connected[host.name], Unreachable)]
     for host in scope.hosts:
-        if not host.local:
-            yield _connection(host, connected[host.name], scope.options.ssh)
+        yield from _connection(host, connected[host.name], scope.options.ssh)
     if len(scope.hosts) > 1:
         yield from cluster.check_pdsh(shutil.which("pdsh"), str(Path.cwd()), sys.executable)
     if not hosts:
@@ -87,13 +86,17 @@ def _processes(facts: Mapping[str, Facts]) -> int:
     return sum(one["processes"] for one in facts.values())
 
 
-def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Finding:
-    if isinstance(answer, Unreachable):
+def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Iterator[Finding]:
+    if host.local and isinstance(answer, Unreachable):
+        fix = f"let `{sys.executable} -c pass` end soon here; `ulimit -u` or a container may limit processes and memory"
+        yield red("agent", str(answer), fix, host.name)
+    elif isinstance(answer, Unreachable):
         fix = f"let `{' '.join(ssh)} {host.name} true` work without a password, for this user and from this machine"
         if "it has no" in str(answer):
             fix = "the launchers start the same path on every host: the environment on a shared folder, or in an image"
-        return red("ssh", str(answer), fix, host.name)
-    return green("ssh", "answers without a password", host.name)
+        yield red("ssh", str(answer), fix, host.name)
+    elif not host.local:
+        yield green("ssh", "answers without a password", host.name)
 
 
 def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Facts], list[Finding]]:

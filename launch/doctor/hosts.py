@@ -145,9 +145,11 @@ def on_all(hosts: Sequence[Host], do: Callable[[Host], Any]) -> dict[str, Any]:
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:  # one thread each: they may wait for each other
         try:
             return dict(zip([host.name for host in hosts], pool.map(one, hosts), strict=True))
-        except BaseException:
+        except BaseException as error:
             for host in hosts:  # otherwise Ctrl-C would wait for their answers
                 host.close()
+            if isinstance(error, RuntimeError):  # no further thread can be started
+                return {host.name: Unreachable(str(error)) for host in hosts}
             raise
 
 

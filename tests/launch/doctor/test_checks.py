@@ -4,6 +4,7 @@ import copy
 import os
 import random
 import re
+import threading
 
 import pytest
 
@@ -11,7 +12,9 @@ from config.cli import REPOSITORY
 from config.errors import UserError
 from config.optimizers import OPTIMIZERS
 from launch.doctor import facts as doctor_facts
+from launch.doctor import hosts as doctor_hosts
 from launch.doctor.cluster_checks import check_all_reduce, check_clock, check_cluster, check_device, check_pdsh
+from launch.doctor.command import main
 from launch.doctor.host_checks import check_host, check_offload
 from launch.hosts import read_hostfile
 from launch.job import visible_gpus
@@ -37,6 +40,26 @@ def facts(collected):
 def levels(findings, check):
     """The levels that a check comes to, in order."""
     return [item.level for item in findings if item.check == check]
+
+
+def no_thread(self) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "words"),
+    [
+        (doctor_hosts, "bootstrap", lambda python: "/nowhere/python -c pass", "it has no "),
+        (doctor_hosts, "bootstrap", lambda python: "false", "exit code 1"),
+        (threading.Thread, "start", no_thread, "can't start new thread"),
+    ],
+)
+def test_an_agent_that_does_not_start_here_is_red(monkeypatch, capsys, place, name, value, words):
+    monkeypatch.setattr(place, name, value)
+    assert main(["--quick"]) == 1
+    finding, fix, summary = capsys.readouterr().out.splitlines()
+    assert finding.startswith("red    agent: ") and words in finding and "ssh" not in fix
+    assert summary.startswith("1 red, 0 amber, 0 green")
 
 
 def test_the_odd_one_out_of_many_hosts_is_named(facts):
