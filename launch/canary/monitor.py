@@ -21,6 +21,7 @@ from types import FrameType
 
 from config import json_text
 from config.cli import CONFIG_ERROR, DIVERGED, DONE
+from config.errors import UserError
 from launch.canary.plan import Plan, in_fp32, promoted
 from launch.canary.record import Journal, log
 from launch.job import error_line_of, kill, start, with_project
@@ -220,17 +221,19 @@ class RunMonitor:
             if kind in tried or (kind == "promote" and ("fp32" in tried or not breach.modules)):
                 continue
             resolved, folder = self._plan.resolved, self._plan.folder
-            if kind == "promote":
-                overrides = promoted(resolved, breach.modules, folder)
-                text = f"{', '.join(breach.modules)} in FP32 from here on"
-            else:
-                overrides, text = in_fp32(resolved, folder), "all of the model in FP32 from here on"
-            refusal = self._plan.refusal(overrides)
+            overrides, names = in_fp32(resolved, folder), ["all of the model"]
+            try:
+                if kind == "promote":
+                    overrides, names = promoted(resolved, breach.modules, folder)
+                refusal = self._plan.refusal(overrides)
+            except UserError as error:
+                refusal = str(error)
             if refusal is not None:
                 text = f"no fallback to {kind}: {refusal}"
                 self._journal.add("refused", self._good_step, text, to=kind)
                 continue
-            self._journal.add("fallback", self._good_step, f"fallback: {text}", to=kind, overrides=overrides)
+            text = f"fallback: {', '.join(names)} in FP32 from here on"
+            self._journal.add("fallback", self._good_step, text, to=kind, overrides=overrides)
             return overrides
         return None
 

@@ -1,7 +1,7 @@
 """Resolve and check the canary and the whole run before anything starts, and make the overrides of fallbacks."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,19 +123,47 @@ def in_fp32(resolved: Resolved, folder: Path) -> list[str]:
     return [_json(resolved, folder), *own, f"model.attention={resolved.config.model.wide_attention}"]
 
 
-def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> list[str]:
-    """Overrides for these modules in FP32. Writes a manifest, extending the run's own or its one dtype, to `folder`."""
-    section = resolved.config.precision
-    manifest: dict[str, Any] = {"default": resolved.compute, "rules": []}
+def promoted(resolved: Resolved, modules: Sequence[str], folder: Path) -> tuple[list[str], list[str]]:
+    """Overrides for these modules or parameters in FP32, and those among them that compute in less so far.
+
+    Writes a manifest, extending the run's own or its one dtype, to `folder`. Raises UserError if all of them compute in
+    FP32 already, or are no regions.
+    """
+    from launch.plan.model import adapted_model_of  # imports torch, which is not needed to start
+    from precision.manifest import Manifest, assign, load_manifest
+
+    section, path = resolved.config.precision, folder / "promoted.json"
+    content: dict[str, Any] = {"default": resolved.compute}
+    manifest = Manifest(content["default"], (), path)
     if section.manifest is not None:
-        manifest = json.loads((REPOSITORY / section.manifest).read_text(encoding="utf-8"))
-        manifest.pop("$schema", None)  # relative to the original file
-    rules = [{"match": name, "compute": "fp32", "reason": "its check against FP32 failed"} for name in modules]
-    path = folder / "promoted.json"
-    content = {**manifest, "rules": [*manifest.get("rules", []), *rules]}
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+        manifest = load_manifest(REPOSITORY / section.manifest)
+        content = json.loads((REPOSITORY / section.manifest).read_text(encoding="utf-8"))
+        content.pop("$schema", None)  # relative to the original file
+    assigned = assign(manifest, adapted_model_of(resolved.config))
+    whole = None if section.manifest is not None else resolved.compute  # on the cast path that of norms, too
+    found = {
+        module: [name for name in _regions_of(module, assigned) if (whole or assigned[name].compute) != "fp32"]
+        for module in modules
+    }
+    wide = list(dict.fromkeys(name for names in found.values() for name in names))
+    if not wide:
+        raise UserError(f"{', '.join(modules)}: no region of a manifest that computes in less than FP32")
+    kept = {given.rule_index for name, given in assigned.items() if name not in wide}
+    rules = [rule for index, rule in enumerate(content.get("rules", [])) if index in kept]
+    # a rule that names a class takes norms, too, which are narrower only where another rule does
+    rule = {"module_class": "*", "compute": "fp32", "reason": "its check against FP32 failed"}
+    rules += [{"match": name, **rule} for name in wide if assigned[name].compute != "fp32"]
+    write_atomically(path, (json.dumps({**content, "rules": rules}, indent=2) + "\n").encode())
     own = ["precision.path=manifest", f"precision.manifest={path.resolve()}", "precision.compute=auto"]
-    return [_json(resolved, folder), *own, "precision.masters=fp32"]
+    return [_json(resolved, folder), *own, "precision.masters=fp32"], [name for name in modules if found[name]]
+
+
+def _regions_of(module: str, regions: Collection[str]) -> list[str]:
+    """The regions that a module is, or else holds, or else is part of, as a parameter is."""
+    if module in regions:
+        return [module]
+    inside = [name for name in regions if name.startswith(f"{module}.")]
+    return inside or [name for name in regions if module.startswith(f"{name}.")][-1:]
 
 
 def _json(resolved: Resolved, folder: Path) -> str:

@@ -197,6 +197,13 @@ def model_of(config: Config) -> Any:
     return empty_model_of(config, _vocabulary(config) if config.model.name_or_path is None else 0)
 
 
+def adapted_model_of(config: Config) -> Any:
+    """The model to train, on the meta device and with its adapter, if any. Raises UserError for a rejected config."""
+    model = model_of(config)
+    with init_empty_weights(include_buffers=False):
+        return add_adapter(model, config.adapter, seed=0, model_class=model_class_of(config))
+
+
 def _vocabulary(config: Config) -> int:
     """[tokens] Size of the vocabulary, from the config or the tokenizer. Raises UserError."""
     name = config.data.tokenizer
@@ -310,9 +317,8 @@ def sizes_of(
     hidden = text.hidden_size
     looked_up, codes = _embeddings(model), codes_of(model, adapter)
     coded = {id(layer.weight) for layer in coded_layers(model, adapter)}
-    if adapter.kind != "none":
-        with init_empty_weights(include_buffers=False):
-            add_adapter(model, adapter, seed=0, model_class=model_class)
+    with init_empty_weights(include_buffers=False):
+        add_adapter(model, adapter, seed=0, model_class=model_class)
     looked_up |= _embeddings(model)
     parameters = {name: (item, item.numel()) for name, item in model.named_parameters()}
     # a fully trained module keeps an unused copy of its original

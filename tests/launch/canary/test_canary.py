@@ -10,9 +10,11 @@ from threading import Thread
 from unittest.mock import Mock
 
 import pytest
+from transformers import LlamaConfig
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
+from config.errors import UserError
 from config.launcher import as_launched
 from lab.detection.planted import MODULE as MODULE_OF_DEFECTS
 from launch.canary import monitor
@@ -22,6 +24,8 @@ from launch.canary.monitor import Breach, RunMonitor
 from launch.canary.plan import in_fp32, promoted, read_plan
 from launch.canary.record import Journal
 from launch.job import job_command
+from launch.plan import model as plan_model
+from precision.manifest import assign, load_manifest
 from tests.support.jobs.launches import SMALL, events, finish, output_of, start, wait_until, with_defect
 from tools.parity.jobs import plan as parity_plan
 from tracking.compare.surviving import read_events
@@ -109,16 +113,16 @@ def test_a_run_that_is_there_is_not_taken_over(tmp_path, refusal):
 def test_a_fallback_is_a_run_that_resolves(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cast = plan_of(tmp_path).resolved
-    there = plan_of(tmp_path, *promoted(cast, [MODULE], tmp_path)).resolved
+    there = plan_of(tmp_path, *promoted(cast, [MODULE], tmp_path)[0]).resolved
     assert (there.compute, there.config.precision.path) == ("fp32", "manifest")
     written = json.loads((tmp_path / "promoted.json").read_text(encoding="utf-8"))
     assert written["default"] == "bf16" and [rule["match"] for rule in written["rules"]] == [MODULE]
     mixed = plan_of(tmp_path, "precision.manifest=config/manifests/llama_mixed.json").resolved
-    plan_of(tmp_path, *promoted(mixed, [MODULE], tmp_path))
+    plan_of(tmp_path, *promoted(mixed, [MODULE], tmp_path)[0])
     rules = json.loads((tmp_path / "promoted.json").read_text(encoding="utf-8"))["rules"]
     assert [(rule["match"], rule["compute"]) for rule in rules][1:] == [("lm_head", "fp32"), (MODULE, "fp32")]
     split = plan_of(tmp_path, "precision.masters=split").resolved
-    plan_of(tmp_path, *promoted(split, [MODULE], tmp_path))
+    plan_of(tmp_path, *promoted(split, [MODULE], tmp_path)[0])
     of_16_bits = plan_of(tmp_path, "model.attention=flash_attention_2").resolved
     for resolved in (cast, mixed, there, split, of_16_bits):
         plain = plan_of(tmp_path, *in_fp32(resolved, tmp_path)).resolved
@@ -126,22 +130,79 @@ def test_a_fallback_is_a_run_that_resolves(tmp_path, monkeypatch):
         assert plain.config.model.attention == "auto"
 
 
-def test_a_fallback_that_the_config_refuses_gives_way_to_the_next(tmp_path):
-    """Compiled blocks take no manifest."""
-    plan = plan_of(tmp_path, "model.compile=true")
+def rule(match, compute, **more):
+    return {"match": match, "compute": compute, "reason": "a try", **more}
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize(
+    ("rules", "lowers_norms"),
+    [
+        (None, True),
+        ([rule(f"{MODULE}*", "fp16"), rule("lm_head", "fp32")], False),
+        ([rule("*mlp.*", "fp8", module_class="Linear"), rule("*", "bf16", module_class="*Norm")], True),
+    ],
+)
+def test_whatever_is_blamed_a_promoted_manifest_is_one_that_a_run_takes(
+    tmp_path, monkeypatch, rules, lowers_norms, adapter
+):
+    """Embeddings are left out, norms have a rule only where one lowers them, and rules without effect go."""
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"default": "bf16", "rules": rules or []}), encoding="utf-8")
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(**shape, num_key_value_heads=2, vocab_size=260).save_pretrained(tmp_path)
+    base = [f"model.name_or_path={tmp_path}", "model.architecture=null", "model.config={}", f"adapter.kind={adapter}"]
+    resolved = plan_of(tmp_path, *base, *([f"precision.manifest={own}"] if rules else [])).resolved
+    model = plan_model.adapted_model_of(resolved.config)
+    monkeypatch.setattr(plan_model, "adapted_model_of", lambda config: model)
+    before = assign(load_manifest(own), model)
+    modules = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    promotable = set()
+    for blamed in [[name] for name in modules] + [modules]:
+        try:
+            _, names = promoted(resolved, blamed, tmp_path)
+        except UserError as error:
+            assert "no region of a manifest that computes in less than FP32" in str(error)
+            continue
+        promotable.update(names)
+        after = assign(load_manifest(tmp_path / "promoted.json"), model)
+        assert {after[name].compute for name in names if name in after} <= {"fp32"}
+        beside = [one for one in before if not any(one.startswith(name) or name.startswith(one) for name in names)]
+        assert [after[name].compute for name in beside] == [before[name].compute for name in beside]
+        if names == ["model.layers.0"]:
+            assert {given.compute for name, given in after.items() if name.startswith("model.layers.0.")} == {"fp32"}
+    linear = MODULE if adapter == "none" else f"{MODULE}.base_layer"
+    assert {MODULE, linear, f"{linear}.weight", "model.layers.0"} <= promotable
+    assert not {"", "model.embed_tokens", "model.embed_tokens.weight", "model.rotary_emb"} & promotable
+    assert ("model.norm" in promotable) == lowers_norms
+
+
+@pytest.mark.parametrize(
+    ("overrides", "module", "why"),
+    [
+        (["model.compile=true"], MODULE, "model.compile = true is not verified with"),
+        ([], "model.embed_tokens", "model.embed_tokens: no region of a manifest that computes in less than FP32"),
+    ],
+)
+def test_a_fallback_that_is_refused_gives_way_to_the_next(tmp_path, overrides, module, why):
+    """Compiled blocks take no manifest, and an embedding is no region."""
+    plan = plan_of(tmp_path, *overrides)
     journal = Journal.read(plan.folder, "it")
     journal.add("gate", 6, "parity", judged=str(plan.first_checkpoint))
     for _ in ("breach", "another, after it was started again"):
-        overrides = RunMonitor(plan, journal)._fall_back(Breach(9, "bad", [MODULE]))
-        if overrides is None:
+        chosen = RunMonitor(plan, journal)._fall_back(Breach(9, "bad", [module]))
+        if chosen is None:
             break
-        assert plan.refusal(overrides) is None and "precision.compute=fp32" in overrides
+        assert plan.refusal(chosen) is None and "precision.compute=fp32" in chosen
     told = [(event["event"], event["to"]) for event in journal.events[1:]]
     assert told == [("refused", "promote"), ("fallback", "fp32")]
-    assert "no fallback to promote: model.compile = true is not verified with" in journal.events[1]["text"]
+    assert f"no fallback to promote: {why}" in journal.events[1]["text"]
+
+
+def test_a_fallback_on_several_processes_is_a_run_that_resolves(tmp_path):
     for name, given in (("alone", []), ("shared", ["parallel.tensor=2"])):
         other = plan_of(tmp_path / name, *given, processes=2)
-        assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)) is None
+        assert other.refusal(promoted(other.resolved, [MODULE], tmp_path)[0]) is None
 
 
 def test_a_last_checkpoint_that_cannot_be_copied_is_not_checked(tmp_path, monkeypatch):
