@@ -1,6 +1,7 @@
 """Collect the facts of every machine of a job, and check them."""
 
 import argparse
+import os
 import secrets
 import shutil
 import sys
@@ -18,7 +19,7 @@ from launch.doctor.host_checks import check_host, check_offload
 from launch.doctor.hosts import Host, Unreachable, on_all
 from launch.doctor.programs import ALL_REDUCE, DEVICE, RUN
 from launch.doctor.report import Facts, Finding, amber, green, red
-from launch.job import refusal
+from launch.job import default_processes, refusal, visible_gpus
 
 _CORRECT = "correct it, or give the run's number of processes with --processes"
 _FACTS_SECONDS, _PROGRAM_SECONDS = 120.0, 240.0
@@ -65,9 +66,9 @@ def _examine(scope: Scope) -> Iterator[Finding]:
     if not hosts:
         return
     for host in hosts:
-        one, gpus = facts[host.name], facts[host.name]["gpus"]["list"]
-        one["builds"] = bool(_ops(scope) and gpus)
-        one["processes"] = scope.options.processes or host.slots or len(gpus) or 2
+        one = facts[host.name]
+        one["builds"] = bool(_ops(scope) and one["gpus"]["list"])
+        one["processes"] = scope.options.processes or host.slots or default_processes()
         yield from check_host(host.name, one)
     if scope.run and scope.options.quick and (why := refusal(scope.run["config"], as_launched(_processes(facts)))):
         yield red("run config", why, _CORRECT)
@@ -104,8 +105,10 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Facts], list[Find
     folder, several = scope.folders["run"], len(hosts) > 1
     if several:
         on_all(hosts, lambda host: host.ask("mark", 30.0, folder=folder, name=marks[host.name]))
-    given = {"folders": scope.folders, "hosts": [one.name for one in scope.hosts if not one.local]}
+    given: dict[str, Any] = {"folders": scope.folders, "hosts": [one.name for one in scope.hosts if not one.local]}
     given |= {"port": scope.options.port, "cwd": str(Path.cwd()), "marks": list(marks.values()) if several else []}
+    chosen = hosts[0].slots is None and "CUDA_VISIBLE_DEVICES" in os.environ  # a hostfile counts all GPUs
+    given["gpus"] = visible_gpus() if chosen else None
     answers = on_all(hosts, lambda host: host.ask("facts", _FACTS_SECONDS, **given))
     if several:
         on_all(hosts, lambda host: host.ask("unmark", 30.0, folder=folder, name=marks[host.name]))

@@ -41,7 +41,8 @@ AS_TEXT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encodin
 
 
 def collect(request: dict[str, Any]) -> dict[str, Any]:
-    """The facts about this machine. request: `folders` by role, names of `hosts`, `port`, `cwd`, names of `marks`."""
+    """The facts about this machine. request: `folders` by role, names of `hosts`, `port`, `cwd`, names of `marks`, the
+    `gpus` of the job or null for all."""
     run = nearest_existing(request["folders"]["run"])
     extensions = op_builds.extensions_folder()
     folders, measured = {**request["folders"], "op builds": str(extensions)}, set[str]()
@@ -62,7 +63,7 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "shared": [name for name in request["marks"] if (run / name).exists()],
         "locks": op_builds.locks(extensions),
         "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
-        "gpus": gpus(),
+        "gpus": gpus(request["gpus"]),
         "names": {name: _addresses(name) for name in {*request["hosts"], socket.gethostname()}},
         "port": _port(request["port"]),
         "wandb_login": _wandb_login(),
@@ -151,25 +152,29 @@ def _shared_memory() -> dict[str, int] | None:
     return {"bytes": found.total, "free": found.free}
 
 
-def gpus(only: Sequence[str] = ()) -> dict[str, Any]:
+def gpus(only: Sequence[str] | None = None) -> dict[str, Any]:
     """GPUs of this machine as listed by the driver, number of device files, why the driver lists none, if so, and what
-    it warns of. only: index or UUID of each to list."""
+    it warns of. only: index or UUID of each to list; all are listed if one is something else, such as a MIG device."""
     program = shutil.which("nvidia-smi")
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    found: dict[str, Any] = {"devices": devices, "error": None, "warning": None, "list": []}
+    if only is not None and not only:
+        return found
     if program is None:
-        error = "there is no nvidia-smi" if devices else None
-        return {"devices": devices, "error": error, "warning": None, "list": []}
+        return found | {"error": "there is no nvidia-smi" if devices else None}
+    given = ",".join(only or ())
+    chosen = [f"--id={given}"] if re.fullmatch(r"((\d+|GPU-[\da-f-]{36})(,|$))+", given) else []
     for fields in (_GPU_FIELDS, _GPU_FIELDS[:-1]):  # drivers before 535 lack the last field
         asked = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-        code, text, errors = run_program([program, *asked, *([f"--id={','.join(only)}"] if only else [])], 30.0)
+        code, text, errors = run_program([program, *asked, *chosen], 30.0)
         if code in (0, _INFOROM_CORRUPTED):
             break
     lines = [[item.strip() for item in line.split(",")] for line in text.splitlines()]
     rows = [dict(zip(fields, line, strict=True)) for line in lines if len(line) == len(fields)]
     said = [f"exit code {code}", *errors.splitlines(), *(", ".join(line) for line in lines if len(line) != len(fields))]
     if not rows or code not in (0, _INFOROM_CORRUPTED):
-        return {"devices": devices, "error": said[-1][:200], "warning": None, "list": []}
-    return {"devices": devices, "error": None, "warning": said[-1][:200] if code else None, "list": rows}
+        return found | {"error": said[-1][:200]}
+    return found | {"warning": said[-1][:200] if code else None, "list": rows}
 
 
 def _addresses(name: str) -> dict[str, Any]:

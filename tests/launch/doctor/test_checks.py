@@ -1,6 +1,7 @@
 """The doctor's verdicts on facts that this machine cannot produce: GPUs, InfiniBand, many hosts, wrong sums."""
 
 import copy
+import json
 import os
 import random
 import re
@@ -28,7 +29,7 @@ def collected(tmp_path_factory):
     """Facts of this machine."""
     folder = tmp_path_factory.mktemp("facts")
     root = str(REPOSITORY)
-    request = {"folders": {"run": str(folder)}, "hosts": [], "port": 0, "cwd": root, "marks": []}
+    request = {"folders": {"run": str(folder)}, "hosts": [], "port": 0, "cwd": root, "marks": [], "gpus": None}
     return {**doctor_facts.collect(request), "processes": 2, "builds": False}
 
 
@@ -153,6 +154,28 @@ def test_programs_are_read_whatever_they_warn_of(tmp_path, monkeypatch, code, wa
     assert found["list"] == [dict(zip(doctor_facts._GPU_FIELDS, ROW.split(", "), strict=True))] * len(listed)
     assert [programs[name][0]["version"] for name in ("c++", "ninja", "nvcc")] == ["12.3", "1.11", "12.4"]
     assert visible_gpus() == ["0"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "processes"),
+    [(None, 2, 2), ("0", 1, 1), ("", 0, 2), (f"GPU-{'1a2b-' * 7}9", 1, 1), ("GPU-1a", 2, 1), ("MIG-1", 2, 1)],
+)
+def test_a_job_here_runs_on_the_visible_gpus(tmp_path, monkeypatch, capsys, visible, gpus, processes):
+    """A batch of one sequence is refused on two processes. nvidia-smi takes no start of a UUID and no MIG device."""
+    all_of_them = f"case $* in *--id=*) ;; *) echo {ROW};; esac"
+    listing = f"#!/bin/sh\n[ $1 = -L ] && printf 'GPU 0: a\\nGPU 1: b\\n' && exit\necho {ROW}\n{all_of_them}\n"
+    (tmp_path / "nvidia-smi").write_text(listing)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "run.yaml").write_text("model: {architecture: llama}\nbatch: {global_size: 1, micro_size: 1}\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    main(["--quick", "--json", "--config", f"{tmp_path}/run.yaml", f"run.dir={tmp_path}"])
+    found = json.loads(capsys.readouterr().out)["findings"]
+    assert sum(item["check"] == "gpu" and "H200" in item["what"] for item in found) == gpus
+    refused = [item for item in found if item["check"] in ("run config", "slots")]
+    assert [item["check"] for item in refused] == ["run config"] * (processes - 1)
 
 
 def test_gpus(facts):

@@ -94,7 +94,7 @@ LOCK = "extensions/py311_cpu/cpu_adam/lock"
 MOUNT = "mount -t tmpfs none -o"
 FULL_DISK = f"mkdir runs; {MOUNT} size=1m runs; head -c 2000000 /dev/zero >runs/it 2>&-"
 NO_DRIVER = "program nvidia-smi 'echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9'"
-BROKEN_MEMORY = "program nvidia-smi 'echo NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'"
+BROKEN_MEMORY = "program nvidia-smi 'echo GPU 0: H200; echo NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'"
 TOO_MANY_THREADS = f"export OMP_NUM_THREADS={os.cpu_count()}"
 # A fault's name: a function of the bench, or what Bench.before says; the level, the check and the words of its finding.
 FAULTS = {
