@@ -131,8 +131,9 @@ class Layout:
 
     @property
     def bf16_optimizer(self) -> bool:
-        """Whether DeepSpeed's BF16_Optimizer is used (ZeRO-1 with BF16), which keeps unpartitioned FP32 gradients."""
-        return self.stage == 1 and self.compute == "bf16"
+        """Whether DeepSpeed's BF16_Optimizer is used (ZeRO-1 with BF16 and no offload), which keeps unpartitioned FP32
+        gradients."""
+        return self.stage == 1 and self.compute == "bf16" and self.offload == "none"
 
 
 def layout_of(resolved: Resolved, *, world: int, on_cpu: bool) -> Layout:

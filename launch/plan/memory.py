@@ -50,11 +50,15 @@ def model_states(shape: Shape, layout: Layout) -> tuple[dict[str, float], dict[s
             "moments": kept / layout.zero_ranks,
             "gradients": gradients,
         }
-    away = {"masters", "moments", "gradients"} if "optimizer" in layout.offload else set()
-    away |= {"parameters"} if "param" in layout.offload.split("+") else set()
+    away = {"parameters"} if "param" in layout.offload.split("+") else set()
+    host = {}
+    if "optimizer" in layout.offload:
+        # ZeRO-1 sums gradients on the device and sends a rank's part to the update, as ZeRO-2 does
+        away |= {"masters", "moments"} | ({"gradients"} if layout.stage > 1 else set())
+        host = {"gradients": 4 * part} | ({"updated parameters": layout.width * part} if layout.stage < 3 else {})
     return (
         {name: size for name, size in items.items() if name not in away},
-        {name: size for name, size in items.items() if name in away},
+        {name: size for name, size in items.items() if name in away} | host,
     )
 
 

@@ -24,6 +24,7 @@ _ITEM_NOTES = {
     "loading": "the model in FP32, before it is rounded",
     "masters": "FP32 copies that the optimizer updates; split ones without their upper halves",
     "gradients": "summed over micro-batches in FP32",
+    "updated parameters": "a rank's part in the compute dtype, on its way back to the device",
     "gradients in flight": "of the block whose backward pass runs, before they are reduced",
     "gathered parameters": "ZeRO-3: at most stage3_max_live_parameters at a time",
     "activations": "kept for the backward pass, and the block that is recomputed",

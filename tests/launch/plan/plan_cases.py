@@ -129,6 +129,30 @@ def traffic_of(
     return dict(bytes_of)
 
 
+def states_of(world: World, *, overrides: Sequence[str], vocabulary: int) -> dict[str, Any]:
+    """Bytes of FP32 gradients that parameters hold after a step's first backward pass, and on the host of a rank's part
+    of gradients and of the weights that an offloaded update gives back."""
+    resolved, world = resolve(overrides, world)
+    engine = engine_of(resolved, vocabulary, world)
+    held, zero, backward = [], engine.deepspeed.optimizer, engine.deepspeed.backward
+
+    def watched(*given: Any, **options: Any) -> Any:
+        result = backward(*given, **options)
+        held.append(sum(size_of(getattr(parameter, "grad_accum", None)) for parameter in engine.model.parameters()))
+        return result
+
+    with patch.object(engine.deepspeed, "backward", watched):
+        one_step(engine, batch_of(world, resolved, vocabulary), 0)
+    gradients = [part.grad for part in zero.single_partition_of_fp32_groups]
+    parts = (gradients, zero.param_buffer_of_bit16_for_cpu_offload_groups)
+    engine.close()
+    return {"device": held[0], "host": [sum(map(size_of, tensors)) for tensors in parts]}
+
+
+def size_of(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+
+
 def route(engine: Any, world: World, routed: str) -> None:
     """Choose a mixture's experts in the routers' place.
 

@@ -221,6 +221,18 @@ def test_offload_moves_states_to_the_host_as_deepspeed_says() -> None:
     assert 8 * sum(on_host.values()) == pytest.approx(host, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+def test_below_stage_3_offload_leaves_the_gradients_that_deepspeed_sums_on_the_device(pair, stage: int) -> None:
+    """Two ranks. DeepSpeed sums FP32 gradients on the device at ZeRO-1, and sends a rank's part to host memory."""
+    overrides = [MODEL, f"deepspeed.stage={stage}", "deepspeed.offload=cpu", "data.sequence_length=64"]
+    overrides += ["batch.micro_size=2", "batch.global_size=8", "guard.update_checks=0"]
+    found = pair.run(plan_cases.states_of, overrides=overrides, vocabulary=1024)
+    device, host = model_states(*planned([*overrides, "model.config.vocab_size=1024"], on_cpu=False))
+    names = ("gradients", "updated parameters")
+    assert found == [{"device": device.get("gradients", 0.0), "host": [host[name] for name in names]}] * 2
+
+
 EIGHT_EXPERTS = (
     "model={architecture: mixtral, config: {num_hidden_layers: 4, hidden_size: 192, intermediate_size: 256, "
     "num_attention_heads: 4, num_key_value_heads: 4, num_local_experts: 8}}"
