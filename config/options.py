@@ -22,6 +22,13 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """The number of a TCP port, for `type=` of an option."""
+    if positive_int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is no port; the last one is 65535")
+    return int(text)
+
+
 def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], float]:
     """A converter for an option's `type=`: the number in a text, if it `holds`."""
 
@@ -38,5 +45,7 @@ def _number(expected: str, holds: Callable[[float], bool]) -> Callable[[str], fl
 
 
 share = _number("a share between 0 and 1", lambda value: 0 <= value <= 1)
+positive_share = _number("a share above 0 and at most 1", lambda value: 0 < value <= 1)
+share_below_1 = _number("a share of 0 or more and below 1", lambda value: 0 <= value < 1)
 not_negative = _number("a number of 0 or more", lambda value: 0 <= value < math.inf)
 positive_number = _number("a number above 0", lambda value: 0 < value < math.inf)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from config.cli import Arguments, entry_point
-from config.options import positive_int, positive_number, share
+from config.options import positive_int, positive_number, positive_share, share_below_1
 from launch.plan.devices import DEFAULT_MFU, DEVICES, LATENCY_SECONDS, Reached
 
 if TYPE_CHECKING:
@@ -85,20 +85,22 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--price", type=positive_number, help="price of one device for one hour")
     parser.add_argument("--tokens", type=positive_number, help="tokens to train on (run.steps of the config)")
     of_peak = "share of the peak that matmuls reach, recomputed ones included (%(default)s)"
-    parser.add_argument("--mfu", type=share, default=DEFAULT_MFU, help=of_peak)
+    parser.add_argument("--mfu", type=positive_share, default=DEFAULT_MFU, help=of_peak)
     parser.add_argument("--measured", metavar="RUN", help="take --mfu from the folder of a run on such devices")
     parser.add_argument("--memory", type=positive_number, help="GiB of one device")
-    parser.add_argument("--reserve", type=share, default=0.1, help="share of it reserved for CUDA, NCCL and gaps (0.1)")
+    reserved = "share of it reserved for CUDA, NCCL and gaps (%(default)g)"
+    parser.add_argument("--reserve", type=share_below_1, default=0.1, help=reserved)
     parser.add_argument("--link", type=positive_number, help="GB/s in one direction from device to device in a node")
     parser.add_argument("--network", type=positive_number, help="GB/s in one direction out of a node, by all adapters")
     parser.add_argument("--per-node", type=positive_int, help="devices in a node")
-    parser.add_argument("--efficiency", type=share, default=0.8, help="share of both that collectives reach (0.8)")
+    of_both = "share of both that collectives reach (%(default)g)"
+    parser.add_argument("--efficiency", type=positive_share, default=0.8, help=of_both)
     hop = "microseconds of one hop of a collective (%(default)g)"
     parser.add_argument("--latency-us", type=positive_number, default=LATENCY_SECONDS * 1e6, help=hop)
     assumed = " ".join(f"{value:.2f}" for value in (Reached.matmul, Reached.attention, Reached.bandwidth))
     reached = f"shares of the data sheet that the modelled time assumes ({assumed})"
     of_three = ("MATMUL", "ATTENTION", "BANDWIDTH")
-    parser.add_argument("--reached", type=share, nargs=3, metavar=of_three, help=reached)
+    parser.add_argument("--reached", type=positive_share, nargs=3, metavar=of_three, help=reached)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser.parse_known_args(argv)
 
