@@ -22,7 +22,7 @@ from config.deepspeed.resolve import check_choices, compute_dtype
 from config.errors import UserError
 from config.load import load_config
 from config.optimizers import OPTIMIZERS
-from config.options import positive_int
+from config.options import port, positive_int
 from config.schema import Config
 from launch.doctor.examine import Scope, examine
 from launch.doctor.hosts import HERE, Host
@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     parser.add_argument("--strict", action="store_true", help="exit with 1 also on amber lines")
     parser.add_argument("--quick", action="store_true", help="skip device, ops, store, key and all-reduce (no torch)")
-    parser.add_argument("--port", type=positive_int, default=29500, help="launcher port on the first host (29500)")
+    parser.add_argument("--port", type=port, default=29500, help="launcher port on the first host (29500)")
     parser.add_argument("--processes", type=positive_int, metavar="N", help="per host (default: slots, GPU count or 2)")
     parser.add_argument("--all-reduce", type=float, default=64.0, metavar="MIB", help="all-reduce size (%(default)g)")
     parser.add_argument("--expect", type=float, default=0.0, metavar="GB/S", help="amber below this bus bandwidth")

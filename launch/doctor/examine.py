@@ -112,9 +112,13 @@ def _facts(scope: Scope, hosts: list[Host]) -> tuple[dict[str, Facts], list[Find
     answers = on_all(hosts, lambda host: host.ask("facts", _FACTS_SECONDS, **given))
     if several:
         on_all(hosts, lambda host: host.ask("unmark", 30.0, folder=folder, name=marks[host.name]))
-    fix = "look at that machine by hand: a disk or a network folder that hangs does this"
-    lost = [red("facts", str(item), fix, name) for name, item in answers.items() if isinstance(item, Unreachable)]
+    lost = [_lost(name, item) for name, item in answers.items() if isinstance(item, Unreachable)]
     return {name: item for name, item in answers.items() if not isinstance(item, Unreachable)}, lost
+
+
+def _lost(host: str, why: Unreachable) -> Finding:
+    hangs = ": a disk or a network folder that hangs does this" if "no answer within" in str(why) else ""
+    return red("facts", str(why), f"look at that machine by hand{hangs}", host)
 
 
 def _wandb(scope: Scope, facts: Mapping[str, Facts]) -> Iterator[Finding]:

@@ -43,8 +43,8 @@ AS_TEXT: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encodin
 def collect(request: dict[str, Any]) -> dict[str, Any]:
     """The facts about this machine. request: `folders` by role, names of `hosts`, `port`, `cwd`, names of `marks`, the
     `gpus` of the job or null for all."""
-    run = nearest_existing(request["folders"]["run"])
     extensions = op_builds.extensions_folder()
+    readable = os.access(extensions, os.R_OK | os.X_OK)
     folders, measured = {**request["folders"], "op builds": str(extensions)}, set[str]()
     return {
         "hostname": socket.gethostname(),
@@ -60,9 +60,9 @@ def collect(request: dict[str, Any]) -> dict[str, Any]:
         "shm": _shared_memory(),
         "infiniband": Path("/dev/infiniband").exists(),
         "folders": {role: _folder(path, measured) for role, path in folders.items()},
-        "shared": [name for name in request["marks"] if (run / name).exists()],
-        "locks": op_builds.locks(extensions),
-        "built": sorted({path.stem for path in extensions.glob("**/*.so")}),
+        "shared": _seen(request["folders"]["run"], request["marks"]),
+        "locks": op_builds.locks(extensions) if readable else [],
+        "built": sorted({path.stem for path in extensions.glob("**/*.so")}) if readable else [],
         "gpus": gpus(request["gpus"]),
         "names": {name: _addresses(name) for name in {*request["hosts"], socket.gethostname()}},
         "port": _port(request["port"]),
@@ -213,8 +213,11 @@ def _wandb_login() -> bool:
 def _folder(name: str, measured: set[str]) -> dict[str, Any]:
     """Free space and file system of a folder, and its speed of writing (with flush) and reading back a file. measured:
     mount points already timed; extended by that of this folder."""
-    path = nearest_existing(name)
     facts: dict[str, Any] = {"path": name, "error": None}
+    try:
+        path = nearest_existing(name)
+    except RuntimeError as error:  # there is no such ~user
+        return facts | {"error": str(error)}
     probe = path / f".doctor-{os.getpid()}-{socket.gethostname()}"
     try:
         of = os.statvfs(path)
@@ -250,8 +253,17 @@ def _speed(probe: Path, size: int) -> dict[str, float | None]:
 
 
 def nearest_existing(path: str) -> Path:
-    """The folder or its nearest existing ancestor, since examining must not create folders."""
+    """The folder or its nearest existing ancestor, since examining must not create folders; the folder itself if it
+    cannot be seen, so that its use fails."""
     folder = Path(path).expanduser().absolute()
-    while not folder.exists():
-        folder = folder.parent
+    with suppress(PermissionError):
+        while not folder.exists():
+            folder = folder.parent
     return folder
+
+
+def _seen(folder: str, names: Sequence[str]) -> list[str]:
+    """The names of files that are in the folder or its nearest existing ancestor; none if that cannot be read."""
+    with suppress(OSError, RuntimeError):
+        return [name for name in names if (nearest_existing(folder) / name).exists()]
+    return []

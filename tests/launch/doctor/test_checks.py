@@ -63,6 +63,18 @@ def test_an_agent_that_does_not_start_here_is_red(monkeypatch, capsys, place, na
     assert summary.startswith("1 red, 0 amber, 0 green")
 
 
+@pytest.mark.parametrize(("why", "late"), [("no answer within 120 s", True), ("MemoryError: none left", False)])
+def test_facts_that_are_late_suggest_a_folder_that_hangs(monkeypatch, capsys, why, late):
+    def ask(self, do, seconds, **given):
+        if do == "facts":
+            raise doctor_hosts.Unreachable(why)
+
+    monkeypatch.setattr(doctor_hosts.Host, "ask", ask)
+    assert main(["--quick"]) == 1
+    finding, fix, _ = capsys.readouterr().out.splitlines()
+    assert finding == f"red    facts: {why}" and ("hangs" in fix) == late
+
+
 def test_the_odd_one_out_of_many_hosts_is_named(facts):
     hosts = {f"node-{index}": copy.deepcopy(facts) for index in range(5)}
     for one in hosts.values():

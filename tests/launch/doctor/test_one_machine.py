@@ -96,6 +96,10 @@ FULL_DISK = f"mkdir runs; {MOUNT} size=1m runs; head -c 2000000 /dev/zero >runs/
 NO_DRIVER = "program nvidia-smi 'echo NVIDIA-SMI has failed because it could not talk to the driver.; exit 9'"
 BROKEN_MEMORY = "program nvidia-smi 'echo GPU 0: H200; echo NVIDIA H200, 575.57, 143771, 4, 34, 3, Not Active'"
 TOO_MANY_THREADS = f"export OMP_NUM_THREADS={os.cpu_count()}"
+# Even root needs these to read a folder that nobody may.
+DROP = 'set -- setpriv --bounding-set=-dac_override,-dac_read_search "$@"; ' if os.geteuid() == 0 else ""
+UNREADABLE = f"mkdir 0; chmod 0 0; {DROP}"
+NO_SUCH_USER = """set -- "$@" 'run.dir=~nosuchuser'"""
 # A fault's name: a function of the bench, or what Bench.before says; the level, the check and the words of its finding.
 FAULTS = {
     "taken_port": (taken_port, "red", "port", "Address already in use"),
@@ -106,6 +110,12 @@ FAULTS = {
     "few_files": ("ulimit -n 64", "red", "open files", "ulimit -n is 64"),
     "unwritable": ('set -- "$@" run.dir=/proc/sys', "red", "run folder", "/proc/sys/run: "),
     "a_file_in_the_way": ("touch runs", "red", "run folder", "Not a directory"),
+    "unreadable": (f'{UNREADABLE}set -- "$@" run.dir=$PWD/0/a', "red", "run folder", "0/a/run: Permission denied"),
+    "unreadable_builds": (
+        *(f"{UNREADABLE}export TORCH_EXTENSIONS_DIR=$PWD/0/a", "red"),
+        *("op builds folder", "0/a: Permission denied"),
+    ),
+    "no_such_user": (NO_SUCH_USER, "red", "run folder", "Could not determine home directory"),
     "full_disk": (FULL_DISK, "red", "run folder", "No space left on device"),
     "nearly_full_disk": (f"mkdir runs; {MOUNT} size=100m runs", "red", "run folder", "100.0 MiB free on tmpfs"),
     "no_execution": (f"mkdir extensions; {MOUNT} noexec extensions", "red", "op builds folder", "mounted noexec"),
@@ -132,6 +142,7 @@ def test_a_planted_fault_is_found_and_named(bench, plant, level, check, words):
     assert words in found[check]["what"] and found[check]["fix"], found[check]
     assert code == (1 if level == "red" else 0)
     assert {name for name, item in found.items() if item["level"] == "red"} <= {check}  # nothing else is
+    assert {"versions", "port", "/dev/shm"} <= found.keys()
     del kept
 
 
@@ -202,6 +213,7 @@ def test_ctrl_c_ends_what_runs():
         (["--config", "{folder}/none"], "{folder}/none"),
         (["run.steps=3"], "command line: run.steps=3 changes a config; add --config FILE"),
         (["--port", "zero"], "argument --port: zero is not a whole number of 1 or more"),
+        (["--port", "65536"], "argument --port: 65536 is no port"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, options, words):
