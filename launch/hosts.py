@@ -226,8 +226,11 @@ def selected(slots: dict[str, int], words: Sequence[str]) -> dict[str, int]:
 
     def named(*options: str) -> dict[str, int]:
         """Machine to the number of slots named in NAME:0,2@NAME, all of them for a name alone."""
-        parts = [part.partition(":") for part in (option_value(words, *options) or "").split("@")]
-        return {name: len(ids.split(",")) if ids else slots[name] for name, _, ids in parts if name in slots}
+        ids: dict[str, set[str]] = {}
+        for part in (option_value(words, *options) or "").split("@"):
+            name, _, listed = part.partition(":")
+            ids.setdefault(name, set()).update(filter(None, listed.split(",")))
+        return {name: len(given) or slots[name] for name, given in ids.items() if name in slots}
 
     def number(*options: str) -> int | None:
         value = option_value(words, *options) or ""

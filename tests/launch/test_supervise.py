@@ -324,12 +324,22 @@ def test_the_largest_number_of_machines_that_fits():
         ("--num_nodes 2", {"a": 4, "b": 4}),
         ("--num_nodes=0 --num_gpus 1", {"a": 1, "b": 1, "c": 1}),
         ("--include a:0,2@c", {"a": 2, "c": 2}),
+        ("--include b:0,1@b:1,2", {"b": 3}),
+        ("-i b@b:1@c", {"b": 1, "c": 2}),
         ("-e b@a:1", {"a": 3, "c": 2}),
+        ("--exclude a:0,0@b:1@b:1,2", {"a": 3, "b": 2, "c": 2}),
         ("--master_addr x", {"a": 4, "b": 4, "c": 2}),
     ],
 )
 def test_a_launchers_options_select_machines_and_processes(words, expected):
-    assert selected({"a": 4, "b": 4, "c": 2}, ["deepspeed", *words.split()]) == expected
+    """DeepSpeed's own functions select the same."""
+    from deepspeed.launcher import runner
+
+    slots = {"a": 4, "b": 4, "c": 2}
+    options = runner.parse_args([*words.split(), "train.py"])
+    kept = runner.parse_inclusion_exclusion(slots, options.include, options.exclude)
+    kept = runner.apply_num_nodes_and_gpus(kept, options.num_nodes, options.num_gpus)
+    assert selected(slots, ["deepspeed", *words.split()]) == expected == {name: len(ids) for name, ids in kept.items()}
 
 
 def test_ranks_that_share_sequences_are_restarted_in_whole_groups():
