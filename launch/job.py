@@ -13,6 +13,7 @@ import ctypes
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -36,7 +37,7 @@ from config.redact import redact_arguments
 from config.resolved import Resolved, resolve_run
 from launch.doctor.facts import run_program
 from launch.forks import KILL_AFTER_SECONDS, ForkedJob, Forks, signal_all
-from launch.hosts import Hosts
+from launch.hosts import Hosts, option_value
 
 if TYPE_CHECKING:
     from config.schema import Config
@@ -60,6 +61,8 @@ _MODULES = {
     ("torchrun",): "torch.distributed.run",
     ("accelerate", "launch"): "accelerate.commands.launch",
 }
+_PROCESS_OPTIONS = ("--num-gpus", "--num-accelerators", "--nproc-per-node", "--num-processes")
+"""Options of deepspeed, torchrun and accelerate launch for the number of processes."""
 _MODULE_OPTION = {"deepspeed": "--module", "accelerate": "--module"}
 LAUNCHER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
@@ -85,6 +88,29 @@ def add_processes_option(parser: argparse.ArgumentParser) -> None:
 def default_processes() -> int:
     """One process per GPU; two on a machine without GPUs."""
     return len(visible_gpus()) or 2
+
+
+def own_processes(launcher: Sequence[str]) -> int | None:
+    """Number of processes that a launcher starts by its hostfile or options; None if they do not say. Raises UserError
+    for a hostfile that cannot be read."""
+    hosts = Hosts.of_command(launcher)
+    if hosts is not None:
+        return sum(hosts.slots.values())
+    each, nodes = option_value(launcher, *_PROCESS_OPTIONS) or "", option_value(launcher, "--nnodes") or "1"
+    return int(each) * int(nodes) if each.isdecimal() and nodes.isdecimal() else None
+
+
+def processes_of(launcher: Sequence[str], given: int | None, *, option: str = "--launch") -> int:
+    """Number of processes of a job: `given` (--processes), the launcher's own, or without either `default_processes()`.
+
+    option: what the launcher was given with. Raises UserError if it starts another number, or if nothing says how many.
+    """
+    own, line = own_processes(launcher), shlex.join(launcher)
+    if launcher and own is None and given is None:
+        raise UserError(f"{option}: '{line}' does not say how many processes it starts; add --processes N")
+    if own is not None and given not in (None, own):
+        raise UserError(f"{option}: '{line}' starts {own}, not {given} processes; leave --processes out or correct it")
+    return given or own or default_processes()
 
 
 def visible_gpus() -> list[str]:

@@ -22,7 +22,7 @@ from launch.canary.gate import run_gate
 from launch.canary.monitor import RunMonitor
 from launch.canary.plan import Plan, read_plan
 from launch.canary.record import Journal, log
-from launch.job import add_processes_option, default_processes
+from launch.job import add_processes_option
 
 
 @entry_point()
@@ -31,13 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="config of the whole run")
     add_processes_option(parser)
     own = "(default: torchrun on this machine)"
-    parser.add_argument("--launch", type=shlex.split, default="", help=f"launcher of the whole run {own}")
+    parser.add_argument(
+        "--launch", type=shlex.split, default="", help=f"launcher of the whole run, and how many processes {own}"
+    )
     parser.add_argument("--check-launch", type=shlex.split, default="", help=f"launcher of the checks {own}")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")
     options = parser.parse_intermixed_args(arguments)
     launchers = {"launch": options.launch, "check_launch": options.check_launch}
-    processes = options.processes or default_processes()
-    plan = read_plan(options.config, options.overrides, processes=processes, **launchers)
+    plan = read_plan(options.config, options.overrides, processes=options.processes, **launchers)
     journal = _open(plan)
     gate = journal.last("gate")
     if gate is None or gate.get("verdict") != "parity":

@@ -15,7 +15,7 @@ from config.files import write_atomically
 from config.launcher import as_launched
 from config.resolved import Resolved
 from config.schema import CanarySection
-from launch.job import job_command, refusal, with_steps, without_later
+from launch.job import job_command, processes_of, refusal, with_steps, without_later
 
 STEPS = 50
 """Default length of a canary, if the config gives neither steps nor a share of the run's data."""
@@ -90,9 +90,11 @@ class Plan:
 
 
 def read_plan(
-    config: str, overrides: Sequence[str], *, processes: int, launch: Sequence[str], check_launch: Sequence[str]
+    config: str, overrides: Sequence[str], *, processes: int | None, launch: Sequence[str], check_launch: Sequence[str]
 ) -> Plan:
-    """The plan of a command line. Raises UserError if the config is wrong or leaves no steps after the canary."""
+    """The plan of a command line. Raises UserError if the config is wrong or leaves no steps after the canary, and for
+    launchers that start another number of processes."""
+    processes = processes_of(launch, processes)
     arguments: tuple[str, ...] = ("--config", config, *overrides)
     resolved = read_command_line(arguments, as_launched(processes))
     length = with_steps(resolved)
@@ -111,6 +113,7 @@ def read_plan(
             fix = f"leave it out, or set it to {processes}"
             problem = f"canary.ranks = {section.ranks}: ranks that share matrices without ZeRO resume on as many"
             raise UserError(f"{config}: {problem}; {fix}")
+    processes_of(check_launch, plan.ranks, option="--check-launch")
     refuse_sharing(resolved.batch, but=("sequence", "tensor"), why="the FP32 twin is verified with {what} on each rank")
     if whole.checkpoint.dir is not None:
         raise UserError(f"{config}: checkpoint.dir: the canary goes back only within the run folder; leave it out")

@@ -21,13 +21,11 @@ from config.launcher import as_launched
 from config.load import build_section, read_file, show, to_dict
 from config.resolved import resolve_run
 from config.schema import limit
-from launch.hosts import option_value
+from launch.job import own_processes
 from launch.sweep.rule import Hopeless
 
 _SWEEP_KEYS = ("run.name", "run.dir")
 """Keys that the sweep sets for each trial."""
-_PROCESS_OPTIONS = ("--num-gpus", "--nproc-per-node", "--num-processes")
-"""Options of deepspeed, torchrun and accelerate launch for the number of processes."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +201,7 @@ def _launcher(path: Path, file: _File) -> tuple[tuple[str, ...], int]:
     launcher = tuple(str(word) for word in words)
     if "launch.supervise" in launcher:
         raise UserError(f"{path}: launcher: launch.supervise would restart what the sweep stops; name the launcher")
-    given = option_value(launcher, *_PROCESS_OPTIONS) or ""
-    count = int(given) if given.isdecimal() else None
+    count = own_processes(launcher)
     if count is None and launcher and Path(launcher[0]).name.startswith("python"):
         count = 1
     if file.processes is None:

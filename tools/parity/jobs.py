@@ -36,6 +36,7 @@ from launch.job import (
     first_line,
     job_command,
     launch,
+    processes_of,
     shorten,
     visible_gpus,
     with_steps,
@@ -167,7 +168,7 @@ def plan(
     forks: Forks | None = None,
 ) -> Plan:
     """Resolve everything before a job starts, the FP32 twin too. Raises UserError for a wrong config or option."""
-    processes = processes or default_processes()
+    processes = processes_of(launcher, processes)
     launched = as_launched(processes)
     arguments = ["--config", config, *overrides]
     resolved = read_command_line(arguments, launched)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -74,6 +75,42 @@ def test_the_canary_has_the_whole_runs_schedule(tmp_path):
 def test_mistakes_are_one_line_and_start_nothing(tmp_path, refusal, overrides, said):
     assert said in refusal(main, ["--config", DEMO, "--processes", "2", *given(tmp_path, *overrides)])
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("of_parity", [False, True])
+@pytest.mark.parametrize(
+    ("launcher", "processes", "expected"),
+    [
+        ("deepspeed --hostfile {}", None, 4),
+        ("deepspeed -H {} --include a:0@b", None, 2),
+        ("torchrun --standalone --nproc_per_node 1", None, 1),
+        ("torchrun --nnodes=2 --nproc-per-node=2", 4, 4),
+        ("python -m launch.supervise -- deepspeed --hostfile {}", 4, 4),
+        ("python start_ranks.py", 2, 2),
+        ("srun", 2, 2),
+        ("srun", None, "--launch: 'srun' does not say how many processes it starts; add --processes N"),
+        ("torchrun --nproc_per_node gpu", None, "does not say how many processes it starts; add --processes N"),
+        ("deepspeed --hostfile {}", 2, "starts 4, not 2 processes; leave --processes out or correct it"),
+    ],
+)
+def test_a_launcher_says_how_many_processes_it_starts(tmp_path, launcher, processes, expected, of_parity):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=3\nb slots=1\n", encoding="utf-8")
+    words, more = launcher.format(hosts).split(), given(tmp_path)
+
+    def plan(**launchers):
+        if of_parity:
+            return parity_plan(DEMO, more, folder=tmp_path, steps=6, processes=processes, launcher=words)
+        return read_plan(DEMO, more, **{"processes": processes, "launch": words, "check_launch": (), **launchers})
+
+    if isinstance(expected, int):
+        assert plan().processes == expected
+        return
+    with pytest.raises(UserError, match=re.escape(expected)):
+        plan()
+    if processes is not None and not of_parity:
+        with pytest.raises(UserError, match="^--check-launch: .* starts 4, not 2 processes"):
+            plan(launch=(), check_launch=words)
 
 
 def test_a_share_of_the_data_is_a_number_of_the_runs_steps(tmp_path):
