@@ -42,6 +42,21 @@ def _in_bf16(scores: torch.Tensor, size: float) -> torch.Tensor:
     return exponentials / exponentials.sum(-1, keepdim=True)
 
 
+def in_fp32(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, blocked: bool = True
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of every head in FP32, so that gradients are rounded once, after the sum over groups.
+
+    blocked: the queries that share a key follow each other.
+    """
+
+    def every(shared: torch.Tensor) -> torch.Tensor:
+        wide, groups = shared.float(), module.num_key_value_groups
+        return wide.repeat_interleave(groups, dim=1) if blocked else wide.repeat(1, groups, 1, 1)
+
+    return query.float(), every(key), every(value)
+
+
 def _attention(
     softmax: Softmax = _right,
     *,
@@ -50,22 +65,19 @@ def _attention(
     causal: bool = True,
     blocked: bool = True,
 ) -> EnginePlant:
-    """Attention as plain products, in one layer or in all. blocked: the queries that share a key follow each other."""
+    """Attention as plain products, in one layer or in all."""
 
     def plant(engine: Engine, size: float) -> None:
         def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
-            groups = module.num_key_value_groups
-            if blocked:
-                key, value = (item.repeat_interleave(groups, dim=1) for item in (key, value))
-            else:
-                key, value = (item.repeat(1, groups, 1, 1) for item in (key, value))
+            dtype = query.dtype
+            query, key, value = in_fp32(module, query, key, value, blocked=blocked)
             scores = query @ key.transpose(2, 3) * (scaling * (1 + size if scaled_scores else 1.0))
             if mask is not None:
                 scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
             elif causal:
                 later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
                 scores = scores.masked_fill(later, -torch.inf)
-            return (softmax(scores, size).to(query.dtype) @ value).transpose(1, 2).contiguous(), None
+            return (softmax(scores, size).float() @ value).to(dtype).transpose(1, 2).contiguous(), None
 
         every = [name for name, _ in engine.model.named_modules() if name.endswith(".self_attn")]
         replace_attention(engine, every if everywhere else [ATTENTION], attention)
@@ -89,8 +101,9 @@ def _norm(
 
     def plant(engine: Engine, size: float) -> None:
         def forward(module: Any, given: torch.Tensor) -> torch.Tensor:
-            mean = given.to(variance).pow(2).mean(-1, keepdim=True).float()
-            normed = given.float() * (mean + module.variance_epsilon + eps * size).rsqrt() * (1 + scale * size)
+            wide = given.float()  # once, so that its gradient is rounded once
+            mean = wide.to(variance).pow(2).mean(-1, keepdim=True).float()
+            normed = wide * (mean + module.variance_epsilon + eps * size).rsqrt() * (1 + scale * size)
             return module.weight.to(given.dtype) * normed.to(given.dtype)
 
         norms = [name for name, module in engine.model.named_modules() if type(module).__name__.endswith("RMSNorm")]

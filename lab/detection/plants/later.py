@@ -13,7 +13,7 @@ from data.batches import loader
 from data.batches.loader import IGNORED_LABEL, Batch
 from lab.detection.plants import gradients
 from lab.detection.plants.elsewhere import DROPOUT
-from lab.detection.plants.forward import change_with_residual, with_base
+from lab.detection.plants.forward import change_with_residual, in_fp32, with_base
 from lab.detection.plants.shared import on_batches, relabelled
 from lab.detection.plants.site import (
     ATTENTION,
@@ -63,14 +63,14 @@ def rotary_base_of_one_layer(engine: Engine, size: float) -> None:
 
 def attention_of(attend: Attend) -> EnginePlant:
     """Decorator of the attention of one layer, as sdpa makes it but for its inputs and its mask: from queries, keys,
-    values, the mask (batch, heads, queries, keys) bool, and the size."""
+    values of every head in FP32, the mask (batch, heads, queries, keys) bool, and the size."""
 
     def plant(engine: Engine, size: float) -> None:
         def attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
-            key, value = (item.repeat_interleave(module.num_key_value_groups, dim=1) for item in (key, value))
             shape = (*query.shape[:3], key.shape[2])
             seen = torch.ones(shape[-2:], dtype=torch.bool).tril() if mask is None else mask
-            return attend(query, key, value, seen.expand(shape), size).transpose(1, 2), None
+            found = attend(*in_fp32(module, query, key, value), seen.expand(shape), size)
+            return found.to(query.dtype).transpose(1, 2), None
 
         replace_attention(engine, [ATTENTION], attention)
 
@@ -95,9 +95,9 @@ def one_head_forgets_the_first_token(query: Any, key: Any, value: Any, mask: tor
 @attention_of
 def scores_capped(query: Any, key: Any, value: Any, mask: torch.Tensor, size: float) -> torch.Tensor:
     """Softly, at `size`, far above any of them."""
-    scores = query.float() @ key.float().transpose(2, 3) * query.shape[-1] ** -0.5
+    scores = query @ key.transpose(2, 3) * query.shape[-1] ** -0.5
     capped = (size * (scores / size).tanh()).masked_fill(~mask, -torch.inf)
-    found: torch.Tensor = capped.softmax(-1).to(value.dtype) @ value
+    found: torch.Tensor = capped.softmax(-1) @ value
     return found
 
 

@@ -216,6 +216,25 @@ def test_each_kind_of_check_has_its_defect(
     assert by in Cells(pair, folder, "this").result(cell)["found_by"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "path", "stage"),
+    [
+        ("attention of all layers times 1.01", 0.0, "bf16", 1),
+        ("attention of all layers times 1.01", 0.0, "fp16", 3),
+        ("scores of one attention capped at 50", 1e4, "bf16", 1),
+        ("scores of one attention capped at 50", 1e4, "fp16", 2),
+        ("one norm times 1.01", 0.0, "bf16", 3),
+        ("one norm times 1.01", 0.0, "fp16", 2),
+    ],
+)
+def test_code_that_a_defect_stands_in_is_sound_without_it(
+    pair: ProcessGroup, folder: Path, name: str, size: float, path: str, stage: int
+) -> None:
+    found = Cells(pair, folder, "this").result(cell_of(defect_of(name), path, stage), size)
+    assert (found["found_by"], found["alone"]) == ([], [])
+
+
 def test_every_defect_has_a_run_on_each_of_its_paths_and_every_stage_sees_every_kind() -> None:
     cells = all_cells()
     assert len({cell.name for cell in cells}) == len(cells)
