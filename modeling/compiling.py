@@ -83,15 +83,6 @@ class CompiledBlock:
         return [id(parameter) for parameter in self._block.parameters()]
 
 
-def require_compilable(zero_stage: int) -> None:
-    """Raises UserError for a ZeRO stage whose hooks torch.compile cannot trace."""
-    if zero_stage == 3:
-        raise UserError(
-            "model.compile = true: ZeRO-3 gathers parameters in hooks inside the blocks, which torch.compile does not "
-            "trace; use ZeRO-2, or remove it"
-        )
-
-
 def quote_library_folders() -> None:
     """Let the compiler's linker find torch in a path with a space: torch 2.13 quotes folders of headers only."""
     from torch._inductor import cpp_builder

@@ -42,6 +42,9 @@ def resolve_json(config: Config, path: Path, document: dict[str, Any], *, world_
     if config.precision.path == "cast":  # the dtypes of a manifest are known once the model is built
         refuse_combination(str(path), Combination("cast", compute, stage, offload(document)))
     refuse_settings(str(path), dict(leaves(document)), stage)
+    if config.model.compile and stage == 3:
+        problem = "gathers parameters in hooks inside the blocks, which torch.compile does not trace"
+        raise UserError(f"{path}: ZeRO-3 {problem}; use ZeRO-2, or set model.compile=false")
     if config.precision.masters == "split":  # config/rules.py checks them against the run config alone
         kept, key = offload(document), "precision.masters = split in the run config"
         if compute != "bf16":

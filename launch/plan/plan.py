@@ -1,14 +1,13 @@
 """Plan a run config on a number of devices: memory, speed, hours, cost, and the smallest setting that fits."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from config.batch import divisors
 from config.command_line import read_command_line
-from config.deepspeed.combinations import OFFLOADS, STAGES, Combination, refusal
 from config.errors import UserError
 from config.hub import settle_hub
 from config.launcher import as_launched
@@ -18,7 +17,8 @@ from launch.plan.layout import Layout, layout_of
 from launch.plan.memory import Memory, peak_memory
 from launch.plan.model import Shape, read_shape
 from launch.plan.speed import Speed, matmul_peak, mfu_of, speed
-from launch.plan.timed import Timed, levers, time_of
+from launch.plan.stages import check_manifest, layouts_at
+from launch.plan.timed import Lever, Timed, levers, time_of
 
 PROCESS_BYTES = 476 * 2**20
 """Memory of Python, torch, DeepSpeed and gloo in one rank on a CPU, as measured in docs/plan.md."""
@@ -62,15 +62,9 @@ class Planner:
                 return option
         return None
 
-    def stages(self, layout: Layout) -> dict[int, Option | None]:
-        """ZeRO stage to its option with the largest micro-batch that fits, or None; unsupported stages are omitted."""
-        found = {}
-        for stage in STAGES:
-            path, compute = ("manifest", "mixed") if layout.manifest else ("cast", layout.compute)
-            refused = refusal(Combination(path, compute, stage, layout.offload))
-            if layout.offload in OFFLOADS[stage] and refused is None:
-                found[stage] = self.largest_micro(replace(layout, stage=stage))
-        return found
+    def stages(self, layouts: Mapping[int, Layout]) -> dict[int, Option | None]:
+        """ZeRO stage to its option with the largest micro-batch that fits, or None. layouts: those of `layouts_at`."""
+        return {stage: self.largest_micro(layout) for stage, layout in layouts.items()}
 
     def scaling(self, layout: Layout) -> list[Option]:
         """The layout's stage on each of WORLDS, with its micro-batch or the largest smaller one that divides its share.
@@ -112,6 +106,8 @@ class Plan:
     price: float | None
     """[money] Price per device-hour; None if not given."""
     planner: Planner
+    layouts: dict[int, Layout]
+    """ZeRO stage to the configured layout at that stage."""
 
     @cached_property
     def timed(self) -> Timed | None:
@@ -121,7 +117,11 @@ class Plan:
     @cached_property
     def changed(self) -> list[tuple[str, Timed, bool]]:
         """(what is changed, modelled step time, whether it fits), for each possible change alone."""
-        tried = levers(self.shape, self.configured.layout) if self.timed else []
+        layout = self.configured.layout
+        tried = [*levers(self.shape, layout)] if self.timed else []
+        if tried and layout.stage:
+            others = ((stage, other) for stage, other in self.layouts.items() if stage and other is not layout)
+            tried += [Lever(f"deepspeed.stage={stage}", other) for stage, other in others]
         options = [(lever, self.planner.option(lever.layout)) for lever in tried]
         found = [(lever.name, self._timed(option, lever.without), option.fits) for lever, option in options]
         return [(name, timed, fits) for name, timed, fits in found if timed is not None]
@@ -157,8 +157,10 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     """The plan of a command line. arguments: for train.py. Raises UserError, or SystemExit 2 for a wrong config."""
     device = _device(options)
     on_one = min(options.gpus, options.gpus if device.is_cpu else device.per_node)
-    resolved = read_command_line(arguments, as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)})
+    environment = as_launched(options.gpus) | {"LOCAL_WORLD_SIZE": str(on_one)}
+    resolved = read_command_line(arguments, environment)
     settle_hub(resolved.config)
+    check_manifest(resolved)
     if not resolved.config.run.steps and not options.tokens:
         problem = "the number of steps is known once the data are prepared"
         raise UserError(f"run.epochs = {resolved.config.run.epochs:g}: {problem}; give --tokens, or run.steps")
@@ -173,7 +175,8 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
     reached = {"mfu": mfu, "fill": fill, "efficiency": options.efficiency, "latency": options.latency_us * 1e-6}
     planner = Planner(shape, usable, process, partial(speed, shape, device=device, **reached))
     configured = planner.option(layout)
-    stages = planner.stages(layout)
+    layouts = layouts_at(layout, arguments, resolved, environment)
+    stages = planner.stages(layouts)
     return Plan(
         resolved=resolved,
         shape=shape,
@@ -188,6 +191,7 @@ def make_plan(options: argparse.Namespace, arguments: Sequence[str]) -> Plan:
         token_budget=options.tokens or resolved.config.run.steps * configured.speed.tokens_per_step,
         price=options.price,
         planner=planner,
+        layouts=layouts,
     )
 
 

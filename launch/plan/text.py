@@ -4,17 +4,15 @@ import shlex
 
 from rich.text import Text
 
-from config.cli import REPOSITORY
-from config.deepspeed.choice import FOLDER, json_name
 from config.optimizers import OPTIMIZERS
 from config.task import CHUNKED_TASKS
-from launch.hosts import without_options
 from launch.plan.devices import GIB
 from launch.plan.layout import Layout
 from launch.plan.memory import checkpoint_bytes
 from launch.plan.model import Shape
 from launch.plan.plan import Option, Plan, communication_bound_from
 from launch.plan.speed import traffic
+from launch.plan.stages import words_at
 from tracking import terminal
 from tracking.pages.markdown import Table
 
@@ -230,21 +228,15 @@ def _command(plan: Plan) -> list[str | Text]:
     best, configured = min(as_fast, key=lambda option: option.memory.total), plan.configured
     gain = best.speed.tokens_per_second / configured.speed.tokens_per_second
     lines: list[str | Text] = []
-    kept = shlex.split(plan.resolved.command)
-    changed: dict[str, int | str] = {}
+    words = shlex.split(plan.resolved.command)
     if not configured.fits or gain >= _WORTH_A_CHANGE:
-        changed = {"deepspeed.stage": best.layout.stage, "batch.micro_size": best.layout.micro}
-        kept = [word for word in kept if word.partition("=")[0] not in changed]
         if best.layout.stage != configured.layout.stage:
-            unnamed = without_options(kept, "--deepspeed-config", flags=["deepspeed.config", "deepspeed.offload"])
-            if unnamed != kept or plan.resolved.deepspeed_path.parent.resolve() != REPOSITORY / FOLDER:
-                offload = "none" if best.layout.offload == "none" else "cpu"
-                name = json_name(best.layout.stage, plan.resolved.compute, offload)
-                kept, changed = unnamed, {"deepspeed.config": name, "batch.micro_size": best.layout.micro}
+            words = words_at(best.layout.stage, words, plan.resolved)
+        words = [word for word in words if word.partition("=")[0] != "batch.micro_size"]
+        words.append(f"batch.micro_size={best.layout.micro}")
         than = f", {gain - 1:.0%} faster than as configured" if configured.fits else ""
         lines.append(f"ZeRO-{best.layout.stage} with batch.micro_size={best.layout.micro} fits{than}.")
-    command = shlex.join([*kept, *(f"{key}={value}" for key, value in changed.items())])
-    return [*lines, Text(f"{_USE} {command}", style="bold")]
+    return [*lines, Text(f"{_USE} {shlex.join(words)}", style="bold")]
 
 
 def _figures(option: Option) -> list[str]:

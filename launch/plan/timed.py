@@ -216,7 +216,7 @@ class Lever:
 
 
 def levers(shape: Shape, layout: Layout) -> Iterator[Lever]:
-    """Changes of settings and kernels that affect a step's time, one at a time."""
+    """Changes of the model's settings and kernels that affect a step's time, one at a time."""
 
     def model(name: str, **settings: Any) -> Iterator[Lever]:
         config = replace(layout.config, model=replace(layout.config.model, **settings))
@@ -237,6 +237,3 @@ def levers(shape: Shape, layout: Layout) -> Iterator[Lever]:
     for kind in ("none", "attention", "full"):
         if kind != layout.checkpointing:
             yield from model(f"model.activation_checkpointing={kind}", activation_checkpointing=kind)
-    for stage in (1, 2, 3):
-        if stage != layout.stage and layout.stage:
-            yield Lever(f"deepspeed.stage={stage}", replace(layout, stage=stage))

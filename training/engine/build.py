@@ -21,7 +21,7 @@ from modeling.activation_checkpointing import apply_activation_checkpointing
 from modeling.activation_checkpointing_budget import recompute_within_budget
 from modeling.adapter import add_adapter
 from modeling.build import Gather, build_model, drawn_notes, no_gather
-from modeling.compiling import compile_blocks, require_compilable
+from modeling.compiling import compile_blocks
 from modeling.document_masking import require_documents_apart
 from modeling.expert_parallel import require_shareable_experts, share_experts
 from modeling.kernels import require_liger
@@ -45,8 +45,6 @@ def build_engine(resolved: Resolved, model_config: PretrainedConfig, world: Worl
     """This rank's engine for the resolved config. drawn: False leaves a new model's weights at 0 and the engine without
     a start, until a checkpoint is loaded."""
     config = resolved.config
-    if config.model.compile:
-        require_compilable(resolved.zero_stage)
     refuse_layerdrop(model_config, stage=resolved.zero_stage, ranks=world.world_size)
     if config.adapter.base != "compute":
         _require_quantisable(resolved)

@@ -21,17 +21,19 @@ from config.launcher import as_launched, deepspeed_program
 from launch.plan import command as plan
 from launch.plan import text
 from launch.plan.devices import DEVICES, GIB, find_device
-from launch.plan.layout import Layout
+from launch.plan.layout import Layout, layout_of
 from launch.plan.memory import peak_memory
 from launch.plan.model import Shape
 from launch.plan.operations import Log, Operation, fused
-from launch.plan.plan import Planner, communication_bound_from
+from launch.plan.plan import Plan, Planner, communication_bound_from, make_plan
 from launch.plan.speed import ring_bandwidth, speed
+from launch.plan.stages import check_manifest, words_at
 from launch.plan.timed import LIGER, LOSS_KERNEL, SOFTMAX_BYTES, kernels_of, levers, loss_operations, time_of
 from modeling.linear_cross_entropy import Head, label_loss_sum, linear_cross_entropy
 from tests.launch.plan import plan_cases
 from tests.launch.plan.plan_cases import DEMO
 from tests.support.marks import slow
+from tests.support.models.small_run import changed_json
 from tests.support.runs.compare_runs import start_fields, step_fields
 from tracking.jsonl import encode
 
@@ -68,18 +70,69 @@ def test_a_ring_over_nodes_runs_at_the_speed_of_their_adapters(big) -> None:
     assert speed(shape, replace(layout, world=1), device).communication_seconds == 0
 
 
-def test_the_smallest_that_fits_is_the_first_and_largest(big) -> None:
+def plan_of(*arguments: str) -> Plan:
+    options, words = plan._parse(arguments)
+    return make_plan(options, words)
+
+
+def test_the_smallest_that_fits_is_the_first_and_largest() -> None:
     """No lower stage fits with any micro-batch, and none with twice its micro-batch."""
-    shape, layout = big
-    planner = planner_of(shape)
-    smallest = next(option for option in planner.stages(layout).values() if option)
-    assert smallest.fits
-    chosen = smallest.layout
+    found = plan_of(*BIG, "--gpus", "8", "--memory", "72", "--reserve", "0")
+    assert found.smallest is not None and found.smallest.fits
+    chosen = found.smallest.layout
     assert 0 < chosen.stage < 3
-    assert planner.largest_micro(replace(layout, stage=chosen.stage - 1)) is None
+    assert found.planner.largest_micro(found.layouts[chosen.stage - 1]) is None
     doubled = replace(chosen, micro=2 * chosen.micro, accumulation=chosen.accumulation // 2)
-    assert not planner.option(doubled).fits
-    assert 0 not in planner.stages(layout)  # the config refuses BF16 without ZeRO
+    assert not found.planner.option(doubled).fits
+    assert [*found.stages] == [1, 2, 3]  # the config refuses BF16 without ZeRO
+
+
+_OVERLAP = ("zero1_bf16", {"overlap_comm": True, "reduce_bucket_size": 1_000_000})
+_OPTIMIZER = ("zero3_bf16", {"offload_optimizer": {"device": "cpu"}})
+_EXPERTS = ["precision.compute=fp32", "deepspeed.stage=1", "parallel.expert=2", "data.tokenizer=bytes"]
+_MIXTURE = (
+    "num_hidden_layers: 1, hidden_size: 64, intermediate_size: 64, num_attention_heads: 1, num_key_value_heads: 1"
+)
+_EXPERTS += [f"model={{architecture: mixtral, config: {{{_MIXTURE}, num_local_experts: 8}}}}"]
+_MANIFEST = ["precision.manifest=config/manifests/{}.json", "precision.compute=auto", "deepspeed.stage=1"]
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "stages", "best"),
+    [
+        ([*BIG, "--gpus", "64", "--network", "25", "--memory", "50"], _OVERLAP, [1, 2, 3], 3),
+        ([*BIG, "--gpus", "8", "deepspeed.stage=2", "deepspeed.offload=cpu"], None, [1, 2, 3], 3),
+        ([*DEMO, "--gpus", "2"], _OPTIMIZER, [1, 2, 3], 2),
+        ([*DEMO, "--gpus", "2", "deepspeed.stage=3", "deepspeed.offload=cpu"], None, [1, 2, 3], 2),
+        ([*DEMO, "--gpus", "2", "deepspeed.stage=2", "model.compile=true"], None, [1, 2], 2),
+        ([*DEMO, "--gpus", "2", *_EXPERTS], None, [1, 2, 3], 1),
+        ([*DEMO, "--gpus", "2", _MANIFEST[0].format("bf16"), *_MANIFEST[1:]], None, [0, 1, 2, 3], 0),
+        ([*DEMO, "--gpus", "2", _MANIFEST[0].format("FP16"), *_MANIFEST[1:]], None, [1, 2, 3], 1),
+    ],
+)
+def test_a_plan_at_another_stage_is_that_of_the_config_at_it(tmp_path, given, own, stages, best) -> None:
+    """Rows, levers and the command at the end: none is refused, and none gets another layout when it is planned."""
+    fp16 = tmp_path / "fp16.json"
+    fp16.write_text((REPOSITORY / "config/manifests/bf16.json").read_text().replace("bf16", "fp16"))
+    given = [word.replace("config/manifests/FP16.json", str(fp16)) for word in given]
+    found = plan_of(*given, *([changed_json(tmp_path, own[0], **own[1])] if own else []))
+    assert [*found.stages] == stages
+
+    def again(words: list[str]) -> Layout:
+        resolved = read_command_line(words, as_launched(int(given[given.index("--gpus") + 1])))
+        check_manifest(resolved)
+        layout = layout_of(resolved, world=resolved.world_size, on_cpu=False)
+        return replace(layout, config=found.configured.layout.config)
+
+    words = shlex.split(found.resolved.command)
+    words = words[words.index(next(word for word in words if word.startswith("--config"))) :]
+    for stage, layout in found.layouts.items():
+        if stage != found.configured.layout.stage:
+            assert again(words_at(stage, words, found.resolved)) == layout
+    last = shlex.split(str(text._command(found)[-1]))
+    layout = again(last[last.index("--config") :])
+    option = found.stages[layout.stage]
+    assert layout.stage == best and option is not None and layout in (option.layout, found.configured.layout)
 
 
 def test_scaling_keeps_the_global_batch_while_it_can(big) -> None:

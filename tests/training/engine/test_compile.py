@@ -8,18 +8,14 @@ import pytest
 import torch
 from torch._inductor import cpp_builder
 from torch.utils.checkpoint import checkpoint
-from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from config.cli import REPOSITORY
 from config.command_line import read_command_line
-from config.errors import UserError
 from modeling.compiling import CompiledBlock, quote_library_folders
 from tests.support.jobs.launches import command, events, finish, replay
 from tests.support.jobs.process_group import ProcessGroup
-from tests.support.models.small_run import resolve
 from tests.training.engine import compile_cases as cases
-from training.engine import build_engine
 
 CALLS = 2 * 2 * cases.STEPS
 """Two blocks, two micro-batches a step."""
@@ -111,6 +107,7 @@ def test_a_library_is_found_below_a_path_with_a_space() -> None:
         ("profile.steps=2", "set profile.steps to 0"),
         ("data.document_masking=true", "data.document_masking"),
         ("precision.path=manifest", "precision.path = manifest"),
+        ("deepspeed.stage=3", "ZeRO-3 gathers parameters in hooks"),
     ],
 )
 def test_what_is_not_verified_is_refused(override: str, words: str, refusal: Any) -> None:
@@ -118,10 +115,3 @@ def test_what_is_not_verified_is_refused(override: str, words: str, refusal: Any
     if override == "precision.path=manifest":
         given += ["precision.manifest=config/manifests/bf16.json", "precision.compute=fp32"]
     assert words in refusal(read_command_line, given)
-
-
-def test_zero_3_is_refused_before_anything_is_built() -> None:
-    world: Any = None
-    resolved = resolve(world, stage=3, compute="fp32", overrides=["model.compile=true"])
-    with pytest.raises(UserError, match="use ZeRO-2"):
-        build_engine(resolved, PretrainedConfig(), world)
