@@ -85,6 +85,10 @@ def _memory_table(plan: Plan) -> Table:
     return table
 
 
+_DIVIDED_FROM = {"moments": 1, "masters": 1, "gradients": 2, "parameters": 3}
+"""Item to the lowest ZeRO stage that divides it by the ranks."""
+
+
 def _advice(item: str, layout: Layout) -> str:
     """Advice that would reduce a memory item and is not applied yet; empty if there is none."""
     smaller = ["a smaller batch.micro_size"] if layout.micro > 1 else []
@@ -96,13 +100,15 @@ def _advice(item: str, layout: Layout) -> str:
         chunks = [chunk] if layout.config.task in CHUNKED_TASKS else []
         lowers = " or ".join([*chunks, *smaller] or ["a shorter data.sequence_length"])
         return f"{lowers} lowers them; activation checkpointing does not"
+    if item in _DIVIDED_FROM:
+        stage = _DIVIDED_FROM[item]
+        if layout.stage >= stage:
+            return "more ranks divide them"
+        refused = stage == 3 and layout.config.model.compile
+        return f"ZeRO-{stage} divides them by the ranks" if layout.zero_ranks > 1 and not refused else ""
     return {
-        "parameters": "" if layout.stage == 3 else "ZeRO-3 divides them by the ranks",
         "second copy": "a larger zero_hpz_partition_size divides it further",
         "teacher": "distill.sharded=true divides it by the ranks, distill.top_k asks it before training",
-        "gradients": "more ranks divide them" if layout.stage >= 2 else "ZeRO-2 divides them by the ranks",
-        "masters": "more ranks divide them",
-        "moments": "more ranks divide them",
         "gathered parameters": "a smaller stage3_max_live_parameters lowers them",
         "buckets": "a smaller reduce_bucket_size lowers them",
     }.get(item, "")
@@ -204,8 +210,11 @@ def _conclusions(plan: Plan) -> list[str | Text]:
         else "Communication takes less time than the matmuls at every size in the table."
     ]
     if plan.smallest is None:
-        advice = "take more devices, model.activation_checkpointing=full, a shorter data.sequence_length, or"
-        lines.append(Text(f"Nothing fits: {advice} deepspeed.offload=cpu.", style="bold red"))
+        layout = plan.configured.layout
+        given = ["model.activation_checkpointing=full"] if layout.checkpointing != "full" else []
+        given += ["deepspeed.offload=cpu"] if layout.offload == "none" else []
+        advice = ", ".join(["take more devices", *given])
+        lines.append(Text(f"Nothing fits: {advice} or a shorter data.sequence_length.", style="bold red"))
     elif not plan.configured.fits:
         lines.append(Text("As configured it does not fit.", style="bold yellow"))
     return lines

@@ -186,18 +186,40 @@ def test_ranks_that_share_a_sequence_do_the_same_work_for_a_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "advice"),
+    ("item", "settings", "advice"),
     [
-        (("none", 1), "model.activation_checkpointing=full lowers them"),
-        (("none", 2), "model.activation_checkpointing=full or a smaller batch.micro_size lowers them"),
-        (("full", 2), "a smaller batch.micro_size lowers them"),
-        (("full", 1), "a larger parallel.sequence lowers them"),
+        ("activations", ("none", {"micro": 1}), "model.activation_checkpointing=full lowers them"),
+        (
+            "activations",
+            ("none", {"micro": 2}),
+            "model.activation_checkpointing=full or a smaller batch.micro_size lowers them",
+        ),
+        ("activations", ("full", {"micro": 2}), "a smaller batch.micro_size lowers them"),
+        ("activations", ("full", {"micro": 1}), "a larger parallel.sequence lowers them"),
+        ("moments", ("none", {"stage": 0}), "ZeRO-1 divides them by the ranks"),
+        ("moments", ("none", {"stage": 1}), "more ranks divide them"),
+        ("gradients", ("none", {"stage": 1}), "ZeRO-2 divides them by the ranks"),
+        ("parameters", ("none", {"stage": 2}), "ZeRO-3 divides them by the ranks"),
+        ("parameters", ("none", {"stage": 2, "world": 1}), ""),
     ],
 )
-def test_no_advice_is_what_the_config_has_already(big, settings, advice) -> None:
-    (kind, micro), (_, layout) = settings, big
+def test_no_advice_is_what_the_config_has_already(big, item, settings, advice) -> None:
+    (kind, given), (_, layout) = settings, big
     config = replace(layout.config, model=replace(layout.config.model, activation_checkpointing=kind))
-    assert text._advice("activations", replace(layout, config=config, micro=micro)) == advice
+    assert text._advice(item, replace(layout, config=config, **given)) == advice
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ([], "take more devices, deepspeed.offload=cpu or a shorter"),
+        (["deepspeed.stage=3", "deepspeed.offload=cpu"], "take more devices or a shorter"),
+        (["model.activation_checkpointing=none"], "model.activation_checkpointing=full, deepspeed.offload=cpu or"),
+    ],
+)
+def test_what_fits_nowhere_gets_advice_that_it_has_not_taken(given, advice) -> None:
+    (line,) = (str(one) for one in text._conclusions(plan_of(*BIG, "--memory", "1", *given)) if "Nothing" in str(one))
+    assert advice in line
 
 
 def test_what_does_not_fit_as_configured_gets_a_way_that_does(capsys, monkeypatch) -> None:
