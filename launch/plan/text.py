@@ -5,6 +5,7 @@ import shlex
 from rich.text import Text
 
 from config.optimizers import OPTIMIZERS
+from config.schema import SAMPLING_TASKS
 from config.task import CHUNKED_TASKS
 from launch.plan.devices import GIB
 from launch.plan.layout import Layout
@@ -136,6 +137,10 @@ def _summary(plan: Plan) -> list[str | Text]:
         f"Speed: {step.tokens_per_second:,.0f} tokens/s at {plan.mfu:.1%} of the peak ({plan.mfu_source}); "
         f"MFU of the whole step {plan.model_mfu:.1%}."
     )
+    untimed = ["transfers to host memory and the update there"] if layout.offload != "none" else []
+    untimed += ["sampling and scoring"] if layout.config.task in SAMPLING_TASKS else []
+    if untimed:
+        lines.append(f"Not in this speed: {', '.join(untimed)}.")
     cost = plan.cost(configured)
     price = "" if cost is None else f", {cost:,.2f} at {plan.price:g} per device-hour"
     size = checkpoint_bytes(plan.shape, layout)

@@ -209,6 +209,22 @@ def test_no_advice_is_what_the_config_has_already(big, item, settings, advice) -
     assert text._advice(item, replace(layout, config=config, **given)) == advice
 
 
+def test_a_plan_says_what_its_speed_leaves_out() -> None:
+    found = plan_of(*DEMO)
+
+    def said(task: Any, offload: str) -> list[str]:
+        layout = found.configured.layout
+        layout = replace(layout, config=replace(layout.config, task=task), offload=offload)
+        lines = text._summary(replace(found, configured=replace(found.configured, layout=layout)))
+        return [str(line) for line in lines if str(line).startswith("Not in this speed: ")]
+
+    host, answers = "transfers to host memory and the update there", "sampling and scoring"
+    assert said("sft", "none") == []
+    assert said("sft", "optimizer") == [f"Not in this speed: {host}."]
+    assert said("opd", "none") == [f"Not in this speed: {answers}."]
+    assert said("grpo", "optimizer+param") == [f"Not in this speed: {host}, {answers}."]
+
+
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
