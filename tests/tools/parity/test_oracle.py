@@ -498,9 +498,9 @@ def test_the_gate_recomputes_steps_of_a_run_that_has_no_twin(finished, tmp_path)
 
 
 def test_a_rate_that_magnifies_rounding_widens_bounds(folder: Path) -> None:
-    """At this rate FP32's rounding of the initial weights changes later norms by 7%, and the run's are mostly 11% off;
-    where its tensors lie otherwise in memory, it may round as the oracle does."""
-    high = ("optimizer.learning_rate=0.3", "schedule.warmup_steps=0", "optimizer.gradient_clipping=null")
+    """At this rate FP32's rounding of the initial weights changes later norms fourfold, the run's are up to 92% off.
+    At 0.3 one rounding of the weights may change them less than the order of sums does."""
+    high = ("optimizer.learning_rate=0.5", "schedule.warmup_steps=0", "optimizer.gradient_clipping=null")
     found = judged(folder, "high", *MORE, *high, "model.config.num_hidden_layers=4")
     norms = next(each for each in found.comparisons if each.what == "norm")
     assert norms.holds
