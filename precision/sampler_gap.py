@@ -1,4 +1,4 @@
-"""Guarantee 2: how far the sampler is from the trainer on what was sampled, beside how far the trainer is from itself.
+"""The sampler's distance from the trainer's policy on sampled tokens, relative to the trainer's own rounding.
 
 For a token drawn from mu, d = log pi - log mu; k1 = -d and k3 = e^d - 1 - d estimate KL(mu || pi) (Schulman 2020), and
 for small d k3 is d^2 / 2. The trainer's *self-gap* is the larger k3 of two recomputations of its own log-probabilities:

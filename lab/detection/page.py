@@ -33,7 +33,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     """The whole page as Markdown; a cell without a result is said to be not run."""
     planted = [cell for cell in cells if cell.planted is not None]
     healthy = [cell for cell in cells if cell.planted is None]
-    counted = _less_false_alarms(cells, results)
+    counted = _without_false_alarms(cells, results)
     return markdown.page(
         _opening(planted, healthy, counted, conditions),
         by_kind(cells, results),
@@ -45,7 +45,7 @@ def page(cells: Sequence[Cell], results: Results, conditions: dict[str, Any]) ->
     )
 
 
-def _less_false_alarms(cells: Sequence[Cell], results: Results) -> Results:
+def _without_false_alarms(cells: Sequence[Cell], results: Results) -> Results:
     """The results; checks that healthy runs of the same model and precision failed do not count in planted ones."""
     known = {(cell.variant, cell.path): set[str]() for cell in cells}
     for cell in cells:
@@ -128,7 +128,7 @@ was finished, are in [detection_later.md](detection_later.md).""",
 def by_kind(cells: Sequence[Cell], results: Results) -> str:
     """The section on who found what: of each kind a plain run, the gate, the oracle; and of healthy runs."""
     done = [cell for cell in cells if cell.name in results and not cell.is_wide]
-    results = _less_false_alarms(cells, results)
+    results = _without_false_alarms(cells, results)
     kinds = dict.fromkeys(cell.defect.group if cell.defect else "" for cell in done)
     planted, rows = [cell for cell in done if cell.defect], list[tuple[object, ...]]()
     for kind in kinds:

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_processes_option(parser)
     own = "(default: torchrun on this machine)"
     parser.add_argument(
-        "--launch", type=shlex.split, default="", help=f"launcher of the whole run, and how many processes {own}"
+        "--launch", type=shlex.split, default="", help=f"launcher of the whole run, with its number of processes {own}"
     )
     parser.add_argument("--check-launch", type=shlex.split, default="", help=f"launcher of the checks {own}")
     parser.add_argument("overrides", nargs="*", help="key.sub=value")

@@ -89,7 +89,7 @@ def _processes(facts: Mapping[str, Facts]) -> int:
 
 def _connection(host: Host, answer: Any, ssh: Sequence[str]) -> Iterator[Finding]:
     if host.local and isinstance(answer, Unreachable):
-        fix = f"let `{sys.executable} -c pass` end soon here; `ulimit -u` or a container may limit processes and memory"
+        fix = f"let `{sys.executable} -c pass` finish here; `ulimit -u` or a container may limit processes and memory"
         yield red("agent", str(answer), fix, host.name)
     elif isinstance(answer, Unreachable):
         fix = f"let `{' '.join(ssh)} {host.name} true` work without a password, for this user and from this machine"

@@ -1,4 +1,4 @@
-"""Guarantee 1: before a token is sampled, what the sampler computes with equals the trainer's weights, by hash.
+"""Proof by hash, before a token is sampled, that the sampler computes with the trainer's weights.
 
 The trainer's side is the weights that its own modules compute with, under every name of a tied tensor. Each rank hashes
 a share; a copy in this process is compared bit for bit, as are other numbers that modules compute with. If anything
